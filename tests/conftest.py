@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Read when torch and huggingface_hub are first imported, here and in every process a test starts.
@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from batchinfer.console import phases
-from batchinfer.process import UNUSED
+from batchinfer.process import UNUSED, gc_paused
 from tests import interpreter, spawners
 
 try:
@@ -58,6 +58,13 @@ if settings is not None:
 if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
     _none = providers._local_constants
     providers._get_local_constants = lambda: _none
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests without looking for garbage: nearly all that is imported stays."""
+    with gc_paused():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -154,13 +154,23 @@ def _assert_consistent(output: SampleOutput, penalty: float) -> None:
     assert output.finish_reason == ("stop" if output.token_ids[-1] in EOS else "length")
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_prompts_come_out_as_from_transformers(width: int, penalty: float, checkpoint) -> None:
+def compare_with_transformers(width: int, penalty: float, checkpoint) -> None:
     completions, _ = run(checkpoint("llama"), Setup(), searches(width, penalty, NUM_PROMPTS))
     assert len(completions) == NUM_PROMPTS
     for completion in completions.values():
         assert_found("llama", completion)
+
+
+@pytest.mark.parametrize(("width", "penalty"), list(zip(WIDTHS, PENALTIES, strict=True)))
+def test_prompts_come_out_as_from_transformers(width: int, penalty: float, checkpoint) -> None:
+    compare_with_transformers(width, penalty, checkpoint)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_width_comes_out_with_every_penalty(width: int, penalty: float, checkpoint) -> None:
+    compare_with_transformers(width, penalty, checkpoint)
 
 
 def test_some_beams_end_early_and_some_do_not() -> None:

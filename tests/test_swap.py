@@ -110,9 +110,9 @@ def in_a_large_pool(llama: LoadedModel) -> dict[int, list[tuple[list[int], float
     ("preemption", "num_host_blocks", "layer_major"),
     [
         ("recompute", 0, False),
-        ("swap", 2000, False),
+        pytest.param("swap", 2000, False, marks=pytest.mark.long),
         ("swap", 3, False),
-        ("auto", 2000, False),
+        pytest.param("auto", 2000, False, marks=pytest.mark.long),
         ("auto", 20, False),
         ("swap", 2000, True),
     ],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -407,6 +408,12 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=15, deadline=None)
+
+
+@pytest.mark.long
+class TestEngineMachineLonger(EngineMachine.TestCase):
+    settings = settings(max_examples=100, deadline=None)
 
 
 def test_the_extra_token_is_kept_from_nobody() -> None:

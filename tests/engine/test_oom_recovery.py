@@ -79,7 +79,7 @@ def ends_seldom(context: bytes, stream: int, sample: int, position: int) -> int:
 def workload() -> list[Request]:
     """Rows that share prefixes, with samples, searches and penalties among them."""
     rows: list[Request] = []
-    for row in range(10):
+    for row in range(8):
         prompt = [5] * (row % 3) * 5 + [row + 1] * (3 + row % 4)
         match row % 4:
             case 0:

@@ -37,7 +37,7 @@ def ends_late(context: bytes, stream: int, sample: int, position: int) -> int:
 
 def crowd(n: int = 1) -> list[Request]:
     """More rows than fit, and of half of them the forecast does not know how long they get."""
-    return [make_request(row, [row + 1] * 5, max_tokens=64, n=n) for row in range(80)]
+    return [make_request(row, [row + 1] * 5, max_tokens=64, n=n) for row in range(60)]
 
 
 def assert_expected(completions: dict[int, Completion], next_token=ends_late) -> None:

@@ -19,11 +19,14 @@ from tests.faults.states import count_violations
 from tests.faults.updates import count_update_violations
 
 STATES = 300  # among them states of going on after a crash, and of running error rows again
-FEW = 60
+FEW = 40
 
 
-def test_nothing_promised_is_lost() -> None:
-    assert count_violations(LossyFiles, STATES, seed=1) == {"states": STATES, "wrong": 0}
+@pytest.mark.parametrize(
+    ("states", "seed"), [(2 * FEW, 2), pytest.param(STATES, 1, marks=pytest.mark.long)]
+)
+def test_nothing_promised_is_lost(states: int, seed: int) -> None:
+    assert count_violations(LossyFiles, states, seed) == {"states": states, "wrong": 0}
 
 
 def test_an_update_leaves_one_generation_whole_or_says_so() -> None:

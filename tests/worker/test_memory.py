@@ -199,13 +199,14 @@ def test_free_host_bytes_respects_the_limit_of_the_address_space(
 def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:
     """The default swap space is mapped at once, whatever of it is used."""
     code = """
-import resource, sys
+import os, resource, sys
 import psutil, torch, transformers
 from batchinfer import LLM, SamplingParams
 limit = psutil.Process().memory_info().vms + 2**31
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 llm = LLM(sys.argv[1], num_kv_blocks=60)
-print(llm.generate(["a"], SamplingParams(max_tokens=1), use_tqdm=False)[0].error)
+print(llm.generate(["a"], SamplingParams(max_tokens=1), use_tqdm=False)[0].error, flush=True)
+os._exit(0)  # to take apart what is loaded takes seconds
 """
     make_text_model(tmp_path / "model")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

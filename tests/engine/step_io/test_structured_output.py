@@ -61,10 +61,10 @@ def check(completions: dict[int, Completion], grammars: dict[int, Toy]) -> None:
 def test_samples_follow_their_grammars(
     make_engine: MakeEngine, setup: dict[str, Any], n: int
 ) -> None:
-    requests, grammars = rows(30, n=n)
+    requests, grammars = rows(16, n=n)
     engine, _ = make_engine(block_size=4, **setup)
     completions, steps = run_all(engine, requests)
-    assert len(completions) == 30
+    assert len(completions) == 16
     check(completions, grammars)
     if setup["num_blocks"] == 24:
         assert sum(step.num_preempted for step in steps) > 0

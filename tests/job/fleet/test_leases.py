@@ -141,7 +141,12 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestFleet.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.long
+class TestFleetLonger(FleetMachine.TestCase):
+    settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

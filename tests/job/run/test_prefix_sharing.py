@@ -49,7 +49,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_rows", "order", "least", "most"),
-    [(6_000, "prefix", 0.99, 1.0), (4_000, "input", 0.3, 0.95)],
+    [(4_500, "prefix", 0.99, 1.0), (2_000, "input", 0.3, 0.95)],
 )
 def test_sharing_achieved_of_what_is_possible(
     tmp_path: Path, num_rows: int, order: str, least: float, most: float
