@@ -27,7 +27,11 @@ class HugePages:
         self._used = 0
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor [count] that begins at a cache line."""
+        """An uninitialised tensor [count] that begins at a cache line.
+
+        Raises:
+            MemoryError: there is none.
+        """
         size = count * dtype.itemsize
         if size >= _OF_ITS_OWN:
             return _part(_chunk(size), 0, size).view(dtype)
@@ -41,7 +45,10 @@ class HugePages:
 
 
 def _chunk(size: int) -> mmap.mmap:
-    chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {size} bytes of weights") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that has none
             chunk.madvise(mmap.MADV_HUGEPAGE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +45,22 @@ def test_memory_goes_with_the_last_tensor_in_it() -> None:
     gc.collect()
     assert chunk() is None
     assert len(memory.empty(10, torch.uint8)) == 10
+
+
+def test_memory_is_given_where_huge_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20, raising=False)  # no such advice
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(-1, 4096).madvise(mmap.MADV_HUGEPAGE)
+    for size in (10, 9 * MIB):
+        assert HugePages().empty(size, torch.uint8).fill_(7).sum() == 7 * size
+
+
+def test_want_of_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of NumPy's: an OSError would be taken for one of files."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="no memory for 9437184 bytes of weights"):
+        HugePages().empty(9 * MIB, torch.uint8)
