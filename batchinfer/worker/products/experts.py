@@ -21,8 +21,6 @@ from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, 
 from batchinfer.worker.products.codes import Codes
 
 _DOWN = "down_proj"
-
-
 _CODES = "saved_codes"
 
 
@@ -102,6 +100,8 @@ class PackedExperts(nn.Module):
         top_k_weights: torch.Tensor,  # [T, k]
     ) -> torch.Tensor:
         """[T, hidden]: the weighted sum of each token's k experts."""
+        if not len(hidden):
+            return torch.empty_like(hidden)
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
         rows = hidden.index_select(0, order // top_k_index.shape[1])
@@ -125,7 +125,7 @@ class PackedExperts(nn.Module):
             if count:
                 products.append(packed.times(rows[first : first + count], bias))
             first += count
-        return torch.cat(products) if products else rows.new_empty(0, 0)
+        return torch.cat(products)
 
 
 def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:

@@ -66,7 +66,7 @@ def routed(tokens: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, t
 
 @kinds
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
 @torch.inference_mode()
 def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) -> None:
     model, inputs = make_experts(kind), routed(tokens)
