@@ -83,5 +83,5 @@ def _integer_parts(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if saved.get("quant_method") == "compressed-tensors":
         for group in (saved.get("config_groups") or {}).values():
             weights = group.get("weights") or {}
-            if weights.get("type") == "int":
+            if weights.get("type", "int") == "int":
                 yield weights

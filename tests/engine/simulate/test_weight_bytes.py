@@ -50,3 +50,10 @@ def test_groups_that_are_kept_are_those_the_kernels_take(
 def test_mxfp4_is_kept_whatever_is_asked_for() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     assert [expert_bytes(config, one, 2) for one in ("int8", "int4", None)] == [0.65625, 0.65625, 2]
+
+
+def test_integers_are_what_a_group_holds_that_names_no_type() -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert matrix_bytes({"quantization_config": section}, "int4", 2) == 0.5 + 5 / 128
