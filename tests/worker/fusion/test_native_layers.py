@@ -226,12 +226,15 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
     assert len({part.qkv.out for layer in layers for part in layer._arguments}) == 1
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("method", ["", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
-    dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, method: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows and many, rounded where they are made or before they are multiplied."""
+    """Few rows and many, rounded where they are made or before they are multiplied; threads wait
+    for each other where they must."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     model, layout = fused("mistral", joined=True, dtype=dtype, method=method)
     run = Run("mistral", layout, dtype)
     tokens: list[int] = []
