@@ -49,7 +49,6 @@ static float lanes_sum(vec x) {
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
-    if (top == -INFINITY) top = 0.0f; /* every score is -inf or NaN */
     for (int64_t p = 0; p < places; p++) s[p] = exp_negative((s[p] - top) * scale);
     for (int64_t p = length; p < places; p++) s[p] = 0.0f;
     vec sum = {0};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from batchinfer.kernels.cpu.encoder_layers import (
     product_args,
 )
 
-_EPS = 1e-5
+_EPS = 0.1  # so much that it shows
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 _ACTIVATIONS = {
     "gelu": gelu,
@@ -38,6 +39,8 @@ class EncoderCase:
     lengths: tuple[int, ...]
     activation: str = "gelu"
     num_layers: int = 2
+    up_std: float = 1.0
+    """Of what the activation is computed of, about."""
 
     def __str__(self) -> str:
         return self.name
@@ -51,6 +54,9 @@ ENCODER_CASES = [
     EncoderCase("heads unlike the width", 3, 32, 64, 32, (50, 49, 48)),
     EncoderCase("long", 1, 64, 64, 80, (131,)),
     EncoderCase("many tasks", 2, 16, 32, 48, (30,) * 18 + (9,) * 20, "gelu_tanh"),
+    EncoderCase("longest last", 2, 16, 32, 48, (3, 1, 100)),
+    EncoderCase("wide gelu", 4, 8, 32, 48, (20,), up_std=5.0),
+    EncoderCase("wide gelu_tanh", 4, 8, 32, 48, (20,), "gelu_tanh", up_std=5.0),
     EncoderCase("crowded rows", 2, 64, 1024, 2048, (9, 8), num_layers=1),
 ]
 
@@ -60,17 +66,25 @@ class EncoderLayers:
 
     Args:
         dtype: of weights and hidden states.
+        pack: packs a weight.
     """
 
-    def __init__(self, case: EncoderCase, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        case: EncoderCase,
+        dtype: torch.dtype,
+        pack: Callable[[torch.Tensor], torch.Tensor] = gemm.pack,
+    ) -> None:
         self.case, self._dtype = case, dtype
         self._draw = torch.Generator().manual_seed(0)
         width, attended = case.width, case.heads * case.head_width
         shapes = (3 * attended, width), (width, attended), (case.inner, width), (width, case.inner)
+        spreads = 1.0, 1.0, case.up_std, 1.0
         self._layers = [
             {
                 "products": [
-                    (self._normal(*s, std=s[1] ** -0.5), self._normal(s[0])) for s in shapes
+                    (self._normal(*s, std=std * s[1] ** -0.5), self._normal(s[0]))
+                    for s, std in zip(shapes, spreads, strict=True)
                 ],
                 "norms": [
                     (1 + self._normal(width, std=0.1), self._normal(width)) for _ in range(2)
@@ -78,7 +92,7 @@ class EncoderLayers:
             }
             for _ in range(case.num_layers)
         ]
-        packed = [[gemm.pack(w) for w, _ in layer["products"]] for layer in self._layers]
+        packed = [[pack(w) for w, _ in layer["products"]] for layer in self._layers]
         self._kept = packed
         self._arguments = array_of_layers(
             [self._arguments_of(*each) for each in zip(self._layers, packed, strict=True)]
@@ -134,10 +148,14 @@ def check_encoder_layers(case: EncoderCase, dtype: torch.dtype) -> None:
     assert (found - expected).norm() < _TOLERANCE[dtype] * expected.norm()
 
 
-def check_bits_of_a_sequence(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_bits_of_a_sequence(
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    pack: Callable[[torch.Tensor], torch.Tensor] = gemm.pack,
+) -> None:
     """Equal alone, in a step of one task and in one of many, on one thread and on three."""
     case = EncoderCase("", 2, 16, 32, 48, (60, *(30,) * 18, *(9,) * 20))
-    layers = EncoderLayers(case, dtype)
+    layers = EncoderLayers(case, dtype, pack)
     together = layers.run(layers.hidden, case.lengths).split(case.lengths)
     parts = layers.hidden.split(case.lengths)
     for threads in (1, 3):

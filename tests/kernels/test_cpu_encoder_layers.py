@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import encoder_layers
+from batchinfer.kernels.cpu import encoder_layers, gemm
+from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 from tests.kernels.encoder_cases import (
     ENCODER_CASES,
     EncoderCase,
@@ -31,6 +35,25 @@ def test_a_sequence_has_the_same_bits_in_any_company(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_bits_of_a_sequence(dtype, monkeypatch)
+
+
+@dtypes
+@pytest.mark.parametrize("rounded", [Int8Weight.rounded, partial(Int4Weight.rounded, group_size=8)])
+def test_weights_of_few_bits_are_multiplied_within_tasks(
+    rounded: Callable[[torch.Tensor], LowBitWeight],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task rounds all of its rows itself, though other threads compute theirs."""
+    check_bits_of_a_sequence(dtype, monkeypatch, lambda weight: gemm.pack_low_bit(rounded(weight)))
+
+
+@dtypes
+def test_scores_that_overflow_leave_no_number(dtype: torch.dtype) -> None:
+    """As softmax has it, also where all that a token sees is -inf."""
+    case = EncoderCase("", 1, 16, 32, 48, (1,) * 12)
+    layers = EncoderLayers(case, dtype)
+    assert layers.run(layers.hidden * 1e25, case.lengths).isnan().all()
 
 
 @dtypes
