@@ -154,6 +154,17 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
         (lambda llm: llm.encode("a", pooling_task="token_embed"), NotYetError, "token_embed"),
         (lambda llm: llm.score(["a", "b"], ["c"]), ValueError, "data_1 has 2 texts and data_2 1"),
         (lambda llm: llm.score("a", [7]), TypeError, "data_2: 0 is an int; give a text"),
+        (
+            lambda llm: llm.score("a", ["b"], pooling_params=[PoolingParams()]),
+            TypeError,
+            "pooling_params is a list; give one PoolingParams",
+        ),
+        (lambda llm: llm.encode("a", pooling_task=["embed"]), NotYetError, "embed"),
+        (
+            lambda llm: llm.classify("a", pooling_params=PoolingParams(dimensions=2)),
+            ValueError,
+            "dimensions is 2; it cuts embeddings",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(llm: LLM, call: Any, error: Any, message: str) -> None:
@@ -196,6 +207,21 @@ def test_made_up_weights_have_no_head(tmp_path: Path, model: Path) -> None:
 def test_parameters_are_checked(values: Any) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         PoolingParams(**values)
+
+
+@pytest.mark.parametrize("name", ["use_activation", "normalize", "activation", "softmax"])
+def test_a_parameter_of_another_type_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is 'no'; it must be True or False or None"):
+        PoolingParams(**{name: "no"})
+
+
+def test_parameters_of_numpy_are_those_of_python() -> None:
+    assert PoolingParams(dimensions=np.int64(4)) == PoolingParams(dimensions=4)  # type: ignore[arg-type]
+
+
+def test_parameters_that_say_the_opposite_are_refused() -> None:
+    with pytest.raises(ValueError, match="normalize is True and use_activation is False"):
+        PoolingParams(use_activation=False, normalize=True)
 
 
 def test_classes_are_those_of_transformers(tmp_path: Path, model: Path) -> None:

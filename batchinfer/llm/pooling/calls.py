@@ -23,7 +23,7 @@ from batchinfer.llm.pooling.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from batchinfer.llm.pooling.params import PoolingParams, params_of_each
+from batchinfer.llm.pooling.params import PoolingParams, params_of_all, params_of_each
 from batchinfer.llm.pooling.runner import Made, PoolingRunner
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, read_prompts
 from batchinfer.llm.run import OnError, ProgressBar
@@ -162,7 +162,7 @@ class PoolingCalls:
             "embed": self._pooling.embedder,
             "classify": self._pooling.classifier,
         }
-        if task not in make_of:
+        if not isinstance(task, str) or task not in make_of:
             raise NotYetError(f"LLM.encode(pooling_task={task!r})")
         _check("encode", others, errors)
 
@@ -207,7 +207,7 @@ class PoolingCalls:
             TypeError, ValueError, RuntimeError, NotYetError, ModelError: as ``classify``.
         """
         _check("score", others, errors)
-        (params,) = params_of_each(pooling_params, 1)
+        params = params_of_all(pooling_params)
         pairs = _pairs(data_1, data_2)
         if not self._has_tokenizer:
             raise ValueError("LLM.score needs a tokenizer; leave skip_tokenizer_init out")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchinfer.config.types import coerce_fields
 from batchinfer.llm.prompts import kind_of, listed
+
+_ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
+"""The names of one setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,7 @@ class PoolingParams:
 
     Raises:
         TypeError: naming the parameter, when it is of another type.
-        ValueError: naming the parameter, when it is out of range.
+        ValueError: naming the parameter, when it is out of range or two say the opposite.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -33,19 +37,21 @@ class PoolingParams:
     """The same, by its first name."""
 
     def __post_init__(self) -> None:
+        coerce_fields(self)
         for name in ("truncate_prompt_tokens", "dimensions"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if type(value) is not int:
-                raise TypeError(f"{name} is {value!r}; it must be a whole number or None")
-            if value < 1 and (name, value) != ("truncate_prompt_tokens", -1):
+            if value is not None and value < 1 and (name, value) != ("truncate_prompt_tokens", -1):
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
+        asked = {name: getattr(self, name) for name in _ACTIVATES}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if len(set(given.values())) > 1:
+            one, other = (next(name for name in given if given[name] is v) for v in (True, False))
+            raise ValueError(f"{one} is True and {other} is False, which mean the same; give one")
 
     @property
     def activates(self) -> bool:
         """Whether embeddings are normalised, and logits made into scores."""
-        asked = (self.use_activation, self.normalize, self.activation, self.softmax)
+        asked = (getattr(self, name) for name in _ACTIVATES)
         return next((value for value in asked if value is not None), True)
 
 
@@ -67,3 +73,16 @@ def params_of_each(
         if not isinstance(one, PoolingParams):
             raise TypeError(f"pooling_params {at} is {kind_of(one)}; give PoolingParams(...)")
     return given
+
+
+def params_of_all(params: object) -> PoolingParams:
+    """The parameters of a call that takes one set for all; None: the default ones.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if params is None or isinstance(params, PoolingParams):
+        return params or PoolingParams()
+    raise TypeError(
+        f"pooling_params is {kind_of(params)}; give one PoolingParams(...) for all pairs"
+    )

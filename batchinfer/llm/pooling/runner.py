@@ -103,7 +103,13 @@ class PoolingRunner:
         Raises:
             ModelError: the model has no head that classifies.
             NotYetError: its weights are made up.
+            ValueError: ``dimensions`` are asked for.
         """
+        if params.dimensions is not None:
+            raise ValueError(
+                f"dimensions is {params.dimensions}; it cuts embeddings, not labels or scores: "
+                "leave it out"
+            )
         if self._random_weights:
             raise NotYetError("LLM(load_format='dummy') of a model that classifies or scores")
         return self._classifier(params.activates)
