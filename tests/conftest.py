@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 # Read when torch and huggingface_hub are first imported, here and in every process a test starts.
 os.environ |= {
@@ -46,9 +45,6 @@ if not torch.cuda.is_available():
     # Read when triton is first imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-STARTS_SPAWNERS = Path(__file__).parent / "text" / "children"
-"""Where it is tested how."""
-
 if settings is not None:
     settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
     settings.load_profile("repeatable")
@@ -85,9 +81,9 @@ def nothing_waits_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def prompts_are_soon_made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if STARTS_SPAWNERS not in request.path.parents:
-        spawners.fork_spawners(monkeypatch)
+def prompts_are_soon_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where tests are about the processes that make them: there this is a fixture of theirs."""
+    spawners.fork_spawners(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,11 @@ TIGHT = Limits(cpu_seconds=0.5, shared_cpu_seconds=0.2, seconds=60, memory_bytes
 ENDLESS = Limits(cpu_seconds=1e5, shared_cpu_seconds=1e5, seconds=1e5)
 
 
+@pytest.fixture
+def prompts_are_soon_made() -> None:
+    """Not here: spawners are looked for among the children of this process."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model whose tokenizer and chat template choke on some texts."""

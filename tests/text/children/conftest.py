@@ -21,6 +21,11 @@ TIGHT = Limits(cpu_seconds=0.5, shared_cpu_seconds=0.2, seconds=60, memory_bytes
 MakeProcesses = Callable[..., TextProcesses]
 
 
+@pytest.fixture
+def prompts_are_soon_made() -> None:
+    """Not here: a spawner is started as it is elsewhere."""
+
+
 def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
     """A token per byte of a text.
 
