@@ -29,6 +29,7 @@ OUTPUT_TOKENS = 20
 NUM_PROMPTS = 32
 WIDTHS = (2, 4, 8)
 PENALTIES = (0.0, 1.0, 2.0)
+SOME = tuple(zip(WIDTHS, PENALTIES, strict=True))
 TIE = 1e-4  # scores this near may come out either way
 CPU = torch.device("cpu")
 
@@ -161,7 +162,7 @@ def compare_with_transformers(width: int, penalty: float, checkpoint) -> None:
         assert_found("llama", completion)
 
 
-@pytest.mark.parametrize(("width", "penalty"), list(zip(WIDTHS, PENALTIES, strict=True)))
+@pytest.mark.parametrize(("width", "penalty"), SOME)
 def test_prompts_come_out_as_from_transformers(width: int, penalty: float, checkpoint) -> None:
     compare_with_transformers(width, penalty, checkpoint)
 
@@ -173,10 +174,15 @@ def test_every_width_comes_out_with_every_penalty(width: int, penalty: float, ch
     compare_with_transformers(width, penalty, checkpoint)
 
 
-def test_some_beams_end_early_and_some_do_not() -> None:
-    """Guards the test above: both kinds of ends must be there."""
-    for width in WIDTHS:
-        found = [reference("llama", row, width, 1.0) for row in range(NUM_PROMPTS)]
+@pytest.mark.parametrize(
+    "searched",
+    [[SOME], pytest.param([[(width, 1.0)] for width in WIDTHS], marks=pytest.mark.long)],
+    ids=["some", "every_width"],
+)
+def test_some_beams_end_early_and_some_do_not(searched: list[list[tuple[int, float]]]) -> None:
+    """Guards the tests above: both kinds of ends must be there."""
+    for some in searched:
+        found = [reference("llama", row, *one) for one in some for row in range(NUM_PROMPTS)]
         lengths = [len(token_ids) for beams in found for token_ids, _ in beams]
         assert sum(length < OUTPUT_TOKENS for length in lengths) > len(lengths) // 10
         assert lengths.count(OUTPUT_TOKENS) > len(lengths) // 10
