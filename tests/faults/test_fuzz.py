@@ -1,4 +1,4 @@
-"""A few hundred of the cases of which ``make faults`` runs tens of thousands."""
+"""Some of the cases of which ``make faults`` runs tens of thousands."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from tests.families import FAMILIES
 from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet
 from tests.faults.fuzz import Case, run_cases
 
-CASES = 300
 SLOW_S = 30.0
 """Far more than a case takes on a busy machine, far less than one that grows without bounds."""
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [fuzz_jobs.case, fuzz_parquet.case])
-def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
-    found = run_cases(case, CASES, 1, tmp_path, jobs=1, most_s=SLOW_S)
+def test_nothing_is_wrong_slow_or_fatal(case: Case, count: int, tmp_path: Path) -> None:
+    found = run_cases(case, count, 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert found.violations == []
-    assert found.words.total() == CASES
-    assert sum(times for word, times in found.words.items() if not word.endswith("exit 4")) > 20
+    assert found.words.total() == count
+    others = [times for word, times in found.words.items() if not word.endswith("exit 4")]
+    assert sum(others) > count // 15
 
 
 @pytest.mark.long
