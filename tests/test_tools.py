@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
         job(tmp_path, model, rows, prompt={"tool_choice": "required"})
     with pytest.raises(UsageError, match=r"prompt\.tools cannot be used: two tools are called"):
         job(tmp_path, model, rows, prompt={"tools": [LAMP, LAMP]})
-    with pytest.raises(UsageError, match=r"prompt\.tools: .*no\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"prompt\.tools: there is no file .*no\.json"):
         job(tmp_path, model, rows, prompt={"tools": "no.json"})
     with pytest.raises(UsageError, match=r"tool_parser .hermse. is not known; did you mean hermes"):
         job(tmp_path, model, rows, output={"path": "out", "tool_parser": "hermse"})

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.format import first_line, near_path, printable
 from batchinfer.errors import UsageError
+
+_TOOL = '{"type": "function", "function": {"name": ...}}'
 
 
 def chat_template_file(chat_template: str) -> str | None:
@@ -27,12 +31,21 @@ def tools_file(path: str) -> tuple[Any, ...]:
     """The tools in the JSON file that ``prompt.tools`` names.
 
     Raises:
-        UsageError: it cannot be read, or holds no list.
+        ValueError: it cannot be read, or holds no list of objects.
     """
+    where = printable(path, 200)
+    if not os.path.isfile(path):  # opening a pipe would wait for a writer
+        raise ValueError(f"there is no file {where}{near_path(path)}")
     try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"prompt.tools: {path} cannot be read as JSON: {error}") from None
-    if not isinstance(tools, list):
-        raise UsageError(f"prompt.tools: {path} holds no list of tools")
+        tools = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8 text; save it as such") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {first_line(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where} must hold a list of tools, {_TOOL} each")
     return tuple(tools)

@@ -153,7 +153,7 @@ def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
     """
     _apply_preset(document, base_dir)
     _list_single_texts(document)
-    spec = _with_absolute_paths(_check(document), base_dir)
+    spec = _with_absolute_paths(_check(document), base_dir, document)
     check_conflicts(spec, document)
     return spec
 
@@ -270,14 +270,17 @@ def _list_single_texts(document: JobDocument) -> None:
             document.data["sampling"][name] = [text]
 
 
-def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
+def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -> JobSpec:
     inputs = tuple(_absolute(path, base_dir) for path in spec.input.paths)
     prompt = spec.prompt
     if prompt.chat_template not in ("auto", "none"):
         values = {**prompt.__dict__, "chat_template": _absolute(prompt.chat_template, base_dir)}
         prompt = PromptConfig(**values)
     if isinstance(prompt.tools, str):
-        tools = tools_file(_absolute(prompt.tools, base_dir))
+        try:
+            tools = tools_file(_absolute(prompt.tools, base_dir))
+        except ValueError as error:
+            raise document.error(("prompt", "tools"), f": {error}") from None
         prompt = PromptConfig(**{**prompt.__dict__, "tools": tools})
     model = {
         "name": _local_or_hub(spec.model.name, base_dir),

@@ -138,7 +138,10 @@ def _check_draws_nothing(job: JobSpec) -> None:
     if job.output.explode:
         raise ValueError("output.explode goes with task: generate; leave it out")
     if job.tool_parser != "none":
-        raise ValueError("prompt.tools and output.tool_parser go with task: generate")
+        raise ValueError(
+            "prompt.tools, prompt.tools_column and output.tool_parser go with task: generate; "
+            "leave them out"
+        )
     if job.output.reasoning != "none":
         raise ValueError("output.reasoning goes with task: generate; leave it out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,29 @@ def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, messag
     found = complaint(tmp_path, "prompt.chat_template=chat.jinja")
     assert "prompt.chat_template: chat.jinja " in found
     assert message in found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "tools.json must hold a list of tools, "),
+        (b"{}", "tools.json must hold a list of tools, "),
+        (b"[" * 100_000, "tools.json is nested too deep"),
+        (b"[{", "tools.json is not JSON: Expecting"),
+        (b"\xff", "tools.json is not UTF-8 text"),
+    ],
+)
+def test_a_file_of_tools_is_checked(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "tools.json").write_bytes(content)
+    found = complaint(tmp_path, "prompt.tools=tools.json")
+    assert found.startswith(f"--set prompt.tools=tools.json: prompt.tools: {message}")
+
+
+def test_a_file_of_tools_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tools.json")
+    assert "prompt.tools: there is no file tools.json" in complaint(
+        tmp_path, "prompt.tools=tools.json"
+    )
 
 
 # Names of output columns
