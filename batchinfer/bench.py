@@ -135,7 +135,10 @@ def _measure(
         llm = LLM(options.model, dtype=options.dtype, task=options.task, **keys)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    prompts = dataset_prompts or _synthetic(options, llm.vocab_size, llm.max_model_len)
+    _check_ids(options.dataset, dataset_prompts, llm.vocab_size)
+    # Of a row that draws nothing, a causal model's engine keeps room for one token all the same.
+    room = llm.max_model_len - (options.output_len if writes_text else 1)
+    prompts = dataset_prompts or _synthetic(options, llm.vocab_size, room)
     params = SamplingParams(
         max_tokens=options.output_len,
         n=options.n,
@@ -193,10 +196,20 @@ def _write(path: Path, result: dict[str, Any]) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _synthetic(options: BenchOptions, vocab_size: int, max_model_len: int) -> list[str | list[int]]:
-    """Prompts of random token ids, by default no longer than whole answers leave room for."""
-    room = max(1, max_model_len - options.output_len)
-    length = options.input_len or min(_INPUT_LEN, room)
+def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have, naming the row."""
+    for row, prompt in enumerate(prompts):
+        for token_id in () if isinstance(prompt, str) else prompt:
+            if not 0 <= token_id < vocab_size:
+                raise DataError(
+                    f"{path}, row {row}: token id {token_id} is out of vocabulary; "
+                    f"the model's ids are 0 to {vocab_size - 1}"
+                )
+
+
+def _synthetic(options: BenchOptions, vocab_size: int, room: int) -> list[str | list[int]]:
+    """Prompts of random token ids, by default no longer than there is room for."""
+    length = options.input_len or min(_INPUT_LEN, max(1, room))
     rng = np.random.default_rng(options.seed)
     ids = rng.integers(0, vocab_size, (options.num_prompts, length))
     return list(ids.tolist())

@@ -141,7 +141,8 @@ class BenchOptions:
         typer.Option(
             metavar="N",
             min=1,
-            help="Tokens per synthetic prompt; default: 1024, or less where answers need the room.",
+            help="Tokens per synthetic prompt; default: 1024, or fewer where the model or answers "
+            "need the room.",
         ),
     ] = None
     output_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per answer.")] = 128

@@ -69,6 +69,12 @@ def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
     [
         ("prompt", ["one", None], "row 1: prompt is null"),
         ("token_ids", [[5], [6, None]], "row 1: token_ids holds a null"),
+        (
+            "token_ids",
+            [[5], [6, 99_999]],
+            "row 1: token id 99999 is out of vocabulary; the model's",
+        ),
+        ("token_ids", [[-1]], "row 0: token id -1 is out of vocabulary"),
         ("prompt", [5, 6], "column prompt is int64; it must be string or list<int32>"),
         ("text", pa.array([b"\xff"]).view(pa.string()), "row 0: text is not valid UTF-8"),
         ("answer", ["one"], "has no column of prompts"),
@@ -111,6 +117,12 @@ def test_prompts_leave_room_for_answers_where_no_length_is_asked_for(model: Path
     options = BenchOptions(str(model), output_len=2, num_prompts=1, num_kv_blocks=256)
     tokens = run_bench(options, show=lambda line: None)["tokens"]
     assert (tokens["prompt"], tokens["output"]) == (min(1024, longest - 2), 2)
+
+
+def test_prompts_of_rows_without_answers_leave_no_room_for_them(tmp_path: Path) -> None:
+    encoder = make_encoder(tmp_path, "bert", max_length=40)
+    options = BenchOptions(str(encoder), output_len=128, num_prompts=1)
+    assert run_bench(options, show=lambda line: None)["tokens"]["prompt"] == 39
 
 
 def test_what_deterministic_costs_is_shown(model: Path) -> None:
