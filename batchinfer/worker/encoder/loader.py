@@ -78,11 +78,23 @@ class Encoder:
         with packed_sequences(runs, causal=self.causal):
             output = self.body(
                 input_ids=token_ids[None],
-                position_ids=(positions + self._offset)[None],
+                position_ids=self._places(token_ids, positions)[None],
                 **options,
             )
         hidden_states: torch.Tensor = output.last_hidden_state[0]
         return hidden_states
+
+    def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Which embedding of a position each token takes, [T]. Where texts begin after padding's,
+        tokens of padding take that, and those after them count without them, as in transformers'
+        ``create_position_ids_from_input_ids``."""
+        if self._offset == 0:
+            return positions
+        is_padding = token_ids == self._offset - 1
+        before = is_padding.cumsum(0) - is_padding.long()
+        starts = torch.arange(len(positions), device=positions.device) - positions
+        counted = positions + self._offset - (before - before[starts])
+        return counted.masked_fill(is_padding, self._offset - 1)
 
 
 @dataclass(frozen=True)
