@@ -9,7 +9,12 @@ from dataclasses import fields
 
 from batchinfer.config.classify import ClassifyConfig
 from batchinfer.config.embed import EMBEDDING, EmbedConfig
-from batchinfer.config.encoder import attends_both_ways, is_encoder, position_offset
+from batchinfer.config.encoder import (
+    attends_both_ways,
+    is_encoder,
+    longest_text,
+    position_offset,
+)
 from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
 from batchinfer.config.model import ModelConfig, Runner
 from batchinfer.config.prompt import SCORING, AcceptConfig, PromptConfig, ScoreConfig
@@ -44,6 +49,7 @@ __all__ = [
     "attends_both_ways",
     "field_names",
     "is_encoder",
+    "longest_text",
     "parse_size",
     "position_offset",
     "sized_for",

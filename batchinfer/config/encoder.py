@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchinfer.config.types import format_value
+
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
 """Their first position is the one after that of padding (fairseq's way)."""
 ENCODER_FAMILIES = (
@@ -32,3 +34,19 @@ def position_offset(config: Mapping[str, Any]) -> int:
     if config.get("model_type") not in _OFFSET_FAMILIES:
         return 0
     return int(config.get("pad_token_id") or 0) + 1
+
+
+def longest_text(values: Mapping[str, Any]) -> int | None:
+    """Tokens that sentence-transformers cuts texts to, by sentence_bert_config.json; None: it does
+    not say.
+
+    Raises:
+        ValueError: it says no number of tokens.
+    """
+    length = values.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(
+            f"max_seq_length is {format_value(length)}; it must be a whole number of 1 or more: "
+            "mend it, or leave it out"
+        )
+    return length

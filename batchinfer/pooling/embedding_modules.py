@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.config import attends_both_ways
+from batchinfer.config import attends_both_ways, longest_text
 from batchinfer.errors import ModelError, one_line
 from batchinfer.pooling.activations import gelu, relu, sigmoid, silu
 from batchinfer.pooling.model_folder import find_folder, read_json
@@ -122,17 +122,21 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
                 f"{folder}/modules.json: not yet: a module {kind[:80]!r} is not supported by this "
                 "version"
             )
-    inputs = read_json(folder / "sentence_bert_config.json") or {}
+    inputs_file = folder / "sentence_bert_config.json"
+    inputs = read_json(inputs_file) or {}
     if not isinstance(inputs, Mapping):
-        raise ModelError(f"{folder}/sentence_bert_config.json must be an object")
-    longest = inputs.get("max_seq_length")
+        raise ModelError(f"{inputs_file} must be an object")
+    try:
+        longest = longest_text(inputs)
+    except ValueError as error:
+        raise ModelError(f"{inputs_file}: {error}") from None
     return EmbeddingModules(
         hidden_size,
         pooling,
         tuple(dense),
         prompts,
         default_prompt,
-        longest if type(longest) is int and longest > 0 else None,
+        longest,
         attends_both_ways=both_ways,
         pools_prompt=pools_prompt,
         takes_messages="message" in (inputs.get("modality_config") or {}),

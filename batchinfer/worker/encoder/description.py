@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from batchinfer.config import ModelConfig, attends_both_ways, position_offset
+from batchinfer.config import ModelConfig, attends_both_ways, longest_text, position_offset
 from batchinfer.engine.kv.layout import text_config
 from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import (
@@ -123,7 +123,7 @@ def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -
     ``model_max_length``.
 
     Raises:
-        ModelError: more is wanted than the model has positions.
+        ModelError: more is wanted than the model has positions, or a file says no length.
     """
     positions = text_config(values).get("max_position_embeddings")
     allowed = None if positions is None else int(positions) - position_offset(values)
@@ -133,7 +133,11 @@ def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -
                 f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
             )
         return wanted
-    named = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    path = folder / "sentence_bert_config.json"
+    try:
+        named: Any = longest_text(read_json(path) or {})
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
     if named is None:
         named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     lengths = [value for value in (named, allowed) if isinstance(value, int | float) and value > 0]

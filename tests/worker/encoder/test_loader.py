@@ -68,6 +68,16 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
     assert cosines(both, expected).min() > SAME
 
 
+@pytest.mark.parametrize("family", ["bert", "mpnet", "roberta"])
+def test_tokens_of_padding_in_a_text_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = make_encoder(tmp_path / "model", family)
+    padding = json.loads((folder / "config.json").read_bytes())["pad_token_id"]
+    rows = [[2, 5, padding, 6, 3], [padding, 7, padding, padding, 8], [2, 9, 3]]
+    states = reference_states(folder, rows)
+    found = runner(folder).encode(step(rows, "mean"))
+    assert cosines(found, [s.mean(0) for s in states]).min() > SAME
+
+
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
 def test_causal_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder, rows = make_encoder(tmp_path / "model", family, causal=True), sequences()
@@ -187,6 +197,15 @@ def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) 
     wanted = ModelConfig(str(folder), runner="pooling", max_model_len=49)
     with pytest.raises(ModelError, match="max_model_len is 49; the model's config allows at most"):
         describe_encoder(wanted)
+
+
+@pytest.mark.parametrize("length", [True, 0, -1, 2.5, "512", [512]])
+def test_a_longest_text_that_is_none_is_named(tmp_path: Path, length: Any) -> None:
+    folder = make_encoder(tmp_path / "model", "bert")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": length}))
+    config = ModelConfig(str(folder), runner="pooling")
+    with pytest.raises(ModelError, match=r"sentence_bert_config.json: max_seq_length is .*; it mu"):
+        describe_encoder(config)
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
