@@ -68,6 +68,7 @@ def build_dry_engine(
         engine.kv_cache_dtype,
         model.quantization,
         latent=described.latent,
+        on_cpu=not device.is_gpu,
     )
     adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in described.lora)
     weight_bytes = cost.weight_bytes + adapter_bytes

@@ -41,7 +41,7 @@ from batchinfer.worker.model.random_weights import make_random_weights
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.probe import probe_block_size
-from batchinfer.worker.product_kernels import LOW_BIT_METHODS
+from batchinfer.worker.product_kernels import ON_CPU
 from batchinfer.worker.products.choice import (
     KernelChoice,
     KernelWish,
@@ -211,7 +211,7 @@ def load_model(
     names: dict[str, str] = {}
     if device.type == "cpu":
         names |= {kind: one.name for kind, one in pack_codes(model, torch_dtype).items()}
-        if quantization in LOW_BIT_METHODS:
+        if quantization in ON_CPU:
             names[quantization] = quantize_packed(model, quantization, torch_dtype).name
         product = choose_kernel(model, torch_dtype, kernels)
         if product.kernel is not None:
@@ -278,7 +278,8 @@ def _keep_codes(
     """Have layers that were saved with as few bits as are wanted packed as they were saved."""
     if quantization is not None and quantization in KEPT:
         with phase("finding saved codes"):
-            keep_saved_codes(model, described.folder, described.config, quantization)
+            device_type = next(model.parameters()).device.type
+            keep_saved_codes(model, described.folder, described.config, quantization, device_type)
 
 
 def _check_model(

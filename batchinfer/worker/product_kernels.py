@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.cpu import gemm
+from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 
 _PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
@@ -32,6 +33,9 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int4": partial(Int4Weight.rounded, group_size=_INT4_GROUP),
 }
 """How values of ``model.quantization`` round a weight [out, in]."""
+FLOAT8_METHOD = "fp8"
+ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
+"""Values of ``model.quantization`` that the project's own kernels for a CPU do."""
 
 
 class Packed(Protocol):
@@ -92,6 +96,13 @@ def pack_own(weight: torch.Tensor | LowBitWeight, instructions: str | None = Non
     if isinstance(weight, torch.Tensor):
         return OwnPacked(gemm.pack(weight, instructions), len(weight))
     return OwnPacked(gemm.pack_low_bit(weight, instructions), len(weight.codes))
+
+
+def pack_codes(weight: LowBitWeight | Float8Rows, dtype: torch.dtype) -> OwnPacked:
+    """Pack a weight of codes for the project's C kernel, for rows of ``dtype``."""
+    if isinstance(weight, Float8Rows):
+        return OwnPacked(gemm.pack_float8(weight, dtype), len(weight.codes))
+    return pack_own(weight)
 
 
 class TritonWeight:
@@ -170,6 +181,28 @@ def low_bit_kernel(name: str, dtype: torch.dtype) -> ProductKernel | None:
         return None
     rounded = LOW_BIT_METHODS[name]
     return ProductKernel("own", name, True, lambda weight: pack_own(rounded(weight)))
+
+
+def float8_kernel(dtype: torch.dtype) -> ProductKernel | None:
+    """The kernel that multiplies rows of ``dtype`` by weights of float8; None: there is none here.
+
+    It gives the bits of the project's own kernel without tiles for the numbers that codes stand
+    for.
+    """
+    if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
+        return None
+    return ProductKernel(
+        "own",
+        f"float8, {gemm.vector_instructions(dtype)}",
+        True,
+        lambda weight: pack_codes(Float8Rows.rounded(weight), weight.dtype),
+        gemm.supports,
+    )
+
+
+def codes_kernel(name: str, dtype: torch.dtype) -> ProductKernel | None:
+    """``low_bit_kernel`` or ``float8_kernel``, by a value of ``model.quantization``."""
+    return float8_kernel(dtype) if name == FLOAT8_METHOD else low_bit_kernel(name, dtype)
 
 
 def triton_kernel(device: torch.device) -> ProductKernel:

@@ -6,8 +6,7 @@
 #include <stdint.h>
 
 enum { VECTORS, TILES }; /* kernels: library._KERNELS */
-/* Kinds of packed weights: gemm._KINDS. HALVES: bfloat16 that is multiplied as floats. */
-enum { FLOATS, INT8, INT4, HALVES };
+enum { FLOATS, INT8, INT4, FLOAT8 }; /* kinds of packed weights: gemm._KINDS */
 
 typedef struct {
     const void *query; /* [T, Hq, Dk] */

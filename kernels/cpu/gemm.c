@@ -9,7 +9,7 @@
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
    multiply-adds in the order of k, so that a row's bits do not depend on the other rows. bfloat16 is
    multiplied by tiles where the processor has them (gemm_tiles.inc), int8 in gemm_int8.c, 4 bits in
-   gemm_int4.c.
+   gemm_int4.c, float8 in gemm_float8.inc.
 
    A packed weight begins with what it was packed for, and is multiplied by that. */
 
@@ -33,17 +33,22 @@
 #define PER_STEP 1
 #define FACTORS 1
 #define DOTS 0
+#define HALVES 0
 #define LOAD_WEIGHTS(factor, w) load(w)
 #define BROADCAST(factor, x) all_lanes(x)
 #define LOAD(x) (x)
 #define STORE(x) (x)
+#define STORE_WIDE(to, x) store(to, x)
 #include "gemm.inc"
+#include "gemm_float8.inc"
+#undef STORE_WIDE
 #undef ELEMENT
 #undef FACTOR
 #undef NAME
 #undef PER_STEP
 #undef FACTORS
 #undef DOTS
+#undef HALVES
 #undef LOAD_WEIGHTS
 #undef BROADCAST
 #undef LOAD
@@ -53,6 +58,7 @@
 #define NAME(function) function##_bf16
 #define PER_STEP 2
 #define DOTS HAS_PAIRS
+#define HALVES !HAS_PAIRS /* rows are bfloat16 that is multiplied as floats */
 #if HAS_PAIRS
 #define FACTOR uint16_t
 #define FACTORS 1
@@ -66,7 +72,13 @@
 #endif
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
+#if HAS_PAIRS
+#define STORE_WIDE(to, x) store_rounded(to, x)
+#else
+#define STORE_WIDE(to, x) store_bf16(to, x)
+#endif
 #include "gemm.inc"
+#include "gemm_float8.inc"
 
 #if HAS_TILES
 #include "gemm_tiles.inc"
@@ -97,7 +109,7 @@ void pack_f32(const pack_args *a) {
 
 void pack_bf16(const pack_args *a) {
     header *to = a->packed;
-    *to = (header){.kernel = a->kernel, .kind = HAS_PAIRS || a->kernel == TILES ? FLOATS : HALVES};
+    *to = (header){.kernel = a->kernel, .kind = FLOATS, .halves = HALVES && a->kernel != TILES};
 #if HAS_TILES
     if (a->kernel == TILES) {
         tiles_pack(a, (uint16_t *)(to + 1));
@@ -111,6 +123,7 @@ void gemm_team_f32(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 0, x);
     else if (from->kind == INT4) gemm_int4(a, 0, x);
+    else if (from->kind == FLOAT8) float8_gemm_f32(a, x, from);
     else panels_gemm_f32(a, x, (const float *)(from + 1));
 }
 
@@ -118,6 +131,7 @@ void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 1, x);
     else if (from->kind == INT4) gemm_int4(a, 1, x);
+    else if (from->kind == FLOAT8) float8_gemm_bf16(a, x, from);
 #if HAS_TILES
     else if (from->kernel == TILES) tiles_gemm(a, (const uint16_t *)(from + 1));
 #endif

@@ -17,13 +17,14 @@ from batchinfer.kernels.cpu.library import (
     kernels_of,
     load,
 )
+from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "int4"}
-"""Of packed weights that are no floats, as in ``arguments.h``."""
+"""Of packed weights whose rows are rounded as well, as in ``arguments.h``."""
 _MEMORY = HugePages()
 
 
@@ -141,6 +142,29 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
         kernel=chosen(kernels, instructions),
     )
     return _packed(arguments, _low_bit_suffix(type(weight)), torch.uint8)
+
+
+def pack_float8(weight: Float8Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Pack a weight of float8 as ``pack`` does, for rows of ``dtype``, which are not rounded.
+
+    Products have the bits of those by the weight that the codes stand for, rounded to ``dtype`` and
+    packed for vectors (``vector_instructions``).
+    """
+    codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
+    arguments = _PackArgs(
+        weight=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        in_features=codes.shape[1],
+        out_features=codes.shape[0],
+        group=weight.group_size,
+        num_threads=torch.get_num_threads(),
+    )
+    return _packed(arguments, f"float8_{SUFFIX[dtype]}", torch.uint8)
+
+
+def vector_instructions(dtype: torch.dtype) -> str:
+    """The instructions of products of ``dtype`` without tiles."""
+    return available(dtype)[-1]
 
 
 def _low_bit_suffix(kind: type[LowBitWeight]) -> str:

@@ -10,11 +10,12 @@
 /* Begins a packed weight; the rest follows. */
 typedef struct {
     int32_t kernel, kind;
-    int64_t group;       /* of k, that have a scale in common; INT4 */
+    int64_t group;       /* of k, that have a scale in common; INT4, FLOAT8 */
     int32_t has_table;   /* INT4: codes stand for what it has at their place */
     uint8_t table[16];   /* OFFSET more than the numbers: quads.h */
     int32_t has_order;   /* INT4: an order of k follows, before what is packed */
-    int32_t padding[6];  /* a cache line: panels begin at one */
+    int32_t halves;      /* FLOATS, FLOAT8: rows are bfloat16 that is multiplied as floats */
+    int32_t padding[5];  /* a cache line: panels begin at one */
 } header;
 
 /* The k of x at each place of a row; NULL: in order. */

@@ -18,8 +18,8 @@ static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / e
 static product_rows shape_of(const gemm_args *a) {
     const header *from = a->packed;
     const int64_t in = a->in_features;
-    if (from->kind == FLOATS) return (product_rows){0};
-    if (from->kind == HALVES) return (product_rows){.stride = stride_of(in, 16), .in = in};
+    if (from->halves) return (product_rows){.stride = stride_of(in, 16), .in = in};
+    if (from->kind == FLOATS || from->kind == FLOAT8) return (product_rows){0};
     const int64_t group = from->kind == INT4 ? from->group : in;
     return (product_rows){.stride = stride_of(in, ROWS_DEPTH), .in = in, .group = group,
                           .groups = (in + group - 1) / group};

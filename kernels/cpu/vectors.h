@@ -158,6 +158,31 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     }
 }
 
+/* LANES float8 e4m3fn, but NaN, in E4M3_UNIT: the halves that their bits are, whose exponent has
+   another bias, or floats. */
+#if defined(__AVX512F__)
+#define E4M3_UNIT 0x1p8f
+INLINE vec e4m3_lanes(const uint8_t *from) { /* the sign comes twice */
+    const __m256i halves = _mm256_slli_epi16(
+        _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
+    return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));
+}
+#elif LANES == 8 && defined(__F16C__)
+#define E4M3_UNIT 0x1p8f
+INLINE vec e4m3_lanes(const uint8_t *from) {
+    const __m128i halves
+        = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)from)), 7);
+    return (vec)_mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16((short)0xbfff)));
+}
+#else
+#define E4M3_UNIT 1.0f
+INLINE vec e4m3_lanes(const uint8_t *from) {
+    float wide[LANES];
+    widen_e4m3(from, wide, LANES);
+    return load(wide);
+}
+#endif
+
 INLINE vec fma_of(const int pairs, vec a, vec b, vec c) {
 #if HAS_PAIRS
     if (pairs) return fma_pairs(a, b, c);

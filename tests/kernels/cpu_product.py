@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from batchinfer.kernels.cpu import gemm
+from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight, low_bit_product
 
+FLOAT8_CASES = [
+    (1, (128, 256), 128),
+    (5, (100, 650), 600),
+    (33, (47, 66), 32),
+    (300, (70, 34), 34),
+]
+"""Rows, outputs and inputs, and columns of a block."""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
@@ -81,3 +89,25 @@ def check_low_bit(
             out = torch.full_like(expected, torch.nan) if onto is None else onto.clone()
             gemm.gemm(x[rows], packed, bias, out=out[rows], adds=onto is not None)
             torch.testing.assert_close(out[rows], expected[rows], rtol=0, atol=0, equal_nan=True)
+
+
+def check_float8(dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int) -> None:
+    """The bits of a product by what the codes stand for: every code, scales in blocks."""
+    random = torch.Generator().manual_seed(0)
+    outputs, width = shape
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    codes = every[torch.randint(len(every), shape, generator=random)].view(torch.float8_e4m3fn)
+    scales = torch.rand(-(-outputs // 48), -(-width // block), generator=random) + 0.01
+    weight = Float8Rows.of_blocks(codes, scales, (48, block))
+    x, bias, there = (
+        torch.randn(*s, generator=random).to(dtype)
+        for s in ((rows, width), (outputs,), (rows, outputs))
+    )
+    plain = gemm.pack(weight.dequantized().to(dtype), gemm.vector_instructions(dtype))
+    expected, onto = there.clone(), there.clone()
+    gemm.gemm(x, plain, bias, out=expected, adds=True)
+    packed = gemm.pack_float8(weight, dtype)
+    assert packed.numel() <= 1.3 * codes.numel() + 64 * 200, "a byte each, scales, whole panels"
+    gemm.gemm(x, packed, bias, out=onto, adds=True)
+    assert torch.equal(onto, expected)

@@ -24,6 +24,8 @@ from tests.kernels.cpu_attention import (
     check_attention_over_fp8,
 )
 from tests.kernels.cpu_product import (
+    FLOAT8_CASES,
+    check_float8,
     check_low_bit,
     check_many_rows,
     check_product,
@@ -179,6 +181,14 @@ def test_rows_beyond_those_taken_at_once_have_the_same_bits(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_many_rows(dtype, rows, monkeypatch)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "shape", "block"), FLOAT8_CASES[1:])
+def test_float8_is_multiplied_as_the_numbers_it_stands_for(
+    dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int
+) -> None:
+    check_float8(dtype, rows, shape, block)
 
 
 @dtypes

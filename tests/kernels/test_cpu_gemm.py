@@ -7,7 +7,9 @@ import torch
 
 from batchinfer.kernels.cpu import gemm, library
 from tests.kernels.cpu_product import (
+    FLOAT8_CASES,
     TOLERANCE,
+    check_float8,
     check_many_rows,
     check_product,
     check_rows_do_not_depend_on_each_other,
@@ -49,6 +51,14 @@ def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None
     assert out.isnan().any(dim=1).nonzero().tolist() == [[7]]
     clean = [row for row in range(20) if row != 7]
     assert torch.equal(out[clean], product(wide[clean, :64].contiguous(), weight, None))
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "shape", "block"), FLOAT8_CASES)
+def test_float8_is_multiplied_as_the_numbers_it_stands_for(
+    dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int
+) -> None:
+    check_float8(dtype, rows, shape, block)
 
 
 def test_16_bit_weights_of_odd_width_are_left_to_others() -> None:

@@ -140,6 +140,7 @@ class ModelCost:
         quantization: str | None = None,
         *,
         latent: bool = False,
+        on_cpu: bool = False,
     ) -> ModelCost:
         """Read the sizes from a model's config (``config.to_dict()`` or its config.json).
 
@@ -148,6 +149,7 @@ class ModelCost:
             kv_cache_dtype: as ``KVLayout.from_config``.
             quantization: ``model.quantization``.
             latent: as ``KVLayout.from_config``.
+            on_cpu: whether the model is run on one.
 
         Raises:
             ValueError: as ``KVLayout.from_config``.
@@ -185,8 +187,8 @@ class ModelCost:
             # Two norms with residuals; q, k and v written, rotated and attended; the gated MLP.
             activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
             element_bytes=layout.element_bytes,
-            matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes),
-            expert_bytes=expert_bytes(config, quantization, layout.element_bytes),
+            matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
+            expert_bytes=expert_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
             head_bytes=INT8_BYTES if quantization in OWN_ON_CPU else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
         )

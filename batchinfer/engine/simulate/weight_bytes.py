@@ -17,10 +17,18 @@ _STEP = 8  # groups that are kept have a multiple of so many columns
 _OWN_GROUP = 64
 """Columns of a group where weights are rounded to 4 bits; torchao's are about as many."""
 _MXFP4_GROUP = 32
+_FLOAT8_BLOCK = 128
+_SCALE = 4  # bytes
 _BITSANDBYTES_GROUP = 64  # its default, which config.json does not say
 
 
-def matrix_bytes(config: Mapping[str, Any], quantization: str | None, element_bytes: int) -> float:
+def matrix_bytes(
+    config: Mapping[str, Any],
+    quantization: str | None,
+    element_bytes: int,
+    *,
+    on_cpu: bool = False,
+) -> float:
     """Bytes of a weight of the layers' linear layers, scales included.
 
     Args:
@@ -28,7 +36,10 @@ def matrix_bytes(config: Mapping[str, Any], quantization: str | None, element_by
             they are loaded, or kept as they were saved where ``quantization`` has it so.
         quantization: ``model.quantization``.
         element_bytes: of the dtype that the model computes in.
+        on_cpu: whether it is run on one.
     """
+    if quantization == "fp8" and on_cpu:
+        return _float8_bytes(_section(config))
     if quantization == "int4":
         return _int4_bytes(_saved_group(_section(config)) or _OWN_GROUP)
     if quantization == "int4_weight_only":
@@ -38,8 +49,16 @@ def matrix_bytes(config: Mapping[str, Any], quantization: str | None, element_by
     return float(element_bytes)
 
 
-def expert_bytes(config: Mapping[str, Any], quantization: str | None, element_bytes: int) -> float:
+def expert_bytes(
+    config: Mapping[str, Any],
+    quantization: str | None,
+    element_bytes: int,
+    *,
+    on_cpu: bool = False,
+) -> float:
     """Bytes of a weight of a mixture's experts, as of ``matrix_bytes``."""
+    if quantization == "fp8" and on_cpu:
+        return _float8_bytes(_section(config))
     if quantization not in OWN_ON_CPU:
         return float(element_bytes)  # torchao and float8 leave them as they are
     section = _section(config)
@@ -52,6 +71,13 @@ def expert_bytes(config: Mapping[str, Any], quantization: str | None, element_by
 
 def _int4_bytes(group: float) -> float:
     return _INT4_BYTES + _SCALE_AND_ZERO / group
+
+
+def _float8_bytes(saved: Mapping[str, Any]) -> float:
+    """Of a weight with a float for each group of columns of each output."""
+    block = saved.get("weight_block_size")
+    group = block[1] if isinstance(block, list) and len(block) == 2 else _FLOAT8_BLOCK
+    return INT8_BYTES + _SCALE / group
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,8 +51,6 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
             f"not yet: model.quantization: {wanted} is for CPUs; on a CUDA device take "
             f"{wanted}_weight_only"
         )
-    if wanted == "fp8" and device_type == "cpu":
-        raise ModelError("not yet: model.quantization: fp8 is for CUDA devices; on a CPU take int8")
     saved = saved_section(config)
     if not saved:
         if wanted in TORCHAO_METHODS:

@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
 from batchinfer.worker.products.float8_weight import Float8Weight
 
-Codes = Int8Weight | Int4Weight | Float8Weight
+HostCodes = Int8Weight | Int4Weight | Float8Rows
+"""What a CPU's kernels multiply by."""
+Codes = HostCodes | Float8Weight
 _NAME = "saved_codes"
 
 
@@ -35,6 +38,8 @@ class KeptCodes:
         joins: object = type(weight)
         if isinstance(weight, Int4Weight):
             joins = type(weight), weight.layout
+        elif isinstance(weight, Float8Rows):
+            joins = type(weight), weight.group_size
         elif isinstance(weight, Float8Weight) and not weight.can_be_joined:
             joins = None
         return cls(type(weight), joins, read or (lambda: weight))

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.kernels.low_bit import LowBitWeight
-from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_own
-from batchinfer.worker.products.codes import Codes
+from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_codes
+from batchinfer.worker.products.codes import HostCodes
 
 _DOWN = "down_proj"
 _CODES = "saved_codes"
@@ -49,14 +48,14 @@ class ExpertWeights:
             return [None] * len(self.weight)
         return list(getattr(self.experts, f"{self.name}_bias").detach())
 
-    def codes(self, expert: int) -> Codes | None:
+    def codes(self, expert: int) -> HostCodes | None:
         """What ``keep_expert_codes`` has kept of it."""
         read = getattr(self.experts, _CODES, {}).get(self.name)
-        codes: Codes | None = None if read is None else read(expert)
+        codes: HostCodes | None = None if read is None else read(expert)
         return codes
 
 
-def keep_expert_codes(experts: Any, name: str, read: Callable[[int], Codes | None]) -> None:
+def keep_expert_codes(experts: Any, name: str, read: Callable[[int], HostCodes | None]) -> None:
     """Keep how the codes are read that one expert's matrix was saved with, until it is packed."""
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
 
@@ -174,4 +173,4 @@ def pack_experts(
 def _pack(kernel: ProductKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
     for expert, weight in enumerate(matrix.weight):
         codes = matrix.codes(expert) if as_saved else None
-        yield pack_own(codes) if isinstance(codes, LowBitWeight) else kernel.pack(weight)
+        yield kernel.pack(weight) if codes is None else pack_codes(codes, weight.dtype)

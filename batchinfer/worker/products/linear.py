@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
         self._packed = packed or kernel.pack(weight)
         own = self.own
         self.is_low_bit = own is not None and own.weight.dtype != weight.dtype
-        """Whether it multiplies by codes, and rounds rows to int8 for that."""
+        """Whether it multiplies by codes, and rounds rows to int8 for that if they are integers."""
         self.nbytes = 0
         """Of what is packed, besides parameters."""
         if kernel.copies:

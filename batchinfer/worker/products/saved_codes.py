@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.fp8_blocks import BLOCK, num_blocks
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 from batchinfer.worker.model.checkpoint import weight_files
@@ -29,17 +30,22 @@ from batchinfer.worker.products.float8_weight import Float8Weight
 from batchinfer.worker.products.saved_experts import in_layers, keep_codes_of_experts
 
 KEPT: Mapping[str, type[Codes]] = {"int8": Int8Weight, "int4": Int4Weight, "fp8": Float8Weight}
-"""Values of ``model.quantization`` for which codes are kept, and their kind."""
+"""Values of ``model.quantization`` for which codes are kept, and their kind; float8 is
+``Float8Rows`` on a CPU."""
 _OF_EXPERTS: Mapping[str, tuple[type[Codes], ...]] = {
     "int8": (Int8Weight, Int4Weight),
     "int4": (Int4Weight,),
+    "fp8": (Float8Rows,),
 }
 """Those for which a mixture's experts keep theirs: of as many bits, or fewer."""
 _INT8_MOST = 127
+_NAN = 0x7F  # of float8 e4m3fn, but for the sign
 _STEP = 8  # codes of 4 bits that a kernel reads together
 
 
-def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], method: str) -> int:
+def keep_saved_codes(
+    model: nn.Module, folder: Path, config: Mapping[str, Any], method: str, device_type: str
+) -> int:
     """Keep the codes that linear layers were saved with, where they are of the kind wanted.
 
     Call it before layers are fused. Layers that were saved in another way keep none (zeros beside
@@ -50,6 +56,7 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
         model: as it was loaded from the folder.
         config: the folder's config.
         method: a key of ``KEPT``.
+        device_type: of the device whose kernels will multiply, ``cpu`` or ``cuda``.
 
     Returns:
         How many linear layers' codes were kept; experts' are found when they are packed.
@@ -62,12 +69,13 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
     for name, tensor in dequantised_tensors(paths, saved_as, torch.float32).items():
         if isinstance(tensor, Dequantised):
             saved[in_layers(name)].append(tensor.weight)
-    if method in _OF_EXPERTS:
+    kind = Float8Rows if (method, device_type) == ("fp8", "cpu") else KEPT[method]
+    if device_type == "cpu":
         keep_codes_of_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
     count = 0
     for name, module in model.named_modules():
         for weight in saved[in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
-            kept = _codes(weight, KEPT[method], module.weight.detach())
+            kept = _codes(weight, kind, module.weight.detach())
             if kept is not None:
                 keep_codes(module, kept)
                 count += 1
@@ -81,7 +89,9 @@ def as_codes(weight: FewBits) -> Codes | None:
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
 
 
-def _as_one_of(kinds: tuple[type[Codes], ...], weight: FewBits) -> Codes | None:
+def _as_one_of(kinds: tuple[type[Codes], ...], weight: FewBits) -> Any:
+    if isinstance(weight, BlockWeight) and Float8Rows in kinds:
+        return _float8_rows(weight)
     codes = as_codes(weight)
     return codes if isinstance(codes, kinds) else None
 
@@ -115,6 +125,15 @@ def _float8(weight: BlockWeight) -> Float8Weight | None:
     return Float8Weight(weight.codes, weight.scales) if weight.block == (BLOCK, BLOCK) else None
 
 
+def _float8_rows(weight: BlockWeight) -> Float8Rows | None:
+    codes, (_, width) = weight.codes, weight.block
+    if codes.dtype != torch.float8_e4m3fn or (width % 2 and width < codes.shape[1]):
+        return None
+    if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+        return None
+    return Float8Rows.of_blocks(codes, weight.scales, weight.block)
+
+
 def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, inputs = weight.numbers.shape
     groups, zeros = weight.scales.shape[1], weight.zeros
@@ -145,14 +164,15 @@ def _codes(weight: Quantised, kind: type[Codes], loaded: torch.Tensor) -> KeptCo
     """The codes of a saved weight, if they are of a kind and what ``loaded`` was made of."""
     if weight.shape != tuple(loaded.shape):
         return None
-    codes = _read(weight)
-    if not isinstance(codes, kind):
+    read = partial(_read, weight, kind)
+    codes = read()
+    if codes is None:
         return None
     saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
-    return KeptCodes.of(codes, partial(_read, weight)) if torch.equal(saved, loaded) else None
+    return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
 
 
-def _read(weight: Quantised) -> Any:
-    """The codes of a saved weight; None: the kernels take none of its kind."""
+def _read(weight: Quantised, kind: type[Codes]) -> Any:
+    """The codes of a saved weight; None: it has none of this kind."""
     few_bits = weight.read_few_bits()
-    return None if few_bits is None else as_codes(few_bits)
+    return None if few_bits is None else _as_one_of((kind,), few_bits)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from batchinfer.worker.model.quantised.stored import Quantised
-from batchinfer.worker.products.codes import Codes
+from batchinfer.worker.products.codes import HostCodes
 from batchinfer.worker.products.experts import (
     ExpertWeights,
     expert_modules,
@@ -34,7 +34,7 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Names of the weights that a matrix of an expert is made of, from its first outputs on."""
 
-AsCodes = Callable[[Any], Codes | None]
+AsCodes = Callable[[Any], HostCodes | None]
 """A saved weight of few bits as a kernel takes it; None: none of those wanted does."""
 
 
@@ -94,14 +94,16 @@ def _one_by_one(saved: Mapping[str, Sequence[Quantised]]) -> dict[str, _Parts]:
 
 def _of_one_tensor(
     weight: Quantised, loaded: torch.Tensor, as_codes: AsCodes, expert: int
-) -> Codes | None:
+) -> HostCodes | None:
     """The codes of one expert of a tensor, if ``loaded`` is what they stand for."""
     saved, few_bits = weight.read_expert(expert)
     codes = None if few_bits is None else as_codes(few_bits)
     return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
 
 
-def _of_parts(parts: _Parts, matrix: ExpertWeights, as_codes: AsCodes, expert: int) -> Codes | None:
+def _of_parts(
+    parts: _Parts, matrix: ExpertWeights, as_codes: AsCodes, expert: int
+) -> HostCodes | None:
     """The codes of one expert's matrix, of weights that were saved apart."""
     loaded = matrix.weight[expert]
     for names in _PARTS[matrix.name]:
@@ -113,7 +115,7 @@ def _of_parts(parts: _Parts, matrix: ExpertWeights, as_codes: AsCodes, expert: i
     return None
 
 
-def _joined(weights: Sequence[Quantised], as_codes: AsCodes) -> Codes | None:
+def _joined(weights: Sequence[Quantised], as_codes: AsCodes) -> HostCodes | None:
     """One weight of few bits whose outputs are those of ``weights``; None: they cannot be one."""
     few_bits = [weight.read_few_bits() for weight in weights]
     codes = [None if each is None else as_codes(each) for each in few_bits]
@@ -123,7 +125,7 @@ def _joined(weights: Sequence[Quantised], as_codes: AsCodes) -> Codes | None:
     if len(codes) == 1:
         return codes[0]
     try:
-        joined: Codes = kind.joined(codes)
+        joined: HostCodes = kind.joined(codes)
     except ValueError:  # of other groups, or another order
         return None
     return joined

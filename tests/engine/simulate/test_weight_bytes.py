@@ -29,6 +29,8 @@ def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> No
     assert expert_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
     assert expert_bytes(config, "int8", 2) == _KEPT.get(case, 1), "4 bits, though 8 were asked for"
     assert expert_bytes(config, "fp8", 2) == 2
+    kept = expert_bytes(config, "fp8", 2, on_cpu=True)
+    assert 1 < kept == matrix_bytes(config, "fp8", 2, on_cpu=True) <= 1 + 4 / 32
 
 
 @pytest.mark.parametrize(

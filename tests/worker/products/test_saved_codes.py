@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import ModelError
-from batchinfer.kernels.fp8_blocks import dequantize_blocks
+from batchinfer.kernels.cpu import gemm
+from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.loader import load_model
@@ -22,13 +24,16 @@ from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
 from batchinfer.worker.model.quantised.choose import choose_format
 from batchinfer.worker.model.quantised.few_bits import IntegerWeight
+from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.model.weights import load_weights
 from batchinfer.worker.product_kernels import low_bit_kernel, pack_own
+from batchinfer.worker.products.choice import KernelWish
 from batchinfer.worker.products.codes import Codes
 from batchinfer.worker.products.float8_weight import Float8Weight
 from batchinfer.worker.products.fp8 import Fp8Linear, quantize_fp8
 from batchinfer.worker.products.linear import PackedLinear
 from batchinfer.worker.products.saved_codes import as_codes, keep_saved_codes
+from tests.models import make_checkpoint
 from tests.worker.model.quantised.checkpoints import write_quantised
 from tests.worker.model.quantised.test_formats import WEIGHT
 from tests.worker.model.quantised.test_load import CPU, load, logits_of
@@ -44,6 +49,10 @@ _KEPT = {
 """Kinds of codes by the case; others are rounded anew."""
 _ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
 """Those that the kernels take with a last rounding to 127 steps, or of a float's last bit."""
+FP8_128 = (
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    partial(float8, block=(128, 128), end="weight_scale_inv"),
+)
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """Whole blocks, so that layers can be joined, and groups that fill cache lines on any processor."""
 needs_kernel = pytest.mark.skipif(
@@ -158,17 +167,70 @@ def test_layers_saved_in_another_way_are_rounded_anew(tmp_path: Path) -> None:
         load_model(ModelConfig(str(folder), quantization="int8_weight_only"), device=CPU)
 
 
+def vectors(dtype: str) -> KernelWish:
+    """Products by the project's own kernel without tiles."""
+    name = f"own {gemm.vector_instructions(getattr(torch, dtype))}"
+    return KernelWish(before={dtype: name})
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "case", "changes"),
+    [
+        ("llama", "fp8 blocks", {}),
+        ("llama", "fp8 whole", {}),
+        ("llama", "float8 rows", {}),
+        ("deepseek_v3", "fp8 128", {"moe_intermediate_size": 128}),  # experts one by one
+    ],
+)
+def test_float8_takes_a_byte_on_a_cpu_and_changes_no_number(
+    family: str, case: str, changes: dict[str, int], dtype: str, tmp_path: Path
+) -> None:
+    section, writer = FP8_128 if case == "fp8 128" else CASES[case]
+    folder, _ = write_quantised(tmp_path, family, section, writer, **BLOCKS, **changes)
+    wish = vectors(dtype)
+    kept, plain = (
+        load_model(
+            ModelConfig(str(folder), dtype=dtype, quantization=method), device=CPU, kernels=wish
+        )
+        for method in ("fp8", None)
+    )
+    assert torch.equal(logits_of(kept), logits_of(plain))
+    assert kept.kernel_names["fp8"].startswith("own float8, ")
+    assert not [name for name, m in kept.model.named_modules() if is_plain(m)], "all are packed"
+    cost = ModelCost.from_config(kept.config, dtype, quantization="fp8", on_cpu=True)
+    assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.1)
+
+
+@needs_kernel
+def test_weights_are_rounded_to_float8_as_on_a_cuda_device(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model", **BLOCKS)
+    rounded = Path(shutil.copytree(folder, tmp_path / "rounded"))
+    weights = load_file(rounded / "model.safetensors")
+    for name in filter(re.compile("_proj").search, weights):
+        weights[name] = dequantize_blocks(*quantize_blocks(weights[name]))
+    save_file(weights, rounded / "model.safetensors", {"format": "pt"})
+    wish = vectors("float32")
+    loaded, expected = (
+        load_model(
+            ModelConfig(str(saved), dtype="float32", quantization=method), device=CPU, kernels=wish
+        )
+        for saved, method in ((folder, "fp8"), (rounded, None))
+    )
+    assert torch.equal(logits_of(loaded), logits_of(expected))
+    assert loaded.facts["weight_bytes"] < 0.6 * expected.facts["weight_bytes"]
+
+
 def test_float8_is_multiplied_as_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also layers that were merged."""
     monkeypatch.setattr("batchinfer.kernels.launch.compute_capability", lambda device: 90)
-    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    writer = partial(float8, block=(128, 128), end="weight_scale_inv")
-    folder, plain = write_quantised(tmp_path, "llama", section, writer, **BLOCKS)
+    folder, plain = write_quantised(tmp_path, "llama", *FP8_128, **BLOCKS)
     config = load_config(folder)
     model = load_weights(folder, config, "bfloat16", CPU, 512)
-    assert keep_saved_codes(model, folder, config.to_dict(), "fp8") == 2 * 7
+    assert keep_saved_codes(model, folder, config.to_dict(), "fp8", "cuda") == 2 * 7
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype="bfloat16")
     assert fuse(model, layout, 512)
     quantize_fp8(model)
