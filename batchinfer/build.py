@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -41,7 +41,8 @@ from batchinfer.worker.model.tokenizer import load_tokenizer, lower_cased, lower
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products.choice import KernelChoice, KernelWish
 from batchinfer.worker.products.row_bits import check_row_bits
-from batchinfer.worker.sampling.kinds import batch_kinds
+from batchinfer.worker.sampling.kinds import StepKinds
+from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
@@ -53,6 +54,25 @@ _OF_POOLS = (
 )
 """Keys of the engine that say something of a KV pool."""
 _DEFAULTS = EngineConfig()
+
+
+class WarmUp(Protocol):
+    """Compiles what steps need of samples with such parameters, before the first of them."""
+
+    def __call__(
+        self,
+        params: Iterable[SamplingParams],
+        *,
+        own: Collection[str] = (),
+        gives_tokens: bool = False,
+    ) -> None:
+        """Compile what is not compiled yet.
+
+        Args:
+            params: those of a job, or all that a call has.
+            own: names of parameters that each row may have another value of.
+            gives_tokens: every sample's token is given, not drawn.
+        """
 
 
 @dataclass(frozen=True)
@@ -80,8 +100,8 @@ class EngineContext:
     side."""
     load_adapter: Callable[[str, str], None] | None = field(default=None, kw_only=True)
     """Adds one between steps, by its name and folder; None: the model was not built for it."""
-    warm_up: Callable[[SamplingParams], None] | None = field(default=None, kw_only=True)
-    """Compiles what steps draw tokens by with such parameters; None: nothing is compiled."""
+    warm_up: WarmUp | None = field(default=None, kw_only=True)
+    """Compiles what steps draw and judge tokens by; None: nothing is compiled."""
 
 
 def build_engine(
@@ -211,7 +231,7 @@ def build_engine(
         tokenizer=tokenizer,
         **fields,
         load_adapter=adapters.load if more_adapters else None,
-        warm_up=partial(_warm_up, even) if cache.pool.is_cuda else None,
+        warm_up=_SamplingKernels(even) if cache.pool.is_cuda else None,
         device=describe(device),
         model_facts=loaded.facts,
         kernels={**loaded.kernel_names, ATTENTION: attention.name},
@@ -364,11 +384,34 @@ def _graphs(
     return graphs
 
 
-def _warm_up(logits: Callable[[], torch.Tensor], params: SamplingParams) -> None:
-    with phase("compiling sampling kernels"):
-        even = logits()
-        for batch in batch_kinds(params, even.shape[1]):
-            Sampler()(even, batch).result()
+class _SamplingKernels:
+    """A `WarmUp`, which remembers what it has compiled.
+
+    Args:
+        logits: makes a row of them.
+    """
+
+    def __init__(self, logits: Callable[[], torch.Tensor]) -> None:
+        self._logits = logits
+        self._compiled = set[StepKinds]()
+
+    def __call__(
+        self,
+        params: Iterable[SamplingParams],
+        *,
+        own: Collection[str] = (),
+        gives_tokens: bool = False,
+    ) -> None:
+        even = self._logits()
+        kinds = StepKinds.of(params, even.shape[1], own=own, gives_tokens=gives_tokens)
+        if kinds in self._compiled:
+            return
+        with phase("compiling sampling kernels"):
+            for batch in kinds.batches():
+                Sampler()(even, batch).result()
+            if kinds.scores:
+                row_stats(even, len(even), want_argmax=False)
+        self._compiled.add(kinds)
 
 
 def make_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.config import PromptConfig, SamplingParams
+from batchinfer.config import PromptConfig, SamplingParams, field_names
 from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
@@ -40,7 +41,7 @@ from batchinfer.text.tools.row_tools import RowToolsReader
 from batchinfer.tool_choice import ToolChoices
 
 if TYPE_CHECKING:
-    from batchinfer.build import EngineContext
+    from batchinfer.build import EngineContext, WarmUp
 
 BuildEngine = Callable[..., "EngineContext"]
 
@@ -169,8 +170,8 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)
-        if context.warm_up is not None and job.spec.task_spec.draws:
-            context.warm_up(job.spec.sampling.params)
+        if context.warm_up is not None:
+            _warm_up(job, context.warm_up)
     except BaseException:
         processes.close()
         raise
@@ -187,6 +188,22 @@ def row_keys(job: Job, context: EngineContext) -> RowKeys:
         context.adapters,
         chosen_by_length="longrope" in context.model_facts,
     )
+
+
+def _warm_up(job: Job, compile_for: WarmUp) -> None:
+    """Compile what the job's rows may be drawn or judged by, with parameters of their own too."""
+    task = job.spec.task_spec
+    if task.runner != "generate":
+        return
+    if task.sampling is not None:
+        compile_for([task.sampling], gives_tokens=True)
+        return
+    own: Collection[str] = ()
+    if job.source.format.holds_requests or SAMPLING_COLUMN in job.source.schema.names:
+        own = field_names(SamplingParams)
+    elif job.spec.prompt.has_tools:
+        own = ("structured_outputs",)
+    compile_for([job.spec.sampling.params], own=own)
 
 
 def _row_reader(

@@ -120,6 +120,7 @@ class CallRunner:
         ]
         outputs = {at: refused(asked[at], error, rows[at].prompt) for at, error in errors.items()}
         parts: dict[int, list[Completion]] = {}
+        self._warm_up(rows)
         meter = Meter(len(rows))
         with (
             progress(len(rows), use_tqdm) as bar,
@@ -188,6 +189,12 @@ class CallRunner:
             else:
                 requests += self._as_called(found, item.params)
         return requests, errors
+
+    def _warm_up(self, rows: Sequence[PromptRow]) -> None:
+        """Compile what the call's steps draw by, before the first of them; once for calls alike."""
+        if self._context.warm_up is not None:
+            each = {id(row.sampling): row.sampling.params for row in rows if row.sampling}
+            self._context.warm_up(each.values())
 
     def _as_called(self, requests: Sequence[Request], params: SamplingParams) -> list[Request]:
         mode = LogprobsMode.RAW if params.beam_width else self._mode

@@ -12,7 +12,6 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Request
 from batchinfer.job.manifest import Manifest
@@ -83,7 +82,7 @@ class FakeBuilt:
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "echo"})
     kernels: dict[str, str] = field(default_factory=dict)
     shares_prefixes: bool = True
-    warm_up: Callable[[SamplingParams], None] | None = None
+    warm_up: Callable[..., None] | None = None
 
     def device_bytes(self) -> int:
         return 12345

@@ -84,11 +84,28 @@ def test_what_the_jobs_sampling_needs_is_compiled_before_the_first_step(
     build.before_step = events.append
 
     def build_on_gpu(*args: Any, **kwargs: Any) -> FakeBuilt:
-        return replace(build(*args, **kwargs), warm_up=lambda params: events.append(params.top_p))
+        return replace(
+            build(*args, **kwargs),
+            warm_up=lambda params, own: events.append(([one.top_p for one in params], len(own))),
+        )
 
     numbered(tmp_path, 2)
     run_job(job(tmp_path, sampling={"top_p": 0.9}), build=build_on_gpu)
-    assert events[:2] == [0.9, 0]
+    assert events[:2] == [([0.9], 0), 0]
+
+
+def test_what_rows_own_sampling_may_need_is_compiled_too(tmp_path: Path, build: FakeBuild) -> None:
+    owned: list[Any] = []
+
+    def build_on_gpu(*args: Any, **kwargs: Any) -> FakeBuilt:
+        return replace(
+            build(*args, **kwargs), warm_up=lambda params, own: owned.append("top_k" in own)
+        )
+
+    columns = {"prompt": ["one", "two"], "sampling_params": [None, '{"top_k": 3}']}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    run_job(job(tmp_path), build=build_on_gpu)
+    assert owned == [True]
 
 
 def test_answers_come_in_input_order_with_the_kept_columns(

@@ -9,9 +9,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from batchinfer.config import SamplingParams
+from batchinfer import build
+from batchinfer.config import SCORING, SamplingParams, field_names
+from batchinfer.engine.request import Request
 from batchinfer.engine.step import SamplingBatch
-from batchinfer.worker.sampling.kinds import batch_kinds
+from batchinfer.worker.sampling.kinds import StepKinds
 from batchinfer.worker.sampling.on_device import draw_on_device
 from tests.engine.fake import make_engine, make_request, run_all
 from tests.engine.toy_grammar import Toy, constrained
@@ -34,6 +36,17 @@ class Compiled:
     def _note(self, kernel: Any, *arguments: Any) -> None:
         told = (one.dtype if isinstance(one, torch.Tensor) else one for one in arguments)
         self._variants.add((kernel.fn.__name__, *told))
+
+    def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
+        kinds = StepKinds.of(params, VOCAB, **facts)
+        return {variant for batch in kinds.batches() for variant in self.drawing(batch)}
+
+    def in_steps(self, requests: list[Request]) -> set[Variant]:
+        engine, runner = make_engine(32)
+        run_all(engine, requests)
+        sampled = [step for step in runner.steps if step.num_samples]
+        drawn = [self.drawing(step.sampling, len(step.logits_indices)) for step in sampled]
+        return set.union(*drawn)
 
     def drawing(self, batch: SamplingBatch, num_rows: int = 1) -> set[Variant]:
         self._variants = set()
@@ -65,14 +78,69 @@ def test_no_step_is_of_another_kind(
         request = replace(request, bad_words_token_ids=((4,), (5, 6)))
     if "structured_outputs" in params:
         request = constrained(request, Toy())
-    engine, runner = make_engine(32)
-    run_all(engine, [request, replace(request, row_id=2)])
-
     compiled = Compiled(monkeypatch)
-    ahead = set[Variant]()
-    for batch in batch_kinds(SamplingParams(**params), VOCAB):
-        ahead |= compiled.drawing(batch)
+    ahead = compiled.ahead(SamplingParams(**params))
     assert {name for name, *_ in ahead} == kernels
-    for step in runner.steps:
-        if step.num_samples:
-            assert compiled.drawing(step.sampling, len(step.logits_indices)) <= ahead
+    assert compiled.in_steps([request, replace(request, row_id=2)]) <= ahead
+
+
+ROWS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    {"top_p": 0.9},
+    {"temperature": 0.0, "logit_bias": {5: 2.0}},
+    {"repetition_penalty": 1.2, "top_k": 20},
+    {"min_tokens": 3},
+]
+
+
+def test_no_step_of_samples_side_by_side_is_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = [make_request(at, [7, 8], max_tokens=6, **row) for at, row in enumerate(ROWS)]
+    compiled = Compiled(monkeypatch)
+    in_steps = compiled.in_steps(requests)
+    assert in_steps <= compiled.ahead(*[request.params for request in requests])
+    rows_own = {"own": field_names(SamplingParams)}
+    assert in_steps <= compiled.ahead(SamplingParams(), **rows_own)
+    assert in_steps <= compiled.ahead(SamplingParams(top_k=5, presence_penalty=1.0), **rows_own)
+
+
+def test_rows_that_may_have_grammars_of_their_own_have_the_kernel_of_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = Compiled(monkeypatch)
+    request = constrained(make_request(1, [7, 8], max_tokens=4, temperature=0.0), Toy())
+    in_steps = compiled.in_steps([request])
+    assert in_steps <= compiled.ahead(SamplingParams(temperature=0.0), own=["structured_outputs"])
+    assert "_forbid_masked_kernel" in {name for name, *_ in in_steps}
+
+
+def test_tokens_that_are_given_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(make_request(1, [7, 8]), params=SCORING, given_token=9)
+    compiled = Compiled(monkeypatch)
+    assert compiled.in_steps([request]) == compiled.ahead(SCORING, gives_tokens=True)
+
+
+def test_kinds_are_drawn_once_and_prompts_are_judged_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[SamplingBatch] = []
+    judged: list[int] = []
+
+    class Handle:
+        def result(self) -> None:
+            pass
+
+    def draw(logits: torch.Tensor, batch: SamplingBatch) -> Handle:
+        drawn.append(batch)
+        return Handle()
+
+    monkeypatch.setattr(build, "Sampler", lambda: draw)
+    monkeypatch.setattr(build, "row_stats", lambda logits, *_, **__: judged.append(len(logits)))
+    warm_up = build._SamplingKernels(lambda: torch.zeros(1, VOCAB))
+    warm_up([SamplingParams(top_p=0.9)])
+    warm_up([SamplingParams(top_p=0.8), SamplingParams(top_p=0.7)])
+    assert (len(drawn), judged) == (1, [])
+    warm_up([SCORING], gives_tokens=True)
+    assert (len(drawn), judged) == (2, [1])
