@@ -100,8 +100,9 @@ class StepKinds:
         columns.num_logprobs[:] = self.num_logprobs
         at_0, none = np.zeros(1, np.int32), np.empty(0, np.int32)
         biased = at_0 if launch.edited else none
+        values: dict[str, Any] = columns.take(at_0)
         return SamplingBatch(
-            **columns.take(at_0),
+            **values,
             logits_rows=at_0,
             position=at_0,
             penalties=None,
