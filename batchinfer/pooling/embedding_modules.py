@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from batchinfer.pooling.model_folder import find_folder, read_json
 from batchinfer.pooling.tensors import Float32
 
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+"""Modules that are run, in the only order in which they are."""
 _POOLING_MODES = {  # in the order that several are put side by side
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -108,8 +111,19 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     if not (isinstance(found, list) and all(isinstance(module, Mapping) for module in found)):
         raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
     dense, width, pools_prompt = list[Dense](), hidden_size, True
-    for module in found:
-        kind = str(module.get("type", "")).rpartition(".")[2]
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in found]
+    if others := [kind for kind in kinds if kind not in _ORDER]:
+        raise ModelError(
+            f"{folder}/modules.json: not yet: a module {others[0][:80]!r} is not supported by this "
+            "version"
+        )
+    for before, after in pairwise(kinds):
+        if _ORDER.index(before) > _ORDER.index(after) or before == after == "Pooling":
+            raise ModelError(
+                f"{folder}/modules.json: not yet: a module {after!r} after one {before!r} is not "
+                "supported by this version"
+            )
+    for kind, module in zip(kinds, found, strict=True):
         path = folder / str(module.get("path", ""))
         if kind == "Pooling":
             pooling, pools_prompt = _pooling(path / "config.json")
@@ -117,11 +131,6 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         elif kind == "Dense":
             dense.append(_dense(path, width))
             width = dense[-1].width
-        elif kind not in ("Transformer", "Normalize"):
-            raise ModelError(
-                f"{folder}/modules.json: not yet: a module {kind[:80]!r} is not supported by this "
-                "version"
-            )
     inputs_file = folder / "sentence_bert_config.json"
     inputs = read_json(inputs_file) or {}
     if not isinstance(inputs, Mapping):

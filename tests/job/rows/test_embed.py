@@ -303,6 +303,25 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
             read_embedding_modules(str(tmp_path / key), None)
 
 
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0, 1, 3, 2), "a module 'Dense' after one 'Normalize'"),
+        ((0, 2, 1, 3), "a module 'Pooling' after one 'Dense'"),
+        ((0, 1, 1, 2), "a module 'Pooling' after one 'Pooling'"),
+    ],
+)
+def test_modules_in_another_order_are_refused(
+    tmp_path: Path, model: Path, order: tuple[int, ...], message: str
+) -> None:
+    with_modules(tmp_path / "model", model)
+    path = tmp_path / "model" / "modules.json"
+    modules = json.loads(path.read_bytes())
+    path.write_text(json.dumps([modules[at] for at in order]))
+    with pytest.raises(ModelError, match=f"not yet: {message}"):
+        read_embedding_modules(str(tmp_path / "model"), None)
+
+
 def test_a_body_without_a_head_writes_no_text(tmp_path: Path, model: Path) -> None:
     spec: JobSpec = job(tmp_path, model, ["x"])
     text = (tmp_path / "job.yaml").read_text()
