@@ -193,7 +193,7 @@ def row_keys(job: Job, context: EngineContext) -> RowKeys:
 def _warm_up(job: Job, compile_for: WarmUp) -> None:
     """Compile what the job's rows may be drawn or judged by, with parameters of their own too."""
     task = job.spec.task_spec
-    if task.runner != "generate":
+    if task.runner == "pooling":
         return
     if task.sampling is not None:
         compile_for([task.sampling], gives_tokens=True)
