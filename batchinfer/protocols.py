@@ -68,10 +68,19 @@ class GrammarState(Protocol):
         ...
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by all of a sample's tokens so far, those among them that were forced too.
+        """Advance by several of a sample's tokens, those among them that were forced too; nothing
+        is forced behind them.
 
         ``error`` says so where they are not what the grammar allows.
         """
+        ...
+
+
+class ForkingState(GrammarState, Protocol):
+    """Matcher of a beam, which several may continue."""
+
+    def fork(self) -> ForkingState:
+        """A matcher of the same tokens that goes its own way."""
         ...
 
 

@@ -13,6 +13,7 @@ from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.grammar import ReasoningGrammar
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
+from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools
 
@@ -165,6 +166,11 @@ class RequestMaker:
             return answer
         if sampling.spans_thinking:
             return answer
+        if params.beam_width is not None:
+            raise GrammarError(
+                "not yet with beam_width and reasoning: a beam's thinking is not followed; leave "
+                "the reasoning out, or beam_width"
+            )
         return ReasoningGrammar(
             self._reasoning,
             prompt_token_ids,

@@ -82,10 +82,6 @@ def test_a_sampling_parameter_of_another_type_is_named(
             "whitespace_pattern goes with json, not with regex",
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos does not go with"),
-        (
-            {"structured_outputs": {"regex": "a"}, "beam_width": 2},
-            "not yet: sampling.structured_outputs with beam_width",
-        ),
         ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be texts .* of valid Unicode"),
         ({"stop": ["a", ""]}, "stop is .*; it must be texts that are not empty"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be 1 to"),

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
-from batchinfer import LLM, SamplingParams
+from batchinfer import LLM, BeamSearchParams, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
@@ -44,15 +44,16 @@ class Masked(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, model: Path, pattern: str, prompt: int) -> None:
         serialised = AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str()
         tokenizer = LLTokenizer(serialised, n_vocab=259, eos_token=[EOS])
-        self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(pattern))
-        self._seen = prompt
+        self._beginning = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(pattern))
+        self._prompt = prompt
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._matcher.consume_tokens(input_ids[0, self._seen :].tolist())
-        self._seen = input_ids.shape[1]
-        mask = allocate_token_bitmask(1, 259)
-        fill_next_token_bitmask(self._matcher, mask)
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=259)
+        masks = allocate_token_bitmask(len(input_ids), 259)
+        for row, ids in enumerate(input_ids[:, self._prompt :].tolist()):
+            matcher = self._beginning.deep_copy()
+            matcher.consume_tokens(ids)
+            fill_next_token_bitmask(matcher, masks, row)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=259)
         return scores.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
 
 
@@ -92,6 +93,33 @@ def test_greedy_text_is_what_transformers_gives(llm: LLM, model: Path) -> None:
         assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == EOS)
         if sample.finish_reason == "stop":
             assert re.fullmatch(pattern, sample.text)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_beams_are_what_transformers_gives(llm: LLM, model: Path, pattern: str) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(model)("When?", return_tensors="pt")
+    prompt = inputs["input_ids"].shape[1]
+    found = reference.generate(
+        **inputs,
+        max_new_tokens=12,
+        num_beams=3,
+        num_return_sequences=3,
+        do_sample=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([Masked(model, pattern, prompt)]),
+        renormalize_logits=True,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    params = BeamSearchParams(3, 12, structured_outputs={"regex": pattern})
+    (output,) = llm.beam_search("When?", params, use_tqdm=False)
+    for beam, ids, score in zip(
+        output.outputs, found.sequences, found.sequences_scores, strict=True
+    ):
+        assert beam.token_ids == ids[prompt : prompt + len(beam.token_ids)].tolist()
+        assert beam.score == pytest.approx(float(score), abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

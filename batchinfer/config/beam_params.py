@@ -21,7 +21,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the ``tokens`` of vLLM's ``sequences``."""
     structured_outputs: Any = None
-    """Only None."""
+    """What the text must look like, as ``SamplingParams`` have it."""
     skip_special_tokens: bool = False
     """Leave special tokens out of the ``text`` of vLLM's ``sequences``."""
     allowed_token_ids: tuple[int, ...] | None = None

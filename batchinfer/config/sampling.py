@@ -36,7 +36,6 @@ _NOT_WITH_BEAMS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
-    "structured_outputs",
     "max_reasoning_tokens",
 )
 

@@ -59,7 +59,7 @@ class BeamSearch:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._stop_ids = frozenset(request.stop_token_ids)
+        self._stop_ids = frozenset(request.beam_end_ids)
         self.finished: list[Hypothesis] = []
         """The best that are finished, best first."""
 
@@ -72,7 +72,7 @@ class BeamSearch:
             beams: the B running ones, of one length.
             token_ids: [B, C] each beam's most likely next tokens, best first; C is
                 ``request.num_candidates``, or the whole vocabulary where that has fewer.
-            logprobs: [B, C] their log-probabilities.
+            logprobs: [B, C] their log-probabilities; -inf of those that cannot come.
             at_limit: whether their next length is the longest.
 
         Returns:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import MAX_BEAMS, SamplingParams
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
+
+LARGEST_GROUP = MAX_BEAMS
+"""Most sequences that a request runs together."""
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -98,7 +101,7 @@ class Request:
         the beams' hold every candidate that transformers would look at.
         """
         if self.params.beam_width:
-            return self.params.beam_width + len(self.stop_token_ids)
+            return self.params.beam_width + len(self.beam_end_ids)
         return -1 if self.params.logprobs is None else self.params.logprobs
 
     @property
@@ -106,6 +109,12 @@ class Request:
         """Token ids that end a sample of this row, sorted."""
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         return tuple(sorted(eos | set(self.params.stop_token_ids)))
+
+    @property
+    def beam_end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a beam, sorted; nothing goes on behind the end of a grammar."""
+        eos = frozenset() if self.grammar is None else self.eos_token_ids
+        return tuple(sorted(eos | set(self.stop_token_ids)))
 
     def named_stop(self, token_id: int) -> int | None:
         """The stop reason of a stop token: as in vLLM, only one that the user named is."""

@@ -85,6 +85,11 @@ class MatcherState:
     def replay(self, token_ids: Sequence[int]) -> None:
         self.matcher.consume_tokens(list(token_ids))
 
+    def fork(self) -> MatcherState:
+        other = MatcherState(self._beginning, self._eos_token_id)
+        other._matcher = self.matcher.deep_copy()
+        return other
+
 
 class GrammarCompiler:
     """Compiler of ``structured_outputs`` for one model. Thread-safe.

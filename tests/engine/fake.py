@@ -163,7 +163,9 @@ class FakeRunner:
         shape = len(wanted), min(int(wanted.max()), BEAM_VOCAB)
         token_ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
         for at in np.flatnonzero(wanted > 0):
-            best = candidates(of_logits[step.sampling.logits_rows[at]])[: wanted[at]]
+            best = candidates(of_logits[step.sampling.logits_rows[at]])
+            allowed = _mask(step, at)
+            best = [one for one in best if allowed is None or one[0] in allowed][: wanted[at]]
             token_ids[at, : len(best)] = [token for token, _ in best]
             logprobs[at, : len(best)] = [logprob for _, logprob in best]
         return token_ids, logprobs
@@ -192,15 +194,20 @@ def adapters_of(step: Step) -> np.ndarray:
     return none if step.adapters is None else step.adapters
 
 
-def _allowed(step: Step, sample: int, token: int) -> int:
-    """The token, or where the sample's row has a mask one that the mask allows."""
+def _mask(step: Step, sample: int) -> np.ndarray | None:
+    """The tokens that the mask of the sample's row allows, where it has one."""
     batch = step.sampling
     found = np.flatnonzero(batch.masked_rows == batch.logits_rows[sample])
     if len(found) == 0:
-        return token
+        return None
     mask = batch.masks[found[0]].view(np.uint8)
-    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-    return int(allowed[token % len(allowed)])
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+
+
+def _allowed(step: Step, sample: int, token: int) -> int:
+    """The token, or where the sample's row has a mask one that the mask allows."""
+    allowed = _mask(step, sample)
+    return token if allowed is None else int(allowed[token % len(allowed)])
 
 
 def expected(

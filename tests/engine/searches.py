@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from batchinfer.engine.request import Completion, Request
-from tests.engine.fake import candidates, make_request
+from tests.engine.fake import BEAM_VOCAB, candidates, make_request
+from tests.engine.toy_grammar import Toy
 
 Found = list[tuple[list[int], float]]
+
+
+@dataclass(frozen=True)
+class SmallToy(Toy):
+    """Texts of the tokens that beams choose among."""
+
+    def allowed(self, tokens: Sequence[int]) -> list[int]:
+        return sorted({token % BEAM_VOCAB for token in super().allowed(tokens)})
 
 
 def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0) -> Found:
     """The search as it is written down: every token of every beam is looked at."""
     params, prompt = request.params, request.prompt_token_ids.tolist()
-    width = params.beam_width
+    width, grammar = params.beam_width, request.grammar
     assert width is not None
+    assert grammar is None or isinstance(grammar, Toy)
     limit = min(params.max_tokens, max_model_len - len(prompt))
     beams, finished = [([], 0.0)], []
     for length in range(1, limit + 1):
@@ -25,9 +38,10 @@ def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0)
             for token, logprob in candidates(
                 np.asarray((prompt + tokens)[-window:], np.int32).tobytes()
             )
+            if grammar is None or token in grammar.allowed(tokens)
         ]
         longer.sort(key=lambda beam: -beam[1])
-        ends = [length == limit or tokens[-1] in request.stop_token_ids for tokens, _ in longer]
+        ends = [length == limit or tokens[-1] in request.beam_end_ids for tokens, _ in longer]
         scored = [(tokens, total / length**params.length_penalty) for tokens, total in longer]
         finished += [beam for beam, end in zip(scored[:width], ends[:width], strict=True) if end]
         finished = sorted(finished, key=lambda beam: -beam[1])[:width]
@@ -44,7 +58,7 @@ def assert_found(completion: Completion, max_model_len: int = 4096, window: int 
     """The completion is the whole answer of its request."""
     assert completion.error_code is None
     best = expected_beams(completion.request, max_model_len, window)
-    stops = completion.request.stop_token_ids
+    stops = completion.request.beam_end_ids
     assert [output.token_ids.tolist() for output in completion.outputs] == [ids for ids, _ in best]
     for output, (token_ids, score) in zip(completion.outputs, best, strict=True):
         assert output.score == pytest.approx(score)

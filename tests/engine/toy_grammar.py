@@ -72,6 +72,9 @@ class ToyState:
     def replay(self, token_ids: Sequence[int]) -> None:
         self.tokens += token_ids
 
+    def fork(self) -> ToyState:
+        return ToyState(self.grammar, [*self.tokens])
+
 
 def constrained(request: Request, grammar: Toy) -> Request:
     """The request, with a grammar."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from batchinfer.engine.beam_search import Continuation
@@ -9,6 +11,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Int64, StepResult
 from batchinfer.engine.step_io.in_flight import SampledRows
+from batchinfer.protocols import ForkingState
 
 States = dict[RequestState, None]
 """A set of rows, in order."""
@@ -16,7 +19,7 @@ States = dict[RequestState, None]
 
 def process_beams(
     scheduler: Scheduler, sampled: SampledRows, result: StepResult, now: float
-) -> tuple[States, States]:
+) -> tuple[States, dict[RequestState, str | None]]:
     """Advance each search by a token.
 
     A group's beams are all drawn in one step (by ``BeamGroups.trim_to_whole_groups``), and none is
@@ -29,11 +32,12 @@ def process_beams(
         now: the engine's clock, in seconds.
 
     Returns:
-        Rows whose search is over; and rows whose logits are not numbers, still running.
+        Rows whose search is over; and those that failed, still running: why their grammar gave
+        up, or None where logits are not numbers.
     """
     places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}
-    failed: States = {}
+    failed: dict[RequestState, str | None] = {}
     for state in dict.fromkeys(sequence.state for sequence in places):
         at = np.array([places[beam] for beam in state.samples])
         if result.nonfinite[at].any():
@@ -47,6 +51,8 @@ def process_beams(
         scheduler.output_lengths.observe(sampled.lengths[at], stopped)
         if continuations:
             _replace(scheduler, state, continuations)
+            if error := _grammar_error(state):
+                failed[state] = error
         else:
             _end(scheduler, state)
             done[state] = None
@@ -74,18 +80,37 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
     state.note_peak_blocks()
     present = state.samples
     outputs_before = [beam.output_ids for beam in present]
+    grammar_states = [_forked_grammar(present[one.beam], one.token_id) for one in continuations]
     continued: set[int] = set()
     state.samples = []
-    for continuation in continuations:
+    for continuation, grammar_state in zip(continuations, grammar_states, strict=True):
         beam = present[continuation.beam]
         if continuation.beam in continued:
             beam = Sequence(state, 0)
         continued.add(continuation.beam)
         beam.output_ids = [*outputs_before[continuation.beam], continuation.token_id]
         beam.cumulative_logprob = continuation.cumulative_logprob
+        beam.grammar_state = grammar_state
         state.samples.append(beam)
     parents = [continuation.beam for continuation in continuations]
     scheduler.beam_groups.replace(present, list(zip(state.samples, parents, strict=True)))
+
+
+def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
+    """A grammar's state behind one token more; ``beam`` keeps its own. All beams are as long, so
+    what the grammar forces is drawn like any token."""
+    if beam.grammar_state is None:
+        return None
+    # RequestMaker refuses searches with other grammars.
+    state = cast(ForkingState, beam.grammar_state).fork()
+    state.replay([token_id])
+    return state
+
+
+def _grammar_error(state: RequestState) -> str | None:
+    """Why a beam's grammar has given up, if one has."""
+    found = (beam.grammar_state.error for beam in state.samples if beam.grammar_state is not None)
+    return next((error for error in found if error is not None), None)
 
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:

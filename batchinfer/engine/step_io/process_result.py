@@ -24,6 +24,7 @@ Failure = tuple[str, str]
 """Error code and message of a row."""
 
 _NAN: Failure = ("nan_logits", "the logits hold NaN or infinity")
+_BROKEN = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
     "bad_words, allowed_token_ids, min_tokens or the grammar leave no token that may come next",
@@ -91,7 +92,10 @@ def process_result(
     if beams.any():
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
         states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
-        errors = dict.fromkeys(failed_beams, _NAN)  # beams have no bans
+        errors = {  # beams have no bans
+            state: _NAN if broken is None else (_BROKEN, broken)
+            for state, broken in failed_beams.items()
+        }
         result = result.only(np.repeat(~beams, sampled.samples_per_row))
         sampled, running = sampled.only(~beams), running[~beams]
     sequences = _with_new_samples(sampled)
@@ -131,7 +135,7 @@ def process_result(
 
 def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
     if broken is not None:
-        return "invalid_structured_output", broken
+        return _BROKEN, broken
     return _NO_TOKEN if result.lacks_token(at) else _NAN
 
 
