@@ -14,7 +14,8 @@ from batchinfer.engine.step import Step, StepResult
 from tests.engine import fake
 from tests.engine.fake import EOS, MakeEngine, expected, make_request, run_all
 from tests.engine.invariants import check_scheduler
-from tests.engine.searches import assert_found, beams, expected_beams
+from tests.engine.searches import SmallToy, assert_found, beams, expected_beams
+from tests.engine.toy_grammar import constrained
 
 
 @st.composite
@@ -55,7 +56,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     block_size=st.sampled_from([1, 2, 4, 16]),
     pool_tokens=st.sampled_from([64, 128, 1024]),
     max_tokens=st.sampled_from([5, 7, 64]),
-    max_num_seqs=st.sampled_from([5, 8, 64]),
+    max_num_seqs=st.sampled_from([2, 5, 8, 64]),
     caching=st.booleans(),
 )
 def test_what_is_found_does_not_depend_on_how_it_was_scheduled(
@@ -172,11 +173,52 @@ def test_rows_are_kept_for_beams_to_be_born(make_engine: MakeEngine) -> None:
     assert max(step.num_running for step in steps) == 6
 
 
+def test_more_beams_than_rows_of_a_step_run_alone(make_engine: MakeEngine) -> None:
+    """Neither ordinary rows nor other searches beside them, though each of these has room."""
+    requests = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 6)]
+    requests[2:2] = [
+        beams(row, [7] * 5, 4, max_tokens=8, ignore_eos=True, stop_token_ids=[2]) for row in (8, 9)
+    ]
+    engine, _ = make_engine(num_blocks=400, max_num_seqs=3)
+    completions, steps = run_all(engine, requests)
+    for row, completion in completions.items():
+        if row in (8, 9):
+            assert_found(completion)
+        else:
+            assert completion.outputs[0].token_ids.tolist() == expected(completion.request, 0)
+        assert completion.stats.preemptions == 0
+    assert {step.num_running for step in steps} <= {1, 2, 3, 4}
+    assert max(step.num_running for step in steps) == 4
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 64])
+def test_beams_keep_to_their_grammar(make_engine: MakeEngine, max_num_seqs: int) -> None:
+    """Beams that fork have grammars that fork."""
+    requests = [
+        constrained(beams(row, [row, 1], 3, max_tokens=3 + row), SmallToy(salt=row))
+        for row in range(8)
+    ]
+    engine, _ = make_engine(num_blocks=100, max_num_seqs=max_num_seqs)
+    completions, _ = run_all(engine, requests)
+    for completion in completions.values():
+        assert_found(completion)
+    ends = {out.finish_reason for completion in completions.values() for out in completion.outputs}
+    assert ends == {"stop", "length"}
+
+
+def test_a_grammar_that_gives_up_ends_its_search_alone(make_engine: MakeEngine) -> None:
+    broken = constrained(beams(0, [1], 3, max_tokens=9), SmallToy(longest=9, breaks_at=2))
+    engine, _ = make_engine(num_blocks=100)
+    completions, _ = run_all(engine, [broken, beams(1, [1], 3, max_tokens=9)])
+    assert completions[0].error_code == "invalid_structured_output"
+    assert completions[0].error_message == "too much work"
+    assert_found(completions[1])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_num_seqs": 3}, "4 beams run together, the engine runs 3 sequences"),
-        ({"max_tokens": 3}, "4 beams run together, the engine runs 3 sequences"),
+        ({"max_tokens": 3}, "4 beams run together, a step has 3 tokens"),
         ({"num_blocks": 12}, "4 beams may need 13 KV blocks, the pool has 12"),
     ],
 )

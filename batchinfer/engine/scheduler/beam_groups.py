@@ -63,7 +63,7 @@ class BeamGroups:
         self._table = table
         self._kv_manager = kv_manager
         self._reuse_hints = reuse_hints
-        self._most = min(len(table.sequences), max_num_batched_tokens)
+        self._most = max_num_batched_tokens
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
         """Error code and message of a search that can never run; None: it can.
@@ -75,8 +75,8 @@ class BeamGroups:
         if width > self._most:
             return (
                 "does_not_fit",
-                f"{width} beams run together, the engine runs {self._most} sequences; raise "
-                "engine.max_num_seqs and max_num_batched_tokens or lower sampling.beam_width",
+                f"{width} beams run together, a step has {self._most} tokens; raise "
+                "engine.max_num_batched_tokens or lower sampling.beam_width",
             )
         shared = min(request.num_prompt_tokens // pool.block_size, blocks)
         blocks = (shared + width * (blocks - shared)) * pool.slots_per_block

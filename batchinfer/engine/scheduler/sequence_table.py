@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.request import LARGEST_GROUP
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import SamplingColumns
 
@@ -21,10 +22,10 @@ Rows = npt.NDArray[np.intp]
 
 
 class SequenceTable:
-    """Rows of at most ``max_num_seqs`` running sequences.
+    """Rows of running sequences.
 
     Args:
-        max_num_seqs: rows.
+        max_num_seqs: most that run; the beams of one search may be more, and then run alone.
         max_model_len: most tokens of a sequence; prompt + ``max_tokens`` is cut to it.
         block_size: tokens per block.
         windows: of each layer group; 0 is full attention and comes first.
@@ -37,7 +38,8 @@ class SequenceTable:
         block_size: int,
         windows: tuple[int, ...] = (0,),
     ) -> None:
-        rows = max_num_seqs
+        rows = max(max_num_seqs, LARGEST_GROUP)
+        self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.windows = windows
@@ -119,8 +121,12 @@ class SequenceTable:
         return len(self.sequences) - len(self._free_rows)
 
     def has_room(self, count: int = 1) -> bool:
-        """Whether so many more sequences can run; rows are kept for beams to be born."""
-        return len(self._free_rows) - int(self.pending_forks[self.is_beam].sum()) >= count
+        """Whether so many more sequences can run: where none runs, any search's beams can; rows
+        are kept for beams to be born."""
+        if self.num_running == 0:
+            return count <= len(self.sequences)
+        taken = self.num_running + int(self.pending_forks[self.is_beam].sum())
+        return taken + count <= self.max_num_seqs
 
     def rows(self) -> Rows:
         """Rows in use, oldest admission first."""

@@ -73,9 +73,8 @@ def _check_generate(job: JobSpec) -> None:
         raise ValueError("sampling.max_reasoning_tokens needs output.reasoning; set it to auto")
     if job.prompt.tool_choice not in ("auto", "none") and job.sampling.structured_outputs:
         raise ValueError("sampling.structured_outputs does not go with prompt.tool_choice")
-    for key in ("max_num_seqs", "max_num_batched_tokens"):
-        if (job.sampling.beam_width or 1) > getattr(job.engine, key):
-            raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
+    if (job.sampling.beam_width or 1) > job.engine.max_num_batched_tokens:
+        raise ValueError("sampling.beam_width is more than engine.max_num_batched_tokens; lower it")
 
 
 def _score_results(include: Collection[str]) -> tuple[str, ...]:

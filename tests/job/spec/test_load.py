@@ -227,8 +227,8 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("8}", "8, length_penalty: 2}", "sampling.length_penalty is 2.0; it must be left out, or"),
         (
             "8}",
-            "8, beam_width: 4}\nengine: {max_num_seqs: 3}",
-            "sampling.beam_width is more than engine.max_num_seqs",
+            "8, beam_width: 4}\nengine: {max_num_batched_tokens: 3}",
+            "sampling.beam_width is more than engine.max_num_batched_tokens",
         ),
         ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
         ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
