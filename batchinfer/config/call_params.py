@@ -7,7 +7,6 @@ was made; every change is checked as a whole.
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,7 @@ import numpy as np
 from batchinfer.config import sampling
 from batchinfer.config.named_tokens import token_id_table
 from batchinfer.config.structured_params import GuidedDecodingParams, StructuredOutputsParams
-from batchinfer.config.types import format_value
+from batchinfer.config.types import format_value, near_name
 
 _GREEDY_BELOW = 1e-5
 """Temperatures that are none, as in vLLM."""
@@ -284,9 +283,7 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
         if name in _ELSEWHERE:
             raise TypeError(f"SamplingParams has no parameter {name}; {_ELSEWHERE[name]}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise TypeError(f"SamplingParams has no parameter {name}{hint}")
+            raise TypeError(f"SamplingParams has no parameter {name}{near_name(name, known)}")
 
 
 def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:

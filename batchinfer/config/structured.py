@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config.types import format_value
+from batchinfer.config.types import format_value, near_name
 
 MAX_CHARACTERS = 2**20
 """Longest schema, expression, grammar or list of choices: a million words of vocabulary take
@@ -53,7 +53,8 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     value = {key: item for key, item in value.items() if item is not None}
     unknown = [key for key in value if key not in (*KINDS, *_OPTIONS)]
     if unknown:
-        raise _error(f"has the unknown key {format_value(unknown[0])}; known: {', '.join(KINDS)}")
+        meant = near_name(str(unknown[0]), (*KINDS, *_OPTIONS)) or f"; known: {', '.join(KINDS)}"
+        raise _error(f"has the unknown key {format_value(unknown[0])}{meant}")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         given = " and ".join(kinds) if kinds else "nothing"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
@@ -135,3 +136,9 @@ def format_value(value: object) -> str:
     """A value as a job file writes it, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known one; nothing if none is."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

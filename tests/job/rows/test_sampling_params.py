@@ -129,7 +129,8 @@ def test_the_jobs_own_token_ids_are_checked() -> None:
         ({"structured_outputs": {"json": b"{"}}, "structured_outputs json is not JSON"),
         (b'{"response_format": {"type": "json_schema"}}', "needs json_schema: {schema: ...}"),
         ({"structured_outputs": {"choice": None, "regex": None}}, "has nothing; give one of json"),
-        (b'{"structured_outputs": {"regx": "a"}}', 'has the unknown key "regx"; known: json'),
+        (b'{"structured_outputs": {"regx": "a"}}', 'key "regx"; did you mean regex?'),
+        (b'{"structured_outputs": {"x": "a"}}', 'has the unknown key "x"; known: json'),
     ],
 )
 def test_a_bad_grammar_has_a_code_of_its_own(value: Any, message: str) -> None:
