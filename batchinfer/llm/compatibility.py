@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from dataclasses import fields
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
 
 from batchinfer.errors import NotYetError
 from batchinfer.llm.vllm.names import (
@@ -22,6 +24,8 @@ from batchinfer.llm.vllm.names import (
     QUIET,
     VALUES_ELSEWHERE,
 )
+
+_Record = TypeVar("_Record")
 
 
 def settle(
@@ -77,3 +81,18 @@ def missing_attribute(name: str) -> Callable[..., NoReturn]:
     if name in METHODS:
         raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
     raise AttributeError(f"LLM has no attribute {name}")
+
+
+def takes_unknown_fields(record: type[_Record]) -> type[_Record]:
+    """A dataclass that warns of arguments that it has no fields for, and drops them."""
+    make, known = record.__init__, {entry.name for entry in fields(record)}  # type: ignore[arg-type, misc]
+
+    @wraps(make)
+    def init(self: _Record, *args: Any, **given: Any) -> None:
+        for name in given.keys() - known:
+            warnings.warn(f"{record.__name__}: {name} has no effect here", stacklevel=2)
+            del given[name]
+        make(self, *args, **given)
+
+    record.__init__ = init  # type: ignore[misc]
+    return record

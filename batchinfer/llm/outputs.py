@@ -14,6 +14,7 @@ from batchinfer.engine.request import (
 )
 from batchinfer.engine.step import Float32
 from batchinfer.errors import RowError
+from batchinfer.llm.compatibility import takes_unknown_fields
 from batchinfer.llm.logprobs import Logprobs, PromptLogprobs, output_logprobs, prompt_logprobs
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.vllm.request_metrics import RequestMetrics, request_metrics
@@ -46,9 +47,13 @@ class CompletionOutput:
     then without; each has a ``name`` and ``arguments``, JSON text."""
 
 
+@takes_unknown_fields
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its samples. A prompt that could not be run has none, and an ``error``."""
+    """A prompt and its samples. A prompt that could not be run has none, and an ``error``.
+
+    Made with names that later versions of vLLM may have, it warns of each and goes without.
+    """
 
     request_id: str
     prompt: str | None
