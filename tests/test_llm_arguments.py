@@ -672,7 +672,7 @@ def test_metrics_have_vllms_names(model: Path) -> None:
 
 def test_the_engine_can_be_looked_at_as_vllms(llm: LLM, model: Path) -> None:
     engine = llm.llm_engine
-    assert engine.model_config is llm.model_config
+    assert engine.model_config is engine.get_model_config() is llm.model_config
     assert engine.model_config.model == str(model)
     assert engine.model_config.max_model_len == llm.max_model_len
     assert engine.model_config.get_vocab_size() == llm.vocab_size

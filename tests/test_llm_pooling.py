@@ -57,6 +57,7 @@ def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
     ids = llm.get_tokenizer()(PROMPTS[1])["input_ids"]
     for output, prompt in zip(llm.embed([PROMPTS[0], ids], use_tqdm=False), PROMPTS, strict=True):
         assert output.outputs is not None
+        assert len(output.outputs.embedding) == llm.model_config.embedding_size
         expected = unit(hidden_state(model, prompt))
         assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
         assert output.outputs.hidden_size == len(expected)

@@ -183,7 +183,6 @@ class LLM(GenerationCalls, PoolingCalls, Inspection):
         )
         self._processes.load(self._context.tokenizer)
         self._adapters = Adapters(choice.adapters, self._context)
-        self._view = engine_view(choice, engine, self._context)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._context)
         self._runner = CallRunner(
@@ -194,6 +193,9 @@ class LLM(GenerationCalls, PoolingCalls, Inspection):
         )
         self._pooling = PoolingRunner(
             choice, self._context, self._calls, tokens, random_weights=random_weights
+        )
+        self._view = engine_view(
+            choice, engine, self._context, lambda: self._pooling.embedding_size
         )
         self._one_call = OneCall(refused_calls(choice.runner))
 

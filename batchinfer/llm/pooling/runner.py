@@ -76,6 +76,11 @@ class PoolingRunner:
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding."""
+        return self._modules.width
+
     def embedder(self, params: PoolingParams) -> Embedder:
         """What makes an embedding, float32 [D], of a hidden state [H].
 
@@ -90,10 +95,10 @@ class PoolingRunner:
                 f"LLM.embed: the model pools by {', '.join(embedder.pooling)} and is loaded "
                 'otherwise; give runner="pooling"'
             )
-        if (params.dimensions or 1) > self._modules.width:
+        if (params.dimensions or 1) > self.embedding_size:
             raise ValueError(
                 f"dimensions is {params.dimensions}; the model's embeddings have "
-                f"{self._modules.width}"
+                f"{self.embedding_size}"
             )
         return embedder
 

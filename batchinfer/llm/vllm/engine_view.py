@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchinfer.build import EngineContext
 from batchinfer.config import EngineConfig, ModelConfig
@@ -21,6 +21,12 @@ class ModelView:
     quantization: str | None
     max_model_len: int
     vocab_size: int
+    _embedding_size: Callable[[], int] = field(repr=False, compare=False)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding."""
+        return self._embedding_size()
 
     def get_vocab_size(self) -> int:
         """Token ids are below it."""
@@ -73,6 +79,10 @@ class EngineView:
         """The KV pool."""
         return self.vllm_config.cache_config
 
+    def get_model_config(self) -> ModelView:
+        """The model that runs, by vLLM's earlier name."""
+        return self.model_config
+
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run: 0 unless a call is under way."""
         return self._count_unfinished()
@@ -82,8 +92,17 @@ class EngineView:
         return self._count_unfinished() > 0
 
 
-def engine_view(model: ModelConfig, engine: EngineConfig, context: EngineContext) -> EngineView:
-    """The view of an engine that is built."""
+def engine_view(
+    model: ModelConfig,
+    engine: EngineConfig,
+    context: EngineContext,
+    embedding_size: Callable[[], int],
+) -> EngineView:
+    """The view of an engine that is built.
+
+    Args:
+        embedding_size: numbers of an embedding; the model's files are read for it.
+    """
     config = ConfigView(
         ModelView(
             model=model.name,
@@ -92,6 +111,7 @@ def engine_view(model: ModelConfig, engine: EngineConfig, context: EngineContext
             quantization=model.quantization,
             max_model_len=context.max_model_len,
             vocab_size=context.vocab_size,
+            _embedding_size=embedding_size,
         ),
         CacheView(
             block_size=context.block_size,
