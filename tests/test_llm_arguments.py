@@ -322,6 +322,7 @@ def test_outputs_say_when_they_came_and_ended(llm: LLM) -> None:
 STRUCTURES = [
     ({"choice": ["yes", "no"]}, StructuredOutputsParams(choice=["yes", "no"])),
     ({"regex": "[ab]{3}"}, GuidedDecodingParams(regex="[ab]{3}", backend="xgrammar")),
+    ({"regex": "[ab]{3}"}, StructuredOutputsParams(regex="[ab]{3}", backend="guidance")),
     ({"json_object": True}, StructuredOutputsParams(json_object=True)),
     (
         {"json": {"type": "null"}, "disable_any_whitespace": True},

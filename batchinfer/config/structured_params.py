@@ -38,6 +38,10 @@ class StructuredOutputsParams:
     """xgrammar's: tags with contents of their own in free text; triggered tags of JSON or text."""
     unsupported: str | None = None
     """check: a schema that no grammar can insist on is what finished texts are judged by."""
+    backend: str | None = None
+    """Without effect: there is one."""
+    disable_fallback: bool = False
+    """Without effect."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
@@ -61,11 +65,6 @@ class StructuredOutputsParams:
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
     """vLLM's earlier name of ``StructuredOutputsParams``."""
-
-    backend: str | None = None
-    """Without effect: there is one."""
-    disable_fallback: bool = False
-    """Without effect."""
 
     @staticmethod
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
