@@ -85,7 +85,8 @@ def missing_attribute(name: str) -> Callable[..., NoReturn]:
 
 def takes_unknown_fields(record: type[_Record]) -> type[_Record]:
     """A dataclass that warns of arguments that it has no fields for, and drops them."""
-    make, known = record.__init__, {entry.name for entry in fields(record)}  # type: ignore[arg-type, misc]
+    made: Any = record
+    make, known = made.__init__, {entry.name for entry in fields(made)}
 
     @wraps(make)
     def init(self: _Record, *args: Any, **given: Any) -> None:
@@ -94,5 +95,5 @@ def takes_unknown_fields(record: type[_Record]) -> type[_Record]:
             del given[name]
         make(self, *args, **given)
 
-    record.__init__ = init  # type: ignore[misc]
+    made.__init__ = init
     return record
