@@ -138,6 +138,7 @@ def flush_on_exit(recorder: Recorder, part_writer: PartWriter) -> Iterator[None]
     except BaseException as error:
         with suppress(JobError):
             part_writer.flush()
+        with suppress(JobError):  # a full disk may still have room for why the run failed
             recorder.end(error)
         raise
     part_writer.flush()

@@ -175,16 +175,21 @@ class Recorder:
     def end(self, error: BaseException | None = None) -> None:
         """Put the rest on disk; nothing is recorded after this.
 
+        The record says that the run has ended also where its last steps cannot be written.
+
         Args:
             error: why the run fails.
         """
         self.run.error = "" if error is None else _reason(error)
-        self._steps += self._sampler.rest(self._device_bytes())
-        self.run.ended, self.run.unsampled = True, None
-        self._flush()
-        self._save()
+        self.run.ended = True
         if self._log is not None:
             self._log.close()
+        self._steps += self._sampler.rest(self._device_bytes())
+        try:
+            self._flush()
+            self.run.unsampled = None
+        finally:
+            self._save()
 
     def log(self, line: str) -> None:
         """Append a line to the run's log."""

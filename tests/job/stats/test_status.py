@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from batchinfer.console.table import plain
-from batchinfer.errors import DataError, ExitCode
+from batchinfer.errors import DataError, ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
@@ -72,6 +73,23 @@ def test_a_stopped_job(tmp_path: Path) -> None:
     assert 0 < found.rows_done < 40
     assert found.eta_s is found.pool_use is None
     assert next(found.lines()) == "state    stopped"
+
+
+def test_a_job_that_cannot_write_its_steps_says_why_it_failed(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    steps = tmp_path / "out" / "_batchinfer" / "steps"
+
+    def put_a_file_there(step: int) -> None:
+        if step == 30:
+            shutil.rmtree(steps, ignore_errors=True)
+            steps.touch()
+
+    with pytest.raises(StorageError):
+        run_job(job(tmp_path, **ONE_PART), build=Build(put_a_file_there), quiet=True)
+    found = status(tmp_path)
+    assert found.state == "failed"
+    assert found.error is not None
+    assert f"cannot write {steps}" in found.error
 
 
 def test_a_job_that_was_killed_elsewhere_stops_running_after_a_while(tmp_path: Path) -> None:
