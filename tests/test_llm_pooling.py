@@ -18,7 +18,12 @@ from transformers import (
 
 from batchinfer import LLM, PoolingParams
 from batchinfer.errors import ModelError, NotYetError
-from batchinfer.llm import LoRARequest
+from batchinfer.llm import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    LoRARequest,
+    ScoringRequestOutput,
+)
 from batchinfer.llm.pooling.choose import choose_runner
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.encoders import encoder_config, make_encoder, reference_states, save_tokenizer
@@ -62,6 +67,7 @@ def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
         assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
         assert output.outputs.hidden_size == len(expected)
         assert output.finished
+    assert isinstance(output, EmbeddingRequestOutput)
     assert output.prompt_token_ids == ids
     for name in ("normalize", "use_activation"):
         params = PoolingParams(dimensions=5, **{name: False})
@@ -233,6 +239,7 @@ def test_classes_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
         expected = logits(folder, prompt).softmax(-1).tolist()
         assert output.outputs.probs == pytest.approx(expected, abs=1e-5)
         assert output.outputs.num_classes == 3
+    assert isinstance(output, ClassificationRequestOutput)
     raw = PoolingParams(activation=False)
     (output,) = llm.classify(prompt, pooling_params=raw, use_tqdm=False)
     assert output.outputs is not None
@@ -247,6 +254,7 @@ def test_pairs_are_scored_by_a_head(tmp_path: Path, model: Path) -> None:
     expected = [float(logits(folder, "who?", prompt).sigmoid()) for prompt in PROMPTS]
     found = [output.outputs and output.outputs.score for output in scored]
     assert found == pytest.approx(expected, abs=1e-5)
+    assert isinstance(scored[0], ScoringRequestOutput)
 
 
 def test_a_reranker_is_told_of_as_to_vllm(tmp_path: Path, model: Path) -> None:

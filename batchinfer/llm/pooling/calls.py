@@ -18,10 +18,13 @@ from batchinfer.llm.compatibility import settle
 from batchinfer.llm.lora import Adapters, LoRARequest
 from batchinfer.llm.pooling.outputs import (
     ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
+    EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
+    ScoringRequestOutput,
 )
 from batchinfer.llm.pooling.params import PoolingParams, params_of_all, params_of_each
 from batchinfer.llm.pooling.runner import Made, PoolingRunner
@@ -65,7 +68,7 @@ class PoolingCalls:
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
         **others: Any,
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+    ) -> list[EmbeddingRequestOutput]:
         """Make a vector of each prompt, from the hidden states of its tokens.
 
         Args:
@@ -92,7 +95,7 @@ class PoolingCalls:
             return Made(params, embed.pooling, vector)
 
         how = ("embed", pooling_params, adapter, lora_request, errors, use_tqdm)
-        return self._pool(prompts, make, *how)
+        return list(map(EmbeddingRequestOutput.of, self._pool(prompts, make, *how)))
 
     def classify(
         self,
@@ -104,7 +107,7 @@ class PoolingCalls:
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
         **others: Any,
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+    ) -> list[ClassificationRequestOutput]:
         """Classify prompts, by a model whose head does that (``...ForSequenceClassification``).
 
         Args:
@@ -129,7 +132,7 @@ class PoolingCalls:
             return Made(params, classifier.pooling, probs)
 
         how = ("classify", pooling_params, adapter, lora_request, errors, use_tqdm)
-        return self._pool(prompts, make, *how)
+        return list(map(ClassificationRequestOutput.of, self._pool(prompts, make, *how)))
 
     def encode(
         self,
@@ -189,7 +192,7 @@ class PoolingCalls:
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
         **others: Any,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+    ) -> list[ScoringRequestOutput]:
         """Say how well texts go together: one with each of several, or each with its own.
 
         A model with a head of one label takes both texts joined by its tokenizer; of others the
@@ -212,9 +215,9 @@ class PoolingCalls:
         if not self._has_tokenizer:
             raise ValueError("LLM.score needs a tokenizer; leave skip_tokenizer_init out")
         how = (params, adapter, lora_request, errors, use_tqdm)
-        if self._pooling.is_classifier:
-            return self._scored_by_head(pairs, *how)
-        return self._scored_by_cosine(pairs, *how)
+        by_head = self._pooling.is_classifier
+        found = (self._scored_by_head if by_head else self._scored_by_cosine)(pairs, *how)
+        return list(map(ScoringRequestOutput.of, found))
 
     def _scored_by_head(
         self, pairs: list[tuple[str, str]], params: PoolingParams, *how: Any

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from batchinfer.errors import RowError
 
@@ -66,7 +66,22 @@ class PoolingRequestOutput(Generic[T]):
     finished: bool = True
     error: RowError | None = None
 
+    @classmethod
+    def of(cls, other: PoolingRequestOutput[T]) -> Self:
+        """``other`` as one of this class."""
+        return cls(**{entry.name: getattr(other, entry.name) for entry in fields(other)})
 
-EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
-ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
-ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """What ``LLM.embed`` gives of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """What ``LLM.classify`` gives of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """What ``LLM.score`` gives of a pair of texts."""
