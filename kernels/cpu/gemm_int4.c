@@ -170,11 +170,10 @@ void gemm_int4(const gemm_args *a, int is_bf16, const product_rows *x) {
     const header *from = a->packed;
     const shape s = shape_of(a->in_features, from->group);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;
-    const int64_t share = panels / (4 * a->num_threads) > 1 ? panels / (4 * a->num_threads) : 1;
     const uint8_t *weights
         = (const uint8_t *)(from + 1) + order_bytes(from->has_order, a->in_features);
     const uint8_t *table = from->has_table ? from->table : NULL;
-#pragma omp for schedule(dynamic, share) nowait
+#pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         if (is_bf16) one_panel(a, 1, x, &s, table, weights, panel, panel + 1 == panels);
         else one_panel(a, 0, x, &s, table, weights, panel, panel + 1 == panels);

@@ -169,20 +169,19 @@ void gemm_int8(const gemm_args *a, int is_bf16, const product_rows *x) {
     const header *from = a->packed;
     const int64_t width = width_of(from->kernel);
     const int64_t panels = (a->out_features + width - 1) / width;
-    const int64_t share = panels / (4 * a->num_threads) > 1 ? panels / (4 * a->num_threads) : 1;
     const float *scales = (const float *)(from + 1);
     const int8_t *weights = (const int8_t *)(scales + whole(a->out_features, TILED_PANEL));
 #if HAS_TILES
     if (from->kernel == TILES) {
         int shaped = 0; /* the thread's tiles, for so many rows */
-#pragma omp for schedule(dynamic, share) nowait
+#pragma omp for schedule(guided) nowait
         for (int64_t panel = 0; panel < panels; panel++)
             one_tiled_panel(a, is_bf16, x, scales, weights, panel, &shaped);
         tile_release();
         return;
     }
 #endif
-#pragma omp for schedule(dynamic, share) nowait
+#pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         if (is_bf16) one_panel(a, 1, x, scales, weights, panel, panel + 1 == panels);
         else one_panel(a, 0, x, scales, weights, panel, panel + 1 == panels);
