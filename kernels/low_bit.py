@@ -8,13 +8,15 @@ operations on floats that follow have one order, each rounded to float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 
 _INT8_MOST = 127.0
 _INT4_MOST = 15
-_STEP = 8  # codes of 4 bits that are read together: a group has a multiple of it
+_STEP = 8  # codes that are read together: a group has a multiple of it
+_MOST = 1 << 16  # columns of a group: 255 * 127 times more would not fit into 32 bits
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # smaller ones have no inverse
 _CLIPS = (1.0, 0.92, 0.84)
 """Shares of a group's range that are tried: what is beyond it is cut off."""
@@ -49,30 +51,30 @@ class Int8Weight:
 
 
 @dataclass(frozen=True)
-class Int4Weight:
-    """A weight [out, in] of codes of 4 bits; in each group of columns an output has a scale and a
-    zero: ``(codes - zeros) * scales``, or ``(table[codes] - zeros) * scales``."""
+class GroupedWeight:
+    """A weight [out, in] of codes; in each group of columns an output has a scale and a zero:
+    ``(codes - zeros) * scales``."""
 
     codes: torch.Tensor
-    """[out, in] uint8, from 0 to 15; columns in the order of ``order``."""
+    """[out, in] uint8, of so many ``bits``; columns in the order of ``order``."""
     scales: torch.Tensor
     """[out, groups] float32; the last group may be shorter."""
     zeros: torch.Tensor
     """[out, groups] uint8."""
     group_size: int
-    """Columns of a group, a multiple of 8; the last may have fewer."""
-    table: torch.Tensor | None = None
-    """[16] int8, from -127 to 127: what codes stand for; None: for themselves."""
+    """Columns of a group, a multiple of 8, up to 65,536; the last may have fewer."""
     order: torch.Tensor | None = None
     """[in] int32: the weight's column that each column of codes is, contiguous; None: its own."""
+
+    bits: ClassVar[int]
 
     def __post_init__(self) -> None:
         outputs, width = self.codes.shape
         groups = -(-width // self.group_size)
-        if self.group_size % _STEP:
-            raise ValueError(f"group_size is {self.group_size}; it must be a multiple of {_STEP}")
-        if self.table is not None and self.table.shape != (16,):
-            raise ValueError(f"table is {tuple(self.table.shape)}; it must be (16,)")
+        if not can_group(self.group_size):
+            raise ValueError(
+                f"group_size is {self.group_size}; it must be a multiple of {_STEP}, up to {_MOST}"
+            )
         if self.order is not None and not _is_permutation(self.order, width):
             raise ValueError(f"order must be an int32 permutation of {width} columns")
         for name in ("scales", "zeros"):
@@ -81,16 +83,7 @@ class Int4Weight:
                 raise ValueError(f"{name} are {shape}; they must be ({outputs}, {groups})")
 
     @classmethod
-    def rounded(cls, weight: torch.Tensor, group_size: int) -> Int4Weight:
-        """A weight [out, in] rounded to nearest, between a group's smallest number and its largest,
-        or a little less where that leaves less error."""
-        step = max(1, _ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
-        parts = [_round_groups(part, group_size) for part in torch.split(weight, step)]
-        codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return cls(codes, scales, zeros, group_size)
-
-    @classmethod
-    def joined(cls, weights: Sequence[Int4Weight]) -> Int4Weight:
+    def joined(cls, weights: Sequence[Self]) -> Self:
         """One weight whose outputs are those of ``weights``, side by side.
 
         Raises:
@@ -105,21 +98,16 @@ class Int4Weight:
             torch.cat([getattr(weight, name) for weight in weights])
             for name in ("codes", "scales", "zeros")
         )
-        return cls(codes, scales, zeros, sizes.pop(), weights[0].table, weights[0].order)
+        return replace(weights[0], codes=codes, scales=scales, zeros=zeros)
 
     @property
-    def layout(self) -> tuple[int, bytes, bytes]:
-        """What weights have in common that can be joined: group size, table and order."""
-        table, order = (
-            b"" if tensor is None else tensor.numpy().tobytes()
-            for tensor in (self.table, self.order)
-        )
-        return self.group_size, table, order
+    def layout(self) -> tuple[object, ...]:
+        """What weights have in common that can be joined: group size, and order."""
+        return self.group_size, _bytes(self.order)
 
     def values(self) -> torch.Tensor:
         """[out, in] int16: what codes stand for, before zeros and scales."""
-        codes = self.codes if self.table is None else self.table[self.codes.int()]
-        return codes.short()
+        return self.codes.short()
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32."""
@@ -133,7 +121,57 @@ class Int4Weight:
         return torch.empty_like(sorted_).index_copy_(1, self.order.long(), sorted_)
 
 
-LowBitWeight = Int8Weight | Int4Weight
+@dataclass(frozen=True)
+class Int8GroupedWeight(GroupedWeight):
+    """Codes of 8 bits in groups, from 0 to 255."""
+
+    bits = 8
+
+
+@dataclass(frozen=True)
+class Int4Weight(GroupedWeight):
+    """Codes of 4 bits in groups, from 0 to 15; ``(table[codes] - zeros) * scales`` where they have
+    a table."""
+
+    table: torch.Tensor | None = None
+    """[16] int8, from -127 to 127: what codes stand for; None: for themselves."""
+
+    bits = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is not None and self.table.shape != (16,):
+            raise ValueError(f"table is {tuple(self.table.shape)}; it must be (16,)")
+
+    @classmethod
+    def rounded(cls, weight: torch.Tensor, group_size: int) -> Int4Weight:
+        """A weight [out, in] rounded to nearest, between a group's smallest number and its largest,
+        or a little less where that leaves less error."""
+        step = max(1, _ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
+        parts = [_round_groups(part, group_size) for part in torch.split(weight, step)]
+        codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return cls(codes, scales, zeros, group_size)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """As of any weight in groups, and the table."""
+        return *super().layout, _bytes(self.table)
+
+    def values(self) -> torch.Tensor:
+        """[out, in] int16: what codes stand for, before zeros and scales."""
+        return super().values() if self.table is None else self.table[self.codes.int()].short()
+
+
+LowBitWeight = Int8Weight | GroupedWeight
+
+
+def can_group(group_size: int) -> bool:
+    """Whether the kernels take groups of so many columns."""
+    return group_size % _STEP == 0 and group_size <= _MOST
+
+
+def _bytes(tensor: torch.Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.numpy().tobytes()
 
 
 def _is_permutation(order: torch.Tensor, count: int) -> bool:
@@ -209,7 +247,7 @@ def low_bit_product(
     return out.to(x.dtype)
 
 
-def _sum_of_groups(codes: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
     """[M, out] float32: sums over groups, one after the other."""
     if weight.order is not None:
         codes = codes[:, weight.order]

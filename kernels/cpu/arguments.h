@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { VECTORS, TILES }; /* kernels: library._KERNELS */
-enum { FLOATS, INT8, INT4, FLOAT8 }; /* kinds of packed weights: gemm._KINDS */
+enum { FLOATS, INT8, GROUPS, FLOAT8 }; /* kinds of packed weights: gemm._KINDS */
 
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
@@ -75,14 +75,15 @@ typedef struct {
 } gemm_args;
 
 typedef struct {
-    const void *weight; /* [out, in], contiguous: floats, or codes of int8 or from 0 to 15 */
+    const void *weight; /* [out, in], contiguous: floats, or codes of int8, or from 0 on */
     const float *scales;  /* of codes: [out], or [out, groups] */
-    const uint8_t *zeros; /* of INT4: [out, groups] */
-    const int8_t *table;  /* of INT4: [16] what codes stand for, or NULL: for themselves */
-    const int32_t *order; /* of INT4: [in] the k of x at each place of a row, or NULL: in order */
+    const uint8_t *zeros; /* of GROUPS: [out, groups] */
+    const int8_t *table;  /* of 4 bits: [16] what codes stand for, or NULL: for themselves */
+    const int32_t *order; /* of GROUPS: [in] the k of x at each place of a row, or NULL: in order */
     void *packed;         /* packed_bytes */
-    int64_t in_features, out_features, group; /* group: of k, that have a scale in common; INT4 */
+    int64_t in_features, out_features, group; /* group: of k, that have a scale in common; GROUPS */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
+    int32_t bits; /* of GROUPS: of a code, 4 or 8 */
 } pack_args;
 
 typedef struct {

@@ -8,8 +8,8 @@
    A tile of up to TILE_ROWS rows and one panel is kept in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
    multiply-adds in the order of k, so that a row's bits do not depend on the other rows. bfloat16 is
-   multiplied by tiles where the processor has them (gemm_tiles.inc), int8 in gemm_int8.c, 4 bits in
-   gemm_int4.c, float8 in gemm_float8.inc.
+   multiplied by tiles where the processor has them (gemm_tiles.inc), int8 in gemm_int8.c, codes
+   with a scale for each group of k in gemm_groups.c, float8 in gemm_float8.inc.
 
    A packed weight begins with what it was packed for, and is multiplied by that. */
 
@@ -122,7 +122,7 @@ void pack_bf16(const pack_args *a) {
 void gemm_team_f32(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 0, x);
-    else if (from->kind == INT4) gemm_int4(a, 0, x);
+    else if (from->kind == GROUPS) gemm_groups(a, 0, x);
     else if (from->kind == FLOAT8) float8_gemm_f32(a, x, from);
     else panels_gemm_f32(a, x, (const float *)(from + 1));
 }
@@ -130,7 +130,7 @@ void gemm_team_f32(const gemm_args *a, const product_rows *x) {
 void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 1, x);
-    else if (from->kind == INT4) gemm_int4(a, 1, x);
+    else if (from->kind == GROUPS) gemm_groups(a, 1, x);
     else if (from->kind == FLOAT8) float8_gemm_bf16(a, x, from);
 #if HAS_TILES
     else if (from->kernel == TILES) tiles_gemm(a, (const uint16_t *)(from + 1));

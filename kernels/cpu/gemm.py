@@ -18,12 +18,12 @@ from batchinfer.kernels.cpu.library import (
     load,
 )
 from batchinfer.kernels.float8_rows import Float8Rows
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
+from batchinfer.kernels.low_bit import GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
 
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
 _CACHE_LINE = 64
-_KINDS = {1: "int8", 2: "int4"}
+_KINDS = {1: "int8", 2: "groups"}
 """Of packed weights whose rows are rounded as well, as in ``arguments.h``."""
 _MEMORY = HugePages()
 
@@ -51,7 +51,7 @@ class _PackArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("weight", "scales", "zeros", "table", "order", "packed")),
         *((name, INT64) for name in ("in_features", "out_features", "group")),
-        *((name, INT32) for name in ("num_threads", "kernel")),
+        *((name, INT32) for name in ("num_threads", "kernel", "bits")),
     )
 
 
@@ -76,8 +76,8 @@ def instructions(dtype: torch.dtype) -> str:
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Instructions that a packed weight is for; "int8" or "int4" for all of its kind, as their bits
-    are the same."""
+    """Instructions that a packed weight is for; "int8" or "groups" for all of its kind, as their
+    bits are the same."""
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
         return _KINDS[kind]
@@ -126,21 +126,21 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
     """
     kernels = _low_bit_kernels(type(weight))
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
-    zeros = weight.zeros.contiguous() if isinstance(weight, Int4Weight) else None
-    table = weight.table if isinstance(weight, Int4Weight) else None
-    order = weight.order if isinstance(weight, Int4Weight) else None
     arguments = _PackArgs(
         weight=codes.data_ptr(),
         scales=scales.data_ptr(),
-        zeros=None if zeros is None else zeros.data_ptr(),
-        table=None if table is None else table.data_ptr(),
-        order=None if order is None else order.data_ptr(),
         in_features=codes.shape[1],
         out_features=codes.shape[0],
-        group=weight.group_size if isinstance(weight, Int4Weight) else 0,
         num_threads=torch.get_num_threads(),
         kernel=chosen(kernels, instructions),
     )
+    if isinstance(weight, GroupedWeight):
+        zeros, order = weight.zeros.contiguous(), weight.order
+        arguments.zeros, arguments.group = zeros.data_ptr(), weight.group_size
+        arguments.order = None if order is None else order.data_ptr()
+        arguments.bits = weight.bits
+    if isinstance(weight, Int4Weight) and weight.table is not None:
+        arguments.table = weight.table.data_ptr()
     return _packed(arguments, _low_bit_suffix(type(weight)), torch.uint8)
 
 
@@ -168,7 +168,7 @@ def vector_instructions(dtype: torch.dtype) -> str:
 
 
 def _low_bit_suffix(kind: type[LowBitWeight]) -> str:
-    return "int8" if kind is Int8Weight else "int4"
+    return "int8" if kind is Int8Weight else "groups"
 
 
 def _low_bit_kernels(kind: type[LowBitWeight]) -> dict[str, int]:

@@ -20,7 +20,7 @@ static product_rows shape_of(const gemm_args *a) {
     const int64_t in = a->in_features;
     if (from->halves) return (product_rows){.stride = stride_of(in, 16), .in = in};
     if (from->kind == FLOATS || from->kind == FLOAT8) return (product_rows){0};
-    const int64_t group = from->kind == INT4 ? from->group : in;
+    const int64_t group = from->kind == GROUPS ? from->group : in;
     return (product_rows){.stride = stride_of(in, ROWS_DEPTH), .in = in, .group = group,
                           .groups = (in + group - 1) / group};
 }

@@ -2,7 +2,7 @@
    that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
    Encoder layers are in encoder_driver.h.
 
-   Compiled with kernels/cpu/{encoder_layers,gemm,gemm_int4,gemm_int8,paged_attention,row_ops,tiles}.c;
+   Compiled with kernels/cpu/{encoder_layers,gemm,gemm_groups,gemm_int8,paged_attention,row_ops,tiles}.c;
    says what it computed by, and a hash of all outputs' bits, and ends with 1 where something is wrong. */
 
 #include <math.h>
@@ -17,20 +17,21 @@ void pack_bf16(const pack_args *);
 void write_kv_f32(const write_args *);
 void write_kv_bf16(const write_args *);
 void pack_int8(const pack_args *);
-void pack_int4(const pack_args *);
+void pack_groups(const pack_args *);
 int64_t packed_bytes_int8(const pack_args *);
-int64_t packed_bytes_int4(const pack_args *);
+int64_t packed_bytes_groups(const pack_args *);
 int64_t packed_bytes_f32(const pack_args *);
 int64_t packed_bytes_bf16(const pack_args *);
 const char *gemm_instructions_f32(int kernel);
 const char *gemm_instructions_bf16(int kernel);
 const char *gemm_instructions_int8(int kernel);
-const char *gemm_instructions_int4(int kernel);
+const char *gemm_instructions_groups(int kernel);
 const char *attend_instructions_f32(int kernel);
 const char *attend_instructions_bf16(int kernel);
 
 static uint64_t state;
 static float scale = 1.0f; /* of inputs */
+static int bits = 4;       /* of codes in groups */
 static int attend_by;
 static int failures;
 static uint64_t hash;
@@ -121,18 +122,18 @@ typedef struct {
     float *scales;
 } coded;
 
-/* A weight's codes: its outputs as int8; or any of 4 bits, that the weight then stands for. */
+/* A weight's codes: its outputs as int8; or any in groups, that the weight then stands for. */
 static coded coded_of(array weight, int kind, int in) {
-    const int groups = (in + GROUP - 1) / GROUP;
+    const int groups = (in + GROUP - 1) / GROUP, middle = 1 << (bits - 1);
     const size_t outs = weight.count / in;
     coded c = {malloc(weight.count), malloc(outs * groups), malloc(outs * groups * sizeof(float))};
     for (size_t n = 0; n < outs && kind == INT8; n++)
         c.scales[n] = to_int8(weight, n * in, in, (int8_t *)c.codes + n * in);
-    for (size_t i = 0; i < outs * groups && kind == INT4; i++)
-        c.scales[i] = uniform() / 16, c.zeros[i] = (uint8_t)(8 + 8 * uniform());
-    for (size_t i = 0; i < weight.count && kind == INT4; i++) {
+    for (size_t i = 0; i < outs * groups && kind == GROUPS; i++)
+        c.scales[i] = uniform() / (2 * middle), c.zeros[i] = (uint8_t)(middle + middle * uniform());
+    for (size_t i = 0; i < weight.count && kind == GROUPS; i++) {
         const size_t at = i / in * groups + i % in / GROUP;
-        c.codes[i] = (uint8_t)(8 + 8 * uniform());
+        c.codes[i] = (uint8_t)(middle + middle * uniform());
         put(weight, i, (c.codes[i] - c.zeros[at]) * c.scales[at]);
     }
     return c;
@@ -141,20 +142,20 @@ static coded coded_of(array weight, int kind, int in) {
 static array packed_of(array weight, int kernel, int kind, coded c, int in, int outs) {
     pack_args p = {.weight = kind ? c.codes : weight.at, .scales = c.scales, .zeros = c.zeros,
                    .in_features = in, .out_features = outs, .group = GROUP, .num_threads = 2,
-                   .kernel = kernel};
+                   .kernel = kernel, .bits = bits};
     const int bf16 = weight.is_bf16;
     const int64_t bytes = kind == INT8   ? packed_bytes_int8(&p)
-                          : kind == INT4 ? packed_bytes_int4(&p)
+                          : kind == GROUPS ? packed_bytes_groups(&p)
                                          : (bf16 ? packed_bytes_bf16 : packed_bytes_f32)(&p);
     array packed = make(bf16, bytes / (bf16 ? 2 : 4), 0);
     p.packed = packed.at;
-    (kind == INT8 ? pack_int8 : kind == INT4 ? pack_int4 : bf16 ? pack_bf16 : pack_f32)(&p);
+    (kind == INT8 ? pack_int8 : kind == GROUPS ? pack_groups : bf16 ? pack_bf16 : pack_f32)(&p);
     return packed;
 }
 
 static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1);
-    array weight = make(is_bf16 && kind != INT4, (size_t)outs * in, 1);
+    array weight = make(is_bf16 && kind != GROUPS, (size_t)outs * in, 1);
     array bias = make(is_bf16, outs, scale == 1.0f); /* it would hide what is small */
     array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
@@ -271,7 +272,7 @@ static void check_attention(int is_bf16, int size, int width, int window) {
 
 static void check_products(int is_bf16, int kernel, int kind, const char *name) {
     const int shapes[][2] = {{2, 1}, {34, 31}, {96, 33}, {130, 70}, {256, 64}};
-    const char *kinds[] = {"", "int8 ", "int4 "};
+    const char *kinds[] = {"", "int8 ", bits == 8 ? "int8-groups " : "int4 "};
     if (!name) return;
     state = 1, hash = HASH_START;
     for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
@@ -294,7 +295,8 @@ int main(void) {
             check_products(is_bf16, kernel, FLOATS,
                            (is_bf16 ? gemm_instructions_bf16 : gemm_instructions_f32)(kernel));
             check_products(is_bf16, kernel, INT8, gemm_instructions_int8(kernel));
-            check_products(is_bf16, kernel, INT4, gemm_instructions_int4(kernel));
+            for (bits = 4; bits <= 8; bits += 4)
+                check_products(is_bf16, kernel, GROUPS, gemm_instructions_groups(kernel));
         }
         for (int kernel = 0; kernel < 2; kernel++) {
             const char *name = (is_bf16 ? attend_instructions_bf16 : attend_instructions_f32)(kernel);

@@ -11,7 +11,7 @@ import pytest
 from batchinfer.kernels.cpu import library
 
 _SOURCES = (
-    *("encoder_layers.c", "gemm.c", "gemm_int4.c", "gemm_int8.c"),
+    *("encoder_layers.c", "gemm.c", "gemm_groups.c", "gemm_int8.c"),
     *("paged_attention.c", "row_ops.c", "product_rows.c", "tiles.c"),
 )
 _PER_BUILD = ("-O3", "-fPIC", "-shared")

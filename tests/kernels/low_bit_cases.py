@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
+from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight, LowBitWeight
 
 Build = tuple[torch.Tensor, LowBitWeight, torch.Tensor | None, torch.Tensor | None]
 
@@ -16,7 +16,7 @@ class LowBitCase:
     """Shapes of a product.
 
     Args:
-        group_size: of codes of 4 bits; 0: codes of 8.
+        group_size: of codes; 0: those of 8 bits, each output of which has one scale.
         extreme: codes and rows are the largest and the smallest there are.
     """
 
@@ -31,7 +31,9 @@ class LowBitCase:
     table: bool = False
     """Codes of 4 bits are places in a table."""
     order: bool = False
-    """Codes of 4 bits have their columns in another order."""
+    """Codes in groups have their columns in another order."""
+    bits: int = 4
+    """Of codes in groups."""
 
 
 LOW_BIT_CASES = [
@@ -47,6 +49,9 @@ LOW_BIT_CASES = [
     LowBitCase(40, 64, 31, 64, extreme=True, table=True),
     LowBitCase(7, 130, 70, 32, order=True),
     LowBitCase(130, 130, 31, 32, order=True, table=True),
+    LowBitCase(1, 130, 70, 32, bits=8),
+    LowBitCase(7, 128, 70, 128, extreme=True, bits=8),
+    LowBitCase(130, 130, 31, 32, order=True, bits=8),
 ]
 
 
@@ -66,7 +71,7 @@ def build_low_bit(case: LowBitCase, dtype: torch.dtype) -> Build:
 def _weight(case: LowBitCase, random: torch.Generator) -> LowBitWeight:
     """Any codes there are, also those that rounding never makes."""
     shape = case.outputs, case.width
-    lowest, highest = (0, 15) if case.group_size else (-128, 127)
+    lowest, highest = (0, 2**case.bits - 1) if case.group_size else (-128, 127)
     codes = torch.randint(lowest, highest + 1, shape, generator=random)
     if case.extreme:
         codes = torch.where(codes > codes.float().mean(), highest, lowest)
@@ -74,10 +79,13 @@ def _weight(case: LowBitCase, random: torch.Generator) -> LowBitWeight:
         return Int8Weight(codes.to(torch.int8), torch.rand(case.outputs, generator=random))
     groups = case.outputs, -(-case.width // case.group_size)
     scales = torch.randn(*groups, generator=random)
-    zeros = torch.randint(0, 17, groups, generator=random).to(torch.uint8)
+    zeros = torch.randint(0, min(highest + 2, 256), groups, generator=random).to(torch.uint8)
+    order = torch.randperm(case.width, generator=random).int() if case.order else None
+    grid = codes.to(torch.uint8), scales, zeros, case.group_size
+    if case.bits == 8:
+        return Int8GroupedWeight(*grid, order)
     table = None
     if case.table:
         table = torch.randint(-127, 128, (16,), generator=random).to(torch.int8)
         table[0], table[-1] = -127, 127
-    order = torch.randperm(case.width, generator=random).int() if case.order else None
-    return Int4Weight(codes.to(torch.uint8), scales, zeros, case.group_size, table, order)
+    return Int4Weight(*grid, order, table)

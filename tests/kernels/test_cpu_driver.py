@@ -31,6 +31,8 @@ _OF_LOW_BIT = {
     "product int8 bf16 0246a73641ca2c98",
     "product int4 f32 5f4fc77f4c99e4f5",
     "product int4 bf16 0fc1641188a1c19f",
+    "product int8-groups f32 f7a1c61fa654bdd6",
+    "product int8-groups bf16 8f4db4082b9461d7",
 }
 
 

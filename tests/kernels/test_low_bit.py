@@ -10,7 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu import gemm, library
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, low_bit_product, round_rows
+from batchinfer.kernels.low_bit import (
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    low_bit_product,
+    round_rows,
+)
 from tests.kernels.cpu_product import TOLERANCE, check_low_bit
 from tests.kernels.low_bit_cases import LowBitCase, build_low_bit
 
@@ -27,6 +33,7 @@ cases = st.builds(
     seed=st.integers(0, 1000),
     table=st.booleans(),
     order=st.booleans(),
+    bits=st.sampled_from([4, 8]),
 )
 
 
@@ -42,11 +49,14 @@ def test_products_have_the_bits_of_their_twin(case: LowBitCase, dtype: torch.dty
 
 @needs_compiler
 @dtypes
-@pytest.mark.parametrize(("group_size", "order"), [(0, False), (32, False), (32, True)])
+@pytest.mark.parametrize(
+    ("group_size", "order", "bits"), [(0, False, 4), (32, False, 4), (32, True, 4), (32, True, 8)]
+)
 def test_rows_that_are_not_finite_stay_so_alone(
-    dtype: torch.dtype, group_size: int, order: bool
+    dtype: torch.dtype, group_size: int, order: bool, bits: int
 ) -> None:
-    x, weight, _, _ = build_low_bit(LowBitCase(6, 70, 40, group_size, order=order), dtype)
+    case = LowBitCase(6, 70, 40, group_size, order=order, bits=bits)
+    x, weight, _, _ = build_low_bit(case, dtype)
     x[0], x[1, 5], x[2, 69], x[3], x[4] = 0.0, torch.inf, torch.nan, 1e-40, -3e38
     check_low_bit(x, weight)
     out = low_bit_product(x, weight)
@@ -111,19 +121,22 @@ def test_weights_are_joined_output_by_output() -> None:
         Int4Weight.joined([Int4Weight.rounded(one, 32), Int4Weight.rounded(one, 64)])
 
 
-def test_columns_in_another_order_stand_for_the_same_weight() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_in_another_order_stand_for_the_same_weight(bits: int) -> None:
     """The kernel's product by them is close to one by the plain weight; equal orders are joined."""
-    x, weight, _, _ = build_low_bit(LowBitCase(5, 130, 70, 32, order=True), torch.float32)
-    assert isinstance(weight, Int4Weight)
+    case = LowBitCase(5, 130, 70, 32, order=True, bits=bits)
+    x, weight, _, _ = build_low_bit(case, torch.float32)
+    assert isinstance(weight, GroupedWeight)
     assert weight.order is not None
     plain = weight.dequantized()
     in_order = dataclasses.replace(weight, order=None).dequantized()
     assert torch.equal(plain[:, weight.order], in_order)
     wanted = x @ plain.T
     assert (low_bit_product(x, weight) - wanted).norm() < 0.01 * wanted.norm()
-    assert torch.equal(Int4Weight.joined([weight, weight]).dequantized(), torch.cat([plain, plain]))
+    joined = type(weight).joined([weight, weight])
+    assert torch.equal(joined.dequantized(), torch.cat([plain, plain]))
     with pytest.raises(ValueError, match="several tables or orders cannot be joined"):
-        Int4Weight.joined([weight, dataclasses.replace(weight, order=weight.order.flip(0))])
+        type(weight).joined([weight, dataclasses.replace(weight, order=weight.order.flip(0))])
     with pytest.raises(ValueError, match="order must be an int32 permutation of 130 columns"):
         dataclasses.replace(weight, order=torch.zeros_like(weight.order))
 
@@ -133,5 +146,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     zeros = torch.zeros(4, 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="group_size is 20; it must be a multiple of 8"):
         Int4Weight(codes, scales, zeros, 20)
+    with pytest.raises(ValueError, match=r"group_size is 65544; .*, up to 65536"):
+        Int4Weight(codes, scales, zeros, 65544)
     with pytest.raises(ValueError, match=r"zeros are \(4, 1\); they must be \(4, 2\)"):
         Int4Weight(codes, scales, zeros[:, :1], 32)

@@ -12,7 +12,7 @@ OWN_ON_CPU = ("int8", "int4")
 """Values of ``model.quantization`` with a head of int8."""
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
-_SCALE_AND_ZERO = 5  # bytes beside each group of 4 bits: a float, and a code
+_SCALE_AND_ZERO = 5  # bytes beside each group of an output: a float, and a code
 _STEP = 8  # groups that are kept have a multiple of so many columns
 _OWN_GROUP = 64
 """Columns of a group where weights are rounded to 4 bits; torchao's are about as many."""
@@ -40,8 +40,10 @@ def matrix_bytes(
     """
     if quantization == "fp8" and on_cpu:
         return _float8_bytes(_section(config))
+    if quantization == "int8":
+        return _int8_bytes(_section(config))
     if quantization == "int4":
-        return _int4_bytes(_saved_group(_section(config)) or _OWN_GROUP)
+        return _int4_bytes(_saved_group(_section(config), 4) or _OWN_GROUP)
     if quantization == "int4_weight_only":
         return _INT4_BYTES + 2 * element_bytes / _OWN_GROUP
     if quantization is not None or _section(config).get("quant_method") == "torchao":
@@ -63,10 +65,14 @@ def expert_bytes(
         return float(element_bytes)  # torchao and float8 leave them as they are
     section = _section(config)
     is_mxfp4 = section.get("quant_method") == "mxfp4"
-    kept = _MXFP4_GROUP if is_mxfp4 else _saved_group(section)
+    kept = _MXFP4_GROUP if is_mxfp4 else _saved_group(section, 4)
     if kept is not None:
         return _int4_bytes(kept)
-    return INT8_BYTES if quantization == "int8" else _int4_bytes(_OWN_GROUP)
+    return _int8_bytes(section) if quantization == "int8" else _int4_bytes(_OWN_GROUP)
+
+
+def _int8_bytes(saved: Mapping[str, Any]) -> float:
+    return INT8_BYTES + _SCALE_AND_ZERO / (_saved_group(saved, 8) or math.inf)
 
 
 def _int4_bytes(group: float) -> float:
@@ -86,15 +92,15 @@ def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return section
 
 
-def _saved_group(saved: Mapping[str, Any]) -> float | None:
-    """Columns of a group of a checkpoint whose codes of 4 bits are kept; infinite: of a row.
+def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
+    """Columns of a group of a checkpoint whose codes of so many bits are kept; infinite: of a row.
 
     None: it has none, or they are rounded anew.
     """
     if saved.get("quant_method") == "bitsandbytes":
-        return _BITSANDBYTES_GROUP if saved.get("load_in_4bit") else None
+        return _BITSANDBYTES_GROUP if bits == 4 and saved.get("load_in_4bit") else None
     for part in _integer_parts(saved):
-        if part.get("bits", part.get("num_bits", part.get("w_bit"))) == 4:
+        if part.get("bits", part.get("num_bits", part.get("w_bit"))) == bits:
             size = part.get("group_size")
             if size in (None, -1):
                 return math.inf

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from batchinfer.kernels.float8_rows import Float8Rows
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
+from batchinfer.kernels.low_bit import GroupedWeight, Int8Weight
 from batchinfer.worker.products.float8_weight import Float8Weight
 
-HostCodes = Int8Weight | Int4Weight | Float8Rows
+HostCodes = Int8Weight | GroupedWeight | Float8Rows
 """What a CPU's kernels multiply by."""
 Codes = HostCodes | Float8Weight
 _NAME = "saved_codes"
@@ -36,7 +36,7 @@ class KeptCodes:
     def of(cls, weight: Codes, read: Callable[[], Codes] | None = None) -> KeptCodes:
         """Codes in memory, or those that ``read`` would read."""
         joins: object = type(weight)
-        if isinstance(weight, Int4Weight):
+        if isinstance(weight, GroupedWeight):
             joins = type(weight), weight.layout
         elif isinstance(weight, Float8Rows):
             joins = type(weight), weight.group_size

@@ -13,14 +13,19 @@ from torch import nn
 
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.float8_rows import Float8Rows
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
+from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight
 from batchinfer.worker.product_kernels import FLOAT8_METHOD, ProductKernel, codes_kernel
 from batchinfer.worker.product_kernels import pack_codes as pack_weight
-from batchinfer.worker.products.codes import codes_of
+from batchinfer.worker.products.codes import HostCodes, codes_of
 from batchinfer.worker.products.experts import pack_experts
 from batchinfer.worker.products.linear import PackedLinear, pack_linears, packs
 
-_KINDS: Mapping[type, str] = {Int8Weight: "int8", Int4Weight: "int4", Float8Rows: FLOAT8_METHOD}
+_KINDS: Mapping[type, str] = {
+    Int8Weight: "int8",
+    Int8GroupedWeight: "int8",
+    Int4Weight: "int4",
+    Float8Rows: FLOAT8_METHOD,
+}
 """Values of ``model.quantization`` by what their kernels multiply by."""
 _OF_HEAD = "int8"
 """A head's outputs are compared with each other: four bits would change which is the largest."""
@@ -77,7 +82,7 @@ def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, ProductKernel]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = codes_of(child) if isinstance(child, nn.Linear) else None
-            if not isinstance(weight, Int8Weight | Int4Weight | Float8Rows):
+            if not isinstance(weight, HostCodes):
                 continue
             kind = _KINDS[type(weight)]
             kernel = codes_kernel(kind, dtype)

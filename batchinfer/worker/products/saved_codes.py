@@ -13,7 +13,13 @@ from torch import nn
 
 from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.fp8_blocks import BLOCK, num_blocks
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
+from batchinfer.kernels.low_bit import (
+    Int4Weight,
+    Int8GroupedWeight,
+    Int8Weight,
+    LowBitWeight,
+    can_group,
+)
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
 from batchinfer.worker.model.quantised.choose import choose_format
@@ -29,18 +35,28 @@ from batchinfer.worker.products.codes import Codes, KeptCodes, keep_codes
 from batchinfer.worker.products.float8_weight import Float8Weight
 from batchinfer.worker.products.saved_experts import in_layers, keep_codes_of_experts
 
-KEPT: Mapping[str, type[Codes]] = {"int8": Int8Weight, "int4": Int4Weight, "fp8": Float8Weight}
-"""Values of ``model.quantization`` for which codes are kept, and their kind; float8 is
+Kinds = tuple[type[Codes], ...]
+KEPT: Mapping[str, Kinds] = {
+    "int8": (Int8Weight, Int8GroupedWeight),
+    "int4": (Int4Weight,),
+    "fp8": (Float8Weight,),
+}
+"""Values of ``model.quantization`` for which codes are kept, and their kinds; float8 is
 ``Float8Rows`` on a CPU."""
-_OF_EXPERTS: Mapping[str, tuple[type[Codes], ...]] = {
-    "int8": (Int8Weight, Int4Weight),
+_OF_EXPERTS: Mapping[str, Kinds] = {
+    "int8": (*KEPT["int8"], Int4Weight),
     "int4": (Int4Weight,),
     "fp8": (Float8Rows,),
 }
 """Those for which a mixture's experts keep theirs: of as many bits, or fewer."""
-_INT8_MOST = 127
+_GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
+    4: Int4Weight,
+    8: Int8GroupedWeight,
+}
+"""Weights in groups by their bits."""
+_INT8_MOST, _INT8_MIDDLE = 127, 128
 _NAN = 0x7F  # of float8 e4m3fn, but for the sign
-_STEP = 8  # codes of 4 bits that a kernel reads together
+_STEP = 8  # inputs of a group are a multiple of it
 
 
 def keep_saved_codes(
@@ -48,9 +64,9 @@ def keep_saved_codes(
 ) -> int:
     """Keep the codes that linear layers were saved with, where they are of the kind wanted.
 
-    Call it before layers are fused. Layers that were saved in another way keep none (zeros beside
-    int8, other bits, groups of unequal sizes, other blocks of float8), nor do those whose numbers
-    are not the saved ones, bit for bit, because loading moved them.
+    Call it before layers are fused. Layers that were saved in another way keep none (other bits,
+    groups of unequal sizes, other blocks of float8), nor do those whose numbers are not the saved
+    ones, bit for bit, because loading moved them.
 
     Args:
         model: as it was loaded from the folder.
@@ -69,13 +85,13 @@ def keep_saved_codes(
     for name, tensor in dequantised_tensors(paths, saved_as, torch.float32).items():
         if isinstance(tensor, Dequantised):
             saved[in_layers(name)].append(tensor.weight)
-    kind = Float8Rows if (method, device_type) == ("fp8", "cpu") else KEPT[method]
+    kinds = (Float8Rows,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
     if device_type == "cpu":
         keep_codes_of_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
     count = 0
     for name, module in model.named_modules():
         for weight in saved[in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
-            kept = _codes(weight, kind, module.weight.detach())
+            kept = _codes(weight, kinds, module.weight.detach())
             if kept is not None:
                 keep_codes(module, kept)
                 count += 1
@@ -89,7 +105,7 @@ def as_codes(weight: FewBits) -> Codes | None:
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
 
 
-def _as_one_of(kinds: tuple[type[Codes], ...], weight: FewBits) -> Any:
+def _as_one_of(kinds: Kinds, weight: FewBits) -> Any:
     if isinstance(weight, BlockWeight) and Float8Rows in kinds:
         return _float8_rows(weight)
     codes = as_codes(weight)
@@ -101,14 +117,14 @@ def _of_table(weight: TableWeight) -> Int4Weight | None:
     steps, the largest number becoming 127."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
-    if size % _STEP or not sizes.max() > 0:
+    if not can_group(size) or not sizes.max() > 0:
         return None
     step = sizes[sizes > 0].min()
     if not _are_steps(sizes / step):
         step = sizes.max() / _INT8_MOST
     table = (weight.table / step).round().to(torch.int8)
     zeros = torch.zeros_like(weight.scales, dtype=torch.uint8)
-    return Int4Weight(weight.codes, weight.scales * step, zeros, size, table)
+    return Int4Weight(weight.codes, weight.scales * step, zeros, size, table=table)
 
 
 def _are_steps(counts: torch.Tensor) -> bool:
@@ -135,36 +151,47 @@ def _float8_rows(weight: BlockWeight) -> Float8Rows | None:
 
 
 def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
-    outputs, inputs = weight.numbers.shape
-    groups, zeros = weight.scales.shape[1], weight.zeros
-    scales = weight.scales.float().expand(outputs, groups)
-    if weight.bits == 8 and groups == 1 and weight.group_of is None:
-        signed = weight.numbers.dtype == torch.int8
-        middle = 0 if signed else 128
-        if zeros is not None and not bool((zeros == middle).all()):
-            return None
-        codes = weight.numbers if signed else (weight.numbers.short() - middle).to(torch.int8)
+    outputs, groups = len(weight.numbers), weight.scales.shape[1]
+    numbers, zeros = _from_zero(weight)
+    scales = weight.scales.float().expand(outputs, groups).contiguous()
+    is_symmetric = weight.bits == 8 and bool((zeros == _INT8_MIDDLE).all())
+    if is_symmetric and groups == 1 and weight.group_of is None:
+        codes = (numbers ^ _INT8_MIDDLE).view(torch.int8)
         return Int8Weight(codes.contiguous(), scales[:, 0].contiguous())
-    size = inputs // groups if groups > 1 else -(-inputs // _STEP) * _STEP
-    numbers, order = weight.numbers, None
-    if weight.group_of is not None:
-        sorted_, by_group = weight.group_of.sort(stable=True)
-        size = int((sorted_ == 0).sum())
-        in_order = size > 0 and torch.equal(sorted_.long(), torch.arange(inputs) // size)
-        if not in_order or -(-inputs // size) != groups:
-            return None
-        numbers, order = numbers[:, by_group], by_group.int()
-    if weight.bits != 4 or size % _STEP or zeros is None:
+    kind, grouping = _GROUPED.get(weight.bits), _grouping(weight)
+    if kind is None or grouping is None or not can_group(grouping[0]):
         return None
-    zeros = zeros.to(torch.uint8).expand(outputs, groups).contiguous()
-    return Int4Weight(numbers.contiguous(), scales.contiguous(), zeros, size, order=order)
+    size, order = grouping
+    numbers = numbers.contiguous() if order is None else numbers[:, order]
+    return kind(numbers, scales, zeros.expand(outputs, groups).contiguous(), size, order)
 
 
-def _codes(weight: Quantised, kind: type[Codes], loaded: torch.Tensor) -> KeptCodes | None:
-    """The codes of a saved weight, if they are of a kind and what ``loaded`` was made of."""
+def _from_zero(weight: IntegerWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers, and zeros [out or 1, groups or 1], as uint8."""
+    zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
+    if weight.numbers.dtype == torch.int8:
+        numbers = weight.numbers.view(torch.uint8) ^ _INT8_MIDDLE
+        return numbers, zeros.view(torch.uint8) ^ _INT8_MIDDLE
+    return weight.numbers, zeros.to(torch.uint8)
+
+
+def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
+    """Inputs of a group, and the input at each place where those of a group lie anywhere; None:
+    groups are of unequal sizes."""
+    inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
+    if weight.group_of is None:
+        return (inputs // groups if groups > 1 else -(-inputs // _STEP) * _STEP), None
+    sorted_, by_group = weight.group_of.sort(stable=True)
+    size = int((sorted_ == 0).sum())
+    in_order = size > 0 and torch.equal(sorted_.long(), torch.arange(inputs) // size)
+    return (size, by_group.int()) if in_order and -(-inputs // size) == groups else None
+
+
+def _codes(weight: Quantised, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
+    """The codes of a saved weight, if they are of these kinds and what ``loaded`` was made of."""
     if weight.shape != tuple(loaded.shape):
         return None
-    read = partial(_read, weight, kind)
+    read = partial(_read, weight, kinds)
     codes = read()
     if codes is None:
         return None
@@ -172,7 +199,7 @@ def _codes(weight: Quantised, kind: type[Codes], loaded: torch.Tensor) -> KeptCo
     return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
 
 
-def _read(weight: Quantised, kind: type[Codes]) -> Any:
-    """The codes of a saved weight; None: it has none of this kind."""
+def _read(weight: Quantised, kinds: Kinds) -> Any:
+    """The codes of a saved weight; None: it has none of these kinds."""
     few_bits = weight.read_few_bits()
-    return None if few_bits is None else _as_one_of((kind,), few_bits)
+    return None if few_bits is None else _as_one_of(kinds, few_bits)

@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "without a gate": (NemotronHExperts, NemotronHConfig(**SHAPE, n_routed_experts=NUM_EXPERTS)),
 }
 KERNELS = product_kernels(torch.float32)
+_ALL_SPARSE = {"moe_intermediate_size": 64, "mlp_only_layers": []}
 needs_compiler = pytest.mark.skipif(
     low_bit_kernel("int8", torch.float32) is None, reason="no C compiler here"
 )
@@ -149,17 +150,20 @@ def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("method", LOW_BIT_METHODS)
 @pytest.mark.parametrize(
-    ("family", "case", "changes"),
+    ("family", "case", "method", "changes"),
     [
-        ("deepseek_v3", "packed int4", {"moe_intermediate_size": 64}),  # as Kimi K2
-        ("qwen3_moe", "gptq with zeros", {"moe_intermediate_size": 64, "mlp_only_layers": []}),
-        ("mixtral", "awq", {}),
+        ("deepseek_v3", "packed int4", "int4", {"moe_intermediate_size": 64}),  # as Kimi K2
+        ("deepseek_v3", "packed int4", "int8", {"moe_intermediate_size": 64}),
+        ("qwen3_moe", "gptq with zeros", "int4", _ALL_SPARSE),
+        ("qwen3_moe", "gptq with zeros", "int8", _ALL_SPARSE),
+        ("qwen3_moe", "gptq 8 bits sorted", "int8", _ALL_SPARSE),
+        ("mixtral", "awq", "int4", {}),
+        ("mixtral", "int8 in groups", "int8", {}),
     ],
 )
 def test_experts_saved_one_by_one_keep_their_codes(
-    method: str, family: str, case: str, changes: dict[str, Any], tmp_path: Path
+    family: str, case: str, method: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = {"hidden_size": 64, "intermediate_size": 128, **changes}
     folder, plain = write_quantised(tmp_path, family, *CASES[case], **changes)

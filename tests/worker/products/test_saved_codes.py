@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
@@ -17,7 +21,7 @@ from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import ModelError
 from batchinfer.kernels.cpu import gemm
 from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
+from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight, round_rows
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
@@ -36,7 +40,7 @@ from batchinfer.worker.products.saved_codes import as_codes, keep_saved_codes
 from tests.models import make_checkpoint
 from tests.worker.model.quantised.checkpoints import write_quantised
 from tests.worker.model.quantised.test_formats import WEIGHT
-from tests.worker.model.quantised.test_load import CPU, load, logits_of
+from tests.worker.model.quantised.test_load import CPU, IDS, load, logits_of
 from tests.worker.model.quantised.writers import CASES, float8
 
 _KEPT = {
@@ -45,6 +49,8 @@ _KEPT = {
     **dict.fromkeys(("fp8 whole", "modelopt", "float8 whole"), Float8Weight),
     **dict.fromkeys(("nf4 in rows", "nf4 in rows, nested"), Int4Weight),
     **dict.fromkeys(("int8", "llm.int8"), Int8Weight),
+    **dict.fromkeys(("packed int8", "int8 with zeros", "int8 in groups"), Int8GroupedWeight),
+    **dict.fromkeys(("gptq 8 bits", "gptq 8 bits sorted"), Int8GroupedWeight),
 }
 """Kinds of codes by the case; others are rounded anew."""
 _ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
@@ -87,6 +93,7 @@ def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
         assert torch.equal(codes.dequantized(), written.weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("sizes", "is_kept"),
     [
@@ -99,15 +106,15 @@ def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
-    sizes: list[int], is_kept: bool
+    sizes: list[int], is_kept: bool, bits: int
 ) -> None:
     random = torch.Generator().manual_seed(0)
     group_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     group_of = group_of[torch.randperm(len(group_of), generator=random)].int()
-    numbers = torch.randint(16, (8, len(group_of)), generator=random, dtype=torch.uint8)
+    numbers = torch.randint(1 << bits, (8, len(group_of)), generator=random, dtype=torch.uint8)
     scales = torch.rand(8, len(sizes), generator=random)
-    zeros = torch.randint(16, scales.shape, generator=random, dtype=torch.uint8)
-    weight = IntegerWeight(4, numbers, scales, zeros, group_of)
+    zeros = torch.randint(1 << bits, scales.shape, generator=random, dtype=torch.uint8)
+    weight = IntegerWeight(bits, numbers, scales, zeros, group_of)
     codes = as_codes(weight)
     assert (codes is not None) == is_kept
     assert codes is None or torch.equal(codes.dequantized(), weight.dequantise())
@@ -119,6 +126,10 @@ def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
     [
         ("llama", "awq", "int4"),
         ("qwen3_vl", "int8", "int8"),
+        ("llama", "gptq 8 bits", "int8"),
+        ("llama", "gptq 8 bits sorted", "int8"),
+        ("llama", "int8 in groups", "int8"),
+        ("llama", "int8 with zeros", "int8"),
         ("llama", "gptq with zeros", "int4"),
         ("llama", "gptq sorted", "int4"),
         ("llama", "nf4 in rows, nested", "int4"),
@@ -147,12 +158,82 @@ def test_layers_are_packed_as_they_were_saved(
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantised = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
-    if case in ("awq", "gptq with zeros", "gptq sorted"):  # others fill few panels, or blocks of 64
+    if case.startswith(("awq", "gptq", "int8 in")):  # others fill few panels, or blocks of 64
         cost = ModelCost.from_config(kept.config, "float32", quantization=method)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantised.facts["weight_bytes"]
     noise = (logits_of(kept) - logits_of(dequantised)).norm()
     assert noise <= 0.2 * logits_of(dequantised).norm()
+
+
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    is_signed=st.booleans(),
+    has_zeros=st.booleans(),
+    size=st.sampled_from([4, 8, 20, 32, 33]),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_codes_stand_for_what_was_saved_or_are_none(
+    *, bits: int, is_signed: bool, has_zeros: bool, size: int, groups: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    least = -(1 << bits - 1) if is_signed and bits == 8 else 0
+    dtype = torch.int8 if least else torch.uint8
+    numbers, zeros = (
+        torch.randint(least, least + (1 << bits), (5, width), generator=random).to(dtype)
+        for width in (size * groups, groups)
+    )
+    scales = torch.randn(5, groups, generator=random)
+    weight = IntegerWeight(bits, numbers, scales, zeros if has_zeros else None)
+    codes = as_codes(weight)
+    assert (codes is not None) == (bits > 2 and (groups == 1 or size % 8 == 0))
+    assert codes is None or torch.equal(codes.dequantized(), weight.dequantise())
+
+
+class RoundsRows(nn.Module):
+    """A linear layer that rounds the rows it multiplies to int8, and nothing else."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = round_rows(x.flatten(0, -2))
+        rows = (codes * scales[:, None]).view_as(x)
+        return nn.functional.linear(rows, self.weight)
+
+
+@torch.inference_mode()
+def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
+    """transformers' model; its head's weight is rounded to int8, too."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach()
+            is_head = name == "lm_head"
+            model.set_submodule(
+                name, RoundsRows(Int8Weight.rounded(weight).dequantized() if is_head else weight)
+            )
+    return model(input_ids=torch.tensor([IDS])).logits[0]
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        ("gptq sorted", "int4"),
+        ("packed int8", "int8"),
+        ("gptq 8 bits sorted", "int8"),
+        ("int8 with zeros", "int8"),
+    ],
+)
+def test_nothing_but_rows_is_rounded(case: str, method: str, tmp_path: Path) -> None:
+    folder, plain = write_quantised(tmp_path, "llama", *CASES[case])
+    model = ModelConfig(str(folder), dtype="float32", quantization=method)
+    ours, wanted = logits_of(load_model(model, device=CPU)), logits_with_rows_rounded(plain)
+    wrong = (ours - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert wrong.median() <= 1e-5, "but for a token at the edge of two codes"
 
 
 @needs_kernel

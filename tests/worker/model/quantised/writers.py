@@ -108,9 +108,9 @@ def packed(weight: torch.Tensor, *, bits: int = 4, symmetric: bool = True) -> Wr
     return Written(parts, wanted)
 
 
-def int8(weight: torch.Tensor, *, symmetric: bool = True) -> Written:
-    whole = torch.zeros(weight.shape[1], dtype=torch.int64)
-    numbers, scales, zeros, wanted = grouped(weight, 8, whole, symmetric=symmetric)
+def int8(weight: torch.Tensor, *, symmetric: bool = True, group_size: int | None = None) -> Written:
+    group_of = in_order(weight, group_size or weight.shape[1])
+    numbers, scales, zeros, wanted = grouped(weight, 8, group_of, symmetric=symmetric)
     parts = {"weight": (numbers - 128).to(torch.int8), "weight_scale": scales}
     if not symmetric:
         parts["weight_zero_point"] = (zeros - 128).to(torch.int8)
@@ -205,7 +205,8 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 _BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}
 _PACKED = partial(compressed, "pack-quantized", type="int", group_size=32)
-_INT8 = partial(compressed, "int-quantized", type="int", num_bits=8, strategy="channel")
+_INT8 = partial(compressed, "int-quantized", type="int", num_bits=8)
+_INT8_ROWS = partial(_INT8, strategy="channel")
 _FLOAT8 = partial(compressed, "float-quantized", type="float", num_bits=8)
 _ROWS = (1, 1 << 20)
 _WHOLE = (1 << 20, 1 << 20)
@@ -231,8 +232,12 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         partial(packed, symmetric=False),
     ),
     "packed int8": (_PACKED(num_bits=8), partial(packed, bits=8)),
-    "int8": (_INT8(), int8),
-    "int8 with zeros": (_INT8(symmetric=False), partial(int8, symmetric=False)),
+    "int8": (_INT8_ROWS(), int8),
+    "int8 with zeros": (_INT8_ROWS(symmetric=False), partial(int8, symmetric=False)),
+    "int8 in groups": (
+        _INT8(group_size=16, symmetric=False),
+        partial(int8, symmetric=False, group_size=16),
+    ),
     "float8 rows": (_FLOAT8(strategy="channel"), partial(float8, block=_ROWS)),
     "float8 whole": (_FLOAT8(strategy="tensor"), partial(float8, block=_WHOLE, shape=(1,))),
     "float8 blocks": (
@@ -248,6 +253,10 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
         partial(gptq, symmetric=False, v2=1),
     ),
     "gptq 8 bits": ({**_GPTQ, "bits": 8}, partial(gptq, bits=8)),
+    "gptq 8 bits sorted": (
+        {**_GPTQ, "bits": 8, "desc_act": True},
+        partial(gptq, bits=8, sorts=True, symmetric=False),
+    ),
     "gptq 2 bits": ({**_GPTQ, "bits": 2}, partial(gptq, bits=2, symmetric=False)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(table4, nested=False)),
     "nf4 in rows": (

@@ -1,13 +1,16 @@
-/* Products of codes of 4 bits and rows of int8. Of a group of k each output has a scale and a zero,
-   a row of x has a scale of its own, taken when it is multiplied:
+/* Products of codes of 4 or 8 bits and rows of int8. Of a group of k each output has a scale and a
+   zero, a row of x has a scale of its own, taken when it is multiplied:
    out = (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias,
    + what is there, in float; groups one after the other, sums within them exact. Codes stand for
-   themselves, or for the bytes of a table: numbers of NF4 or FP4 as near as int8 comes to them. The
-   k of a group may lie anywhere in x: rows are put into an order of k when they are rounded.
+   themselves, or those of 4 bits for the bytes of a table: numbers of NF4 or FP4 as near as int8
+   comes to them. The k of a group may lie anywhere in x: rows are put into an order of k when they
+   are rounded.
 
-   Packed: that order, where there is one, filled up to a cache line; then panels of PANEL outputs, each scales [group][output] (float), zeros [group][output]
-   (uint8), filled up to a cache line, and codes [k / 8][vector][lane][4]: the lower half of a byte is
-   of the first four of eight k, the upper half of the others. */
+   Packed: that order, where there is one, filled up to a cache line; then panels of PANEL outputs,
+   each scales [group][output] (float), zeros [group][output] (uint8), filled up to a cache line, and
+   codes. Those of 8 bits are [k / 4][vector][lane][4], as int8 is multiplied here: 128 less than they
+   are, or OFFSET more than that. Those of 4 bits are [k / 8][vector][lane][4]: the lower half of a
+   byte is of the first four of eight k, the upper half of the others. */
 
 #include "in_order.h"
 
@@ -20,20 +23,23 @@
 #include "quads.h"
 #include "product_rows.h"
 
-#define STEP 8 /* k in a byte's two halves */
+#define STEP 8     /* k at a time: those in a byte's two halves, or in two quads */
+#define MIDDLE 128 /* of codes of 8 bits */
 
-/* By what a kernel computes products of 4 bits; a name for people. NULL: it does not work here. */
-const char *gemm_instructions_int4(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
+enum { NIBBLES, PLACES, BYTES }; /* codes of 4 bits, those of a table, codes of 8 bits */
+
+/* By what a kernel computes such products; a name for people. NULL: it does not work here. */
+const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
     int64_t group, groups, depth, head_bytes, bytes; /* of a panel: before its codes, and all */
 } shape;
 
-static shape shape_of(int64_t in_features, int64_t group) {
+static shape shape_of(int64_t in_features, int64_t group, int bits) {
     shape s = {.group = group, .groups = (in_features + group - 1) / group};
     s.depth = whole(in_features, STEP);
     s.head_bytes = whole(s.groups * PANEL * 5, LINE);
-    s.bytes = whole(s.head_bytes + s.depth * PANEL / 2, LINE);
+    s.bytes = whole(s.head_bytes + s.depth * PANEL * bits / 8, LINE);
     return s;
 }
 
@@ -41,9 +47,10 @@ static int64_t order_bytes(int has_order, int64_t in_features) {
     return has_order ? whole(in_features * 4, LINE) : 0;
 }
 
-int64_t packed_bytes_int4(const pack_args *a) {
-    return sizeof(header) + order_bytes(!!a->order, a->in_features) + whole(a->out_features, PANEL) / PANEL
-           * shape_of(a->in_features, a->group).bytes;
+int64_t packed_bytes_groups(const pack_args *a) {
+    const int64_t panels = whole(a->out_features, PANEL) / PANEL;
+    return sizeof(header) + order_bytes(!!a->order, a->in_features)
+           + panels * shape_of(a->in_features, a->group, a->bits).bytes;
 }
 
 static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *panel, int64_t at) {
@@ -56,17 +63,21 @@ static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *
         zeros[g * PANEL + at] = n < a->out_features ? a->zeros[n * s->groups + g] : 0;
     }
     for (int64_t k = 0; k < s->depth; k++) {
-        const uint8_t code = n < a->out_features && k < in ? codes[k] & 15 : 0;
+        const uint8_t code = n < a->out_features && k < in ? codes[k] : 0;
+        if (a->bits == 8) {
+            to[k / 4 * 4 * PANEL + k % 4] = (uint8_t)(code - MIDDLE + OFFSET);
+            continue;
+        }
         uint8_t *byte = to + k / STEP * 4 * PANEL + k % 4;
-        *byte = k % STEP < 4 ? code : *byte | code << 4;
+        *byte = k % STEP < 4 ? code & 15 : *byte | code << 4;
     }
 }
 
-void pack_int4(const pack_args *a) {
-    const shape s = shape_of(a->in_features, a->group);
+void pack_groups(const pack_args *a) {
+    const shape s = shape_of(a->in_features, a->group, a->bits);
     header *to = a->packed;
-    *to = (header){.kernel = a->kernel, .kind = INT4, .group = a->group, .has_table = !!a->table,
-                   .has_order = !!a->order};
+    *to = (header){.kernel = a->kernel, .kind = GROUPS, .group = a->group, .bits = a->bits,
+                   .has_table = !!a->table, .has_order = !!a->order};
     for (int at = 0; a->table && at < 16; at++) to->table[at] = (uint8_t)(a->table[at] + OFFSET);
     if (a->order) memcpy(to + 1, a->order, a->in_features * 4);
     uint8_t *panels = (uint8_t *)(to + 1) + order_bytes(to->has_order, a->in_features);
@@ -76,20 +87,40 @@ void pack_int4(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-INLINE ints add_codes(const int has_table, ints sum, ints codes, ints quads) {
-    return has_table ? add_int8_quads(sum, codes, quads) : add_quads(sum, codes, quads);
+/* What the codes of a form are more than what is multiplied. */
+INLINE int middle_of(const int form) {
+    return form == BYTES ? MIDDLE - OFFSET : form == PLACES ? -OFFSET : 0;
+}
+
+/* The codes of STEP k from k on, of one vector of outputs: of the first four, and the others. */
+INLINE void load_codes(
+    const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
+    if (form == BYTES) {
+        *low = load_ints(codes + k * PANEL + v * 4 * LANES);
+        *high = load_ints(codes + (k + 4) * PANEL + v * 4 * LANES);
+        return;
+    }
+    const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
+    *low = (ints)(both & 0x0f0f0f0fu);
+    *high = (ints)(both >> 4 & 0x0f0f0f0fu);
+    if (form == PLACES) *low = look_up(entries, *low);
+    if (form == PLACES) *high = look_up(entries, *high);
+}
+
+INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
+    return form == NIBBLES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
 }
 
 /* sums[rows][PANEL] = rows times one panel, but for the scales of the rows. */
 INLINE void tile(
-    const int rows, const int has_table, const product_rows *x, int64_t first, const shape *s,
+    const int rows, const int form, const product_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
     const float *scales = (const float *)panel;
     const uint8_t *zeros = panel + s->groups * PANEL * 4, *codes = panel + s->head_bytes;
     const int8_t *rows_at = x->codes + first * x->stride;
     const int32_t *sums_of_x = x->sums + first * x->groups;
     const int64_t stride = x->stride;
-    const ints entries = has_table ? all_tables(table) : (ints){0};
+    const ints entries = form == PLACES ? all_tables(table) : (ints){0};
     for (int64_t g = 0; g < s->groups; g++) {
         const int64_t begin = g * s->group, left = s->depth - begin;
         const int64_t end = begin + (left < s->group ? left : s->group);
@@ -97,7 +128,7 @@ INLINE void tile(
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const lane_bytes zero = *(const lane_bytes *)(zeros + g * PANEL + v * LANES);
-            const ints minus = -__builtin_convertvector(zero, ints) - (has_table ? OFFSET : 0);
+            const ints minus = middle_of(form) - __builtin_convertvector(zero, ints);
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
         }
@@ -105,21 +136,16 @@ INLINE void tile(
         for (int64_t k = begin; k < end; k += STEP) {
             ints low[PANEL_VECTORS], high[PANEL_VECTORS];
 #pragma GCC unroll 4
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
-                low[v] = (ints)(both & 0x0f0f0f0fu);
-                high[v] = (ints)(both >> 4 & 0x0f0f0f0fu);
-                if (has_table) low[v] = look_up(entries, low[v]);
-                if (has_table) high[v] = look_up(entries, high[v]);
-            }
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                load_codes(form, codes, k, v, entries, &low[v], &high[v]);
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) {
                 const ints quads = all_quads(rows_at + r * stride + k);
                 const ints others = all_quads(rows_at + r * stride + k + 4);
 #pragma GCC unroll 4
                 for (int v = 0; v < PANEL_VECTORS; v++) {
-                    const ints half = add_codes(has_table, sum[r][v], low[v], quads);
-                    sum[r][v] = add_codes(has_table, half, high[v], others);
+                    const ints half = add_codes(form, sum[r][v], low[v], quads);
+                    sum[r][v] = add_codes(form, half, high[v], others);
                 }
             }
         }
@@ -136,12 +162,13 @@ INLINE void tile(
 }
 
 static void any_tile(
-    int rows, const product_rows *x, int64_t first, const shape *s, const uint8_t *table,
-    const uint8_t *panel, float *sums, ahead *next) {
+    int rows, int form, const product_rows *x, int64_t first, const shape *s,
+    const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
 #define CASE(count)                                                                        \
     case count:                                                                            \
-        if (table) tile(count, 1, x, first, s, table, panel, sums, next);                  \
-        else tile(count, 0, x, first, s, table, panel, sums, next);                        \
+        if (form == BYTES) tile(count, BYTES, x, first, s, table, panel, sums, next);      \
+        else if (form == PLACES) tile(count, PLACES, x, first, s, table, panel, sums, next); \
+        else tile(count, NIBBLES, x, first, s, table, panel, sums, next);                   \
         break;
     switch (rows) { EACH_COUNT_OF_ROWS(CASE) }
 #undef CASE
@@ -149,7 +176,7 @@ static void any_tile(
 
 /* All rows times one panel. */
 INLINE void one_panel(
-    const gemm_args *a, const int is_bf16, const product_rows *x, const shape *s,
+    const gemm_args *a, const int is_bf16, const product_rows *x, const shape *s, int form,
     const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {
     const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const uint8_t *w = panels + panel * s->bytes;
@@ -158,7 +185,7 @@ INLINE void one_panel(
     for (int64_t t = 0; t < tiles; t++) { /* tiles of nearly equal height */
         const int64_t first = t * a->num_rows / tiles;
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
-        any_tile(rows, x, first, s, table, w, sums, &next);
+        any_tile(rows, form, x, first, s, table, w, sums, &next);
         for (int r = 0; r < rows; r++)
             for (int n = 0; n < PANEL; n++) sums[r * PANEL + n] *= x->scales[first + r];
         if (is_bf16) put_bf16(a, first, rows, panel * PANEL, PANEL, sums);
@@ -166,16 +193,17 @@ INLINE void one_panel(
     }
 }
 
-void gemm_int4(const gemm_args *a, int is_bf16, const product_rows *x) {
+void gemm_groups(const gemm_args *a, int is_bf16, const product_rows *x) {
     const header *from = a->packed;
-    const shape s = shape_of(a->in_features, from->group);
+    const shape s = shape_of(a->in_features, from->group, from->bits);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;
     const uint8_t *weights
         = (const uint8_t *)(from + 1) + order_bytes(from->has_order, a->in_features);
-    const uint8_t *table = from->has_table ? from->table : NULL;
+    const int form = from->bits == 8 ? BYTES : from->has_table ? PLACES : NIBBLES;
 #pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
-        if (is_bf16) one_panel(a, 1, x, &s, table, weights, panel, panel + 1 == panels);
-        else one_panel(a, 0, x, &s, table, weights, panel, panel + 1 == panels);
+        const int is_last = panel + 1 == panels;
+        if (is_bf16) one_panel(a, 1, x, &s, form, from->table, weights, panel, is_last);
+        else one_panel(a, 0, x, &s, form, from->table, weights, panel, is_last);
     }
 }
