@@ -42,13 +42,18 @@ LAMP, DOOR = tool("lamp", "on", "off"), tool("door", "open", "shut")
 CALL_LAMP = {"type": "function", "function": {"name": "lamp"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_text_model(tmp_path_factory.mktemp("model") / "tiny")
+def make_tool_model(path: Path) -> Path:
+    """A tiny model whose chat template shows tools."""
+    make_text_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = SHOWS_TOOLS + CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def job(folder: Path, model: Path, rows: dict[str, Any], **sections: Any) -> JobSpec:

@@ -7,51 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import GridExecutor
 
 from batchinfer import build
 from batchinfer.config import SCORING, SamplingParams, field_names
-from batchinfer.engine.request import Request
 from batchinfer.engine.step import SamplingBatch
-from batchinfer.worker.sampling.kinds import StepKinds
-from batchinfer.worker.sampling.on_device import draw_on_device
-from tests.engine.fake import make_engine, make_request, run_all
+from tests.engine.fake import make_request
 from tests.engine.toy_grammar import Toy, constrained
+from tests.worker.sampling.compiled import VOCAB, Compiled
 
-VOCAB = 1024
 FILTERED = {"_sample_kernel", "_sample_rest_kernel"}
 EDITED = {"_sample_kernel", "_edit_logits_kernel"}
-
-Variant = tuple[Any, ...]
-"""A kernel, and of its arguments what it is compiled for: types of tensors, and all else."""
-
-
-class Compiled:
-    """Notes what launches would be compiled for, and launches nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._variants: set[Variant] = set()
-        monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **named: self._note(*args))
-
-    def _note(self, kernel: Any, *arguments: Any) -> None:
-        told = (one.dtype if isinstance(one, torch.Tensor) else one for one in arguments)
-        self._variants.add((kernel.fn.__name__, *told))
-
-    def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
-        kinds = StepKinds.of(params, VOCAB, **facts)
-        return {variant for batch in kinds.batches() for variant in self.drawing(batch)}
-
-    def in_steps(self, requests: list[Request]) -> set[Variant]:
-        engine, runner = make_engine(32)
-        run_all(engine, requests)
-        sampled = [step for step in runner.steps if step.num_samples]
-        drawn = [self.drawing(step.sampling, len(step.logits_indices)) for step in sampled]
-        return set.union(*drawn)
-
-    def drawing(self, batch: SamplingBatch, num_rows: int = 1) -> set[Variant]:
-        self._variants = set()
-        draw_on_device(torch.zeros(num_rows, VOCAB), batch)
-        return self._variants
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""What the sampling kernels would be compiled for, noted where they would be launched on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from batchinfer.build import EngineContext, build_engine
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Request
+from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.worker.sampling.kinds import StepKinds
+from batchinfer.worker.sampling.on_device import draw_on_device
+from tests.engine.fake import make_engine, run_all
+
+VOCAB = 1024
+"""Logits of a row, where no model says how many."""
+Variant = tuple[Any, ...]
+"""A kernel, and of its arguments what it is compiled for: types of tensors, and all else."""
+_JUDGES: Variant = ("row_stats",)
+"""What the log-probabilities of prompts need."""
+
+
+class Compiled:
+    """Notes what launches would be compiled for, and launches nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.vocab = VOCAB
+        self._variants: set[Variant] = set()
+        monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **named: self._note(*args))
+
+    def _note(self, kernel: Any, *arguments: Any) -> None:
+        told = (one.dtype if isinstance(one, torch.Tensor) else one for one in arguments)
+        self._variants.add((kernel.fn.__name__, *told))
+
+    def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
+        """For all kinds of steps that parameters lead to."""
+        kinds = StepKinds.of(params, self.vocab, **facts)
+        judges = {_JUDGES} if kinds.scores else set()
+        return judges.union(*map(self.drawing, kinds.batches()))
+
+    def in_steps(self, requests: list[Request]) -> set[Variant]:
+        """For the steps of requests."""
+        engine, runner = make_engine(32)
+        run_all(engine, requests)
+        return set[Variant]().union(*map(self.of_step, runner.steps))
+
+    def of_step(self, step: Step) -> set[Variant]:
+        """For one step."""
+        variants = {_JUDGES} if step.scored is not None else set()
+        if step.num_samples:
+            variants |= self.drawing(step.sampling, len(step.logits_indices))
+        return variants
+
+    def drawing(self, batch: SamplingBatch, num_rows: int = 1) -> set[Variant]:
+        """For the samples of a batch."""
+        self._variants = set()
+        draw_on_device(torch.zeros(num_rows, self.vocab), batch)
+        return self._variants
+
+
+class WatchedEngines:
+    """Engines on a CPU whose users warm them up as they would on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._compiled = Compiled(monkeypatch)
+        self._monkeypatch = monkeypatch
+        self._ahead: set[Variant] = set()
+        self.in_steps: set[Variant] = set()
+        """What steps needed."""
+        self.late: set[Variant] = set()
+        """Of that, what was not compiled before the step."""
+
+    def build(self, *arguments: Any, **named: Any) -> EngineContext:
+        """As ``build_engine``."""
+        context = build_engine(*arguments, **named)
+        runner: Any = context.engine._runner
+        submit, self._compiled.vocab = runner.submit, context.vocab_size
+
+        def note(step: Step) -> Any:
+            needed = self._compiled.of_step(step)
+            self.in_steps |= needed
+            self.late |= needed - self._ahead
+            return submit(step)
+
+        self._monkeypatch.setattr(runner, "submit", note)
+        return replace(context, warm_up=self._warm_up)
+
+    def _warm_up(
+        self,
+        params: Iterable[SamplingParams],
+        *,
+        own: Collection[str] = (),
+        gives_tokens: bool = False,
+    ) -> None:
+        self._ahead |= self._compiled.ahead(*params, own=own, gives_tokens=gives_tokens)
