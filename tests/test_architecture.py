@@ -46,11 +46,12 @@ class Room:
 # it here. So there is no circle, and a new room is put below all that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and mend, with their exit codes"),
+    Room("near_names", "what a misspelt name may have meant"),
     Room("options", "options of run-batch and bench", ("errors",)),
     Room("protocols", "what the engine asks of the text plane"),
     Room("cpus", "how many cores a process may use"),
     Room("process", "signals, garbage collector and threads of a job's process", ("errors",)),
-    Room("config", "records of what a user may ask for, checked when made"),
+    Room("config", "records of what a user may ask for, checked when made", ("near_names",)),
     Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
     Room("engine.step", "the message each way between engine and worker"),
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
@@ -93,12 +94,12 @@ ROOMS = [
     Room(
         "console",
         "Values, tables, waits and progress as they are shown on a terminal.",
-        ("engine.stats",),
+        ("near_names", "engine.stats"),
     ),
     Room(
         "text",
         "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
-        ("config", "cpus", "errors", "protocols"),
+        ("config", "cpus", "errors", "near_names", "protocols"),
     ),
     Room(
         "pooling",
@@ -209,7 +210,7 @@ ROOMS = [
     Room(
         "job.spec",
         "The job file: read, checked, described to editors.",
-        ("config", "errors", "console", "text", "job.storage", "job.input"),
+        ("config", "errors", "near_names", "console", "text", "job.storage", "job.input"),
     ),
     Room(
         "job.model_files",

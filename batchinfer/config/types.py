@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import reprlib
@@ -12,6 +11,8 @@ from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from batchinfer.near_names import meant
 
 _WORDS: Mapping[Any, str] = {
     bool: "True or False",
@@ -140,5 +141,5 @@ def format_value(value: object) -> str:
 
 def near_name(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known one; nothing if none is."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    question = meant(name, known)
+    return f"; {question}" if question else ""

@@ -1,4 +1,4 @@
 """Values, tables, waits and progress as they are shown on a terminal.
 
-May import: engine.stats.
+May import: near_names, engine.stats.
 """

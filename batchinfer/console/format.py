@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
+
+from batchinfer.near_names import nearest, unseen_difference
 
 MAX_LINE = 300
 """Most characters of one line of a message."""
@@ -37,25 +38,19 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(printable(name, 60) for name in names)
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that a misspelt one is most like; None: it is like none."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
-
-
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
     """The end of a sentence about an unknown name: the nearest known one, else all of them.
 
     Args:
         what: says what all of them are.
     """
-    near = nearest(name, known)
-    return f"; did you mean {near}?" if near else f"; {what}: {listed(known) or 'none'}"
+    return near_name(name, known) or f"; {what}: {listed(known) or 'none'}"
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
     """``did_you_mean`` where all names are shown elsewhere: nothing where none is near."""
     near = nearest(name, known)
-    return f"; did you mean {printable(near, 60)}?" if near else ""
+    return f"; did you mean {printable(near, 60)}{unseen_difference(name, near)}?" if near else ""
 
 
 def near_path(path: str | PurePath) -> str:
@@ -66,7 +61,10 @@ def near_path(path: str | PurePath) -> str:
     except (OSError, ValueError):
         return ""
     near = nearest(wanted.name, names)
-    return f"; did you mean {printable(str(wanted.with_name(near)))}?" if near else ""
+    if near is None:
+        return ""
+    unseen = unseen_difference(wanted.name, near)
+    return f"; did you mean {printable(str(wanted.with_name(near)))}{unseen}?"
 
 
 def counted(count: int, word: str) -> str:

@@ -6,13 +6,13 @@ unless it is given with its default, and one that is had in another way is refus
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
+from batchinfer.console.format import did_you_mean
 from batchinfer.errors import NotYetError
 from batchinfer.llm.vllm.names import (
     ELSEWHERE,
@@ -61,9 +61,7 @@ def settle(
                 raise NotYetError(f"{call}({name}={value!r})")
             warnings.warn(f"{call}: {name} has no effect here", stacklevel=stacklevel)
         else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise TypeError(f"{call} has no argument {name}; {hint}")
+            raise TypeError(f"{call} has no argument {name}{did_you_mean(name, known)}")
 
 
 def missing_attribute(name: str) -> Callable[..., NoReturn]:

@@ -5,13 +5,13 @@ Also which settings of it contradict each other, whatever the data and the model
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, RowError, UsageError
+from batchinfer.near_names import meant
 from batchinfer.text.chat import RESERVED_KWARGS, Message
 from batchinfer.text.row_values import as_messages, require_content
 from batchinfer.text.template import RowTemplate
@@ -156,9 +156,9 @@ def _found(columns: Sequence[str], name: str = "") -> str:
         if len(columns) <= _MAX_COLUMNS_SHOWN
         else f" and {len(columns) - _MAX_COLUMNS_SHOWN} more"
     )
-    near = difflib.get_close_matches(name, columns, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"{meant}its columns are: {shown or '(none)'}{more}"
+    question = meant(name, columns)
+    asked = f"{question} " if question else ""
+    return f"{asked}its columns are: {shown or '(none)'}{more}"
 
 
 def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
 """The job file: read, checked, described to editors.
 
-May import: config, errors, console, text, job.storage, job.input.
+May import: config, errors, near_names, console, text, job.storage, job.input.
 """

@@ -19,7 +19,7 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
-from batchinfer.console.format import format_value, listed, near_name, nearest, printable
+from batchinfer.console.format import format_value, listed, near_name, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.on_end import HIDDEN, OnEndSpec
@@ -35,6 +35,7 @@ from batchinfer.job.spec.spec import (
     StatsSpec,
 )
 from batchinfer.job.spec.yaml import KeyPath, dotted
+from batchinfer.near_names import nearest
 
 _MOST_SHOWN = 8
 _BRANCHES = (ReasoningSpec.__name__,)
@@ -220,6 +221,7 @@ def _suggestion(path: KeyPath) -> str:
     sections = known_keys()
     name, known = str(path[-1]), sections.get(dotted(path[:-1]), ())
     elsewhere = (f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys)
-    meant = _nearest_key(path)
-    near = next(elsewhere, None) if meant is None else meant[-1]
-    return f"; did you mean {near}?" if near else f"; known here: {listed(known)}"
+    if near := near_name(name, known):
+        return near
+    there = next(elsewhere, None)
+    return f"; did you mean {there}?" if there else f"; known here: {listed(known)}"

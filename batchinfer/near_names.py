@@ -1,0 +1,80 @@
+"""What a misspelt name may have meant, and how it differs where both look the same.
+
+A name can be written with a letter and its accent in one character (NFC) or in two (NFD), and hold
+characters that nobody sees: https://www.unicode.org/reports/tr15/.
+"""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+_MOST_DIFFERENCES = 3  # that are told of two names
+_FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks the same as a misspelt one, else the one most like it; None: it is
+    like none."""
+    others, look = [one for one in known if one != name], _as_seen(name)
+    alike = (one for one in others if look and _as_seen(one) == look)
+    return next(alike, None) or next(iter(difflib.get_close_matches(name, others, n=1)), None)
+
+
+def unseen_difference(name: str, near: str) -> str:
+    """In brackets what a known name has that the misspelt one has not, where both look the same;
+    else nothing."""
+    if name == near or _as_seen(name) != _as_seen(near):
+        return ""
+    forms = [_form(one) for one in (near, name)]
+    is_normal = forms[0] and forms[1] and forms[0] != forms[1]
+    told = [f"{forms[0]}, not {forms[1]}"] if is_normal else []
+    told += list(_differences(name, near))[:_MOST_DIFFERENCES]
+    return f" (it looks the same: {'; '.join(told)})"
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question after the nearest known name; nothing if none is near."""
+    near = nearest(name, known)
+    return f"did you mean {near}{unseen_difference(name, near)}?" if near else ""
+
+
+def _as_seen(name: str) -> str:
+    """The same of names that look the same: composed, with plain blanks, and these not at the ends,
+    without characters that only format or choose a variant."""
+    seen = (" " if unicodedata.category(c) == "Zs" else c for c in name if not _is_invisible(c))
+    return unicodedata.normalize("NFC", "".join(seen)).strip()
+
+
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+
+
+def _form(name: str) -> str | None:
+    """The one form that a name has; None: it has both, or neither."""
+    found = [form for form in _FORMS if unicodedata.is_normalized(form, name)]
+    return found[0] if len(found) == 1 else None
+
+
+def _differences(name: str, near: str) -> Iterator[str]:
+    codes = difflib.SequenceMatcher(None, name, near, autojunk=False).get_opcodes()
+    for kind, begin, end, near_begin, near_end in codes:
+        less, more = name[begin:end], near[near_begin:near_end]
+        if kind == "replace":
+            yield f"{_points(more)}, not {_points(less)}"
+        elif kind == "insert":
+            yield f"with {_named(more)}"
+        elif kind == "delete":
+            yield f"without {_named(less)}"
+
+
+def _points(text: str) -> str:
+    return " ".join(f"U+{ord(character):04X}" for character in text)
+
+
+def _named(text: str) -> str:
+    """Code points, and what a single one is called."""
+    name = unicodedata.name(text, "") if len(text) == 1 else ""
+    return f"{_points(text)} {name}".strip()
