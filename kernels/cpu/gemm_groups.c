@@ -25,6 +25,7 @@
 
 #define STEP 8     /* k at a time: those in a byte's two halves, or in two quads */
 #define MIDDLE 128 /* of codes of 8 bits */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs fit; 0: pairs are not added up */
 
 enum { NIBBLES, PLACES, BYTES }; /* codes of 4 bits, those of a table, codes of 8 bits */
 
@@ -92,6 +93,12 @@ INLINE int middle_of(const int form) {
     return form == BYTES ? MIDDLE - OFFSET : form == PLACES ? -OFFSET : 0;
 }
 
+/* The codes of 4 bits in one half of the bytes of STEP k from k on, of one vector of outputs. */
+INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
+    const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
+    return (ints)(both >> 4 * half & 0x0f0f0f0fu);
+}
+
 /* The codes of STEP k from k on, of one vector of outputs: of the first four, and the others. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
@@ -100,15 +107,68 @@ INLINE void load_codes(
         *high = load_ints(codes + (k + 4) * PANEL + v * 4 * LANES);
         return;
     }
-    const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
-    *low = (ints)(both & 0x0f0f0f0fu);
-    *high = (ints)(both >> 4 & 0x0f0f0f0fu);
+    *low = half_of(codes, k, v, 0);
+    *high = half_of(codes, k, v, 1);
     if (form == PLACES) *low = look_up(entries, *low);
     if (form == PLACES) *high = look_up(entries, *high);
 }
 
 INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
     return form == NIBBLES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
+}
+
+/* Adds the products of k from `begin` to `end`, four in a lane. */
+INLINE void add_by_quads(
+    const int rows, const int form, ints entries, const int8_t *x, int64_t stride,
+    const uint8_t *codes, int64_t begin, int64_t end, ints (*sum)[PANEL_VECTORS]) {
+    for (int64_t k = begin; k < end; k += STEP) {
+        ints low[PANEL_VECTORS], high[PANEL_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            load_codes(form, codes, k, v, entries, &low[v], &high[v]);
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++) {
+            const ints quads = all_quads(x + r * stride + k);
+            const ints others = all_quads(x + r * stride + k + 4);
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                const ints half = add_codes(form, sum[r][v], low[v], quads);
+                sum[r][v] = add_codes(form, half, high[v], others);
+            }
+        }
+    }
+}
+
+/* The same of NIBBLES: pairs to pairs, for as long as these fit. */
+INLINE void add_by_pairs(
+    const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
+    int64_t end, ints (*sum)[PANEL_VECTORS]) {
+    for (int64_t from = begin; from < end; from += PAIRS_DEPTH) {
+        const int64_t to = end - from < PAIRS_DEPTH ? end : from + PAIRS_DEPTH;
+        ints pairs[TILE_ROWS][PANEL_VECTORS];
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++) pairs[r][v] = (ints){0};
+        for (int64_t k = from; k < to; k += STEP)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) { /* one after the other: registers are few */
+                ints weights[PANEL_VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = half_of(codes, k, v, half);
+#pragma GCC unroll 14
+                for (int r = 0; r < rows; r++) {
+                    const ints quads = all_quads(x + r * stride + k + 4 * half);
+#pragma GCC unroll 4
+                    for (int v = 0; v < PANEL_VECTORS; v++)
+                        pairs[r][v] = add_pairs(pairs[r][v], weights[v], quads);
+                }
+            }
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] += sum_of_pairs(pairs[r][v]);
+    }
 }
 
 /* sums[rows][PANEL] = rows times one panel, but for the scales of the rows. */
@@ -127,28 +187,14 @@ INLINE void tile(
         ints sum[TILE_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const lane_bytes zero = *(const lane_bytes *)(zeros + g * PANEL + v * LANES);
-            const ints minus = middle_of(form) - __builtin_convertvector(zero, ints);
+            const ints minus = middle_of(form) - widened_bytes(zeros + g * PANEL + v * LANES);
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
         }
         ask(next);
-        for (int64_t k = begin; k < end; k += STEP) {
-            ints low[PANEL_VECTORS], high[PANEL_VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < PANEL_VECTORS; v++)
-                load_codes(form, codes, k, v, entries, &low[v], &high[v]);
-#pragma GCC unroll 14
-            for (int r = 0; r < rows; r++) {
-                const ints quads = all_quads(rows_at + r * stride + k);
-                const ints others = all_quads(rows_at + r * stride + k + 4);
-#pragma GCC unroll 4
-                for (int v = 0; v < PANEL_VECTORS; v++) {
-                    const ints half = add_codes(form, sum[r][v], low[v], quads);
-                    sum[r][v] = add_codes(form, half, high[v], others);
-                }
-            }
-        }
+        if (PAIRS_DEPTH && form == NIBBLES)
+            add_by_pairs(rows, rows_at, stride, codes, begin, end, sum);
+        else add_by_quads(rows, form, entries, rows_at, stride, codes, begin, end, sum);
 #pragma GCC unroll 14
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -174,11 +220,16 @@ static void any_tile(
 #undef CASE
 }
 
+/* Rows of a tile: sums of pairs take registers beside those of the group. */
+static int64_t tile_rows(int form) {
+    return PAIRS_DEPTH && form == NIBBLES && LANES == 8 ? 4 : TILE_ROWS;
+}
+
 /* All rows times one panel. */
 INLINE void one_panel(
     const gemm_args *a, const int is_bf16, const product_rows *x, const shape *s, int form,
     const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {
-    const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t most = tile_rows(form), tiles = (a->num_rows + most - 1) / most;
     const uint8_t *w = panels + panel * s->bytes;
     ahead next = ahead_of(w, s->bytes, is_last, tiles * s->groups);
     float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));

@@ -28,6 +28,16 @@ typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_al
 
 INLINE ints load_ints(const void *from) { return *(const unaligned_ints *)from; }
 
+INLINE ints widened_bytes(const uint8_t *from) {
+#if LANES == 16
+    return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8
+    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    return __builtin_convertvector(*(const lane_bytes *)from, ints);
+#endif
+}
+
 INLINE ints all_quads(const int8_t *from) { return (ints)all_lanes_of_four(from); }
 
 /* A table of 16 bytes for each 16 lanes of bytes. */
@@ -74,6 +84,34 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
     return sum;
 #endif
 }
+
+/* Products of bytes from 0 to 15 and int8, whose pairs' sums fit into 16 bits so many times: where
+   an instruction adds up pairs only, the one that adds pairs to pairs is spared as often. */
+#if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
+#define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 */
+INLINE ints add_pairs(ints pairs, ints left, ints right) {
+#if LANES == 8
+    pairs = (ints)_mm256_add_epi16((__m256i)pairs,
+                                   _mm256_maddubs_epi16((__m256i)left, (__m256i)right));
+#else
+    pairs = (ints)_mm512_add_epi16((__m512i)pairs,
+                                   _mm512_maddubs_epi16((__m512i)left, (__m512i)right));
+#endif
+    __asm__("" : "+v"(pairs)); /* else products are added up first, and sums have no register left */
+    return pairs;
+}
+INLINE ints sum_of_pairs(ints pairs) {
+#if LANES == 8
+    return (ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+#else
+    return (ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
+#endif
+}
+#else
+#define ADDED_PAIRS 0
+INLINE ints add_pairs(ints pairs, ints left, ints right) { return add_quads(pairs, left, right); }
+INLINE ints sum_of_pairs(ints pairs) { return pairs; }
+#endif
 
 /* The same of int8 on the left, 128 more where OFFSET says so, and on the right from -127 on. */
 INLINE ints add_int8_quads(ints sum, ints left, ints right) {

@@ -13,7 +13,9 @@ from batchinfer.kernels.cpu import gemm, library
 from batchinfer.kernels.low_bit import (
     GroupedWeight,
     Int4Weight,
+    Int8GroupedWeight,
     Int8Weight,
+    LowBitWeight,
     low_bit_product,
     round_rows,
 )
@@ -64,6 +66,22 @@ def test_rows_that_are_not_finite_stay_so_alone(
     assert out[1:3].isnan().all()
     assert not out[3].any()
     assert out[5].isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("code", [-128, 127, 15, 255])
+def test_the_largest_products_add_up_exactly(code: int) -> None:
+    """Of one sign all of them: whatever holds sums on the way is as full as it gets."""
+    x = torch.tensor([[1.0], [-1.0]]).expand(2, 256).contiguous()
+    zeros, ones = torch.zeros(40, 2, dtype=torch.uint8), torch.ones(40, 2)
+    weight: LowBitWeight
+    if code in {15, 255}:
+        codes = torch.full((40, 256), code, dtype=torch.uint8)
+        weight = (Int4Weight if code == 15 else Int8GroupedWeight)(codes, ones, zeros, 128)
+    else:
+        weight = Int8Weight(torch.full((40, 256), code, dtype=torch.int8), torch.ones(40))
+    check_low_bit(x, weight)
+    torch.testing.assert_close(low_bit_product(x, weight), x @ weight.dequantized().T)
 
 
 @needs_compiler
