@@ -80,6 +80,13 @@ def _ratio(now: Mapping[int, float], before: Mapping[int, float]) -> float | Non
     return median(ratios) if ratios else None
 
 
+def _numbers(most: int) -> list[int]:
+    """Numbers of threads that are tried: all, three quarters for when others use a core or two, a
+    half and so on; the most first."""
+    halves = {most >> by for by in range(most.bit_length())}
+    return sorted(halves | {most - most // 4}, reverse=True)
+
+
 class ThreadGovernor:
     """Governor of the number of threads, by the time of the steps before.
 
@@ -103,7 +110,7 @@ class ThreadGovernor:
         """While another number is tried: what steps took with the number before."""
         self._fallback = most
         self._pause, self._wait = _FIRST_PAUSE, 0
-        self._counts = [most >> by for by in range(most.bit_length())]
+        self._counts = _numbers(most)
         """What is tried, the most first."""
         self._untried: list[int] = []
         """Of the trials that have begun."""
@@ -125,9 +132,10 @@ class ThreadGovernor:
             self._judge()
 
     def _trial_is_lost(self) -> bool:
-        """Whether a trial is so bad that it need not be completed: it may be a hundredfold."""
+        """Whether a trial is so bad that it need not be completed: it may be a hundredfold, or
+        each of its steps take long."""
         ratio = _ratio(self._window.medians(), self._before) if self._before else None
-        return ratio is not None and ratio > _SLOW
+        return ratio is not None and ratio > (1.0 if self._window.seconds >= _WINDOW_S else _SLOW)
 
     def _judge(self) -> None:
         window, self._window = self._window, _Window()
@@ -151,7 +159,9 @@ class ThreadGovernor:
     def _begin_trials(self, paces: dict[int, float], share: float | None) -> None:
         """Try other numbers, unless all threads compute and do not lack cores.
 
-        Fewer wait for less; more get more of cores that all processes share alike.
+        Fewer wait for less; more get more of cores that all processes share alike. While one thread
+        lacks a core the others wait for it, at worst, and else all compute: so much of the time is
+        the most that waiting costs, and so few threads as would cost more are not tried.
         """
         delayed = share is not None and share >= _DELAYED
         if self.count == self._most:
@@ -163,10 +173,14 @@ class ThreadGovernor:
             slower = _ratio(paces, self._quiet)
             if slower is not None and slower < _SLOW:
                 return
-        fewer = [count for count in self._counts if count < self.count] if delayed else []
+        lost = share if delayed and share is not None else 0.0
+        fewer = [
+            count for count in self._counts if count < self.count and lost > 1 - count / self.count
+        ]
         more = [count for count in reversed(self._counts) if count > self.count]
         self._untried = fewer + more
-        self._try_next(paces)
+        if self._untried:
+            self._try_next(paces)
 
     def _try_next(self, paces: dict[int, float]) -> None:
         self._before, self._fallback = paces, self.count

@@ -52,7 +52,7 @@ def test_all_threads_compute_while_nothing_else_runs() -> None:
     assert Machine().run(60) == {CORES}
 
 
-@pytest.mark.parametrize(("busy", "settled"), [(1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("busy", "settled"), [(1, 3), (2, 2), (3, 1)])
 def test_threads_leave_the_cores_that_others_use_and_take_them_back(
     busy: int, settled: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +134,29 @@ def test_delays_that_cost_little_are_no_reason() -> None:
         delay[0] += seconds * 0.5 * slow
         governor.observe(64, seconds)
         assert governor.count == CORES
+
+
+def test_numbers_that_would_cost_more_than_the_delays_are_not_tried() -> None:
+    """Others were there first and use an eighth of the cores: half of the threads cannot win."""
+    delay = 0.0
+    governor = ThreadGovernor(CORES, delay=lambda: delay)
+    for _ in range(1000):
+        governor.begin()
+        delay += 0.4 * 0.05
+        governor.observe(64, 0.05)
+        assert governor.count > CORES // 2
+
+
+def test_a_trial_of_long_steps_ends_with_the_first_that_is_slower() -> None:
+    delay, tried = 0.0, 0
+    governor = ThreadGovernor(CORES, delay=lambda: delay)
+    for _ in range(8):
+        count = governor.begin()
+        seconds = 0.5 if count == CORES else 0.8
+        delay += 0.6 * seconds
+        governor.observe(64, seconds)
+        tried += count < CORES
+    assert tried == 1
 
 
 @pytest.mark.parametrize("known", [None, 0.0])
