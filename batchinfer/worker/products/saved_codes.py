@@ -184,7 +184,9 @@ def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
     sorted_, by_group = weight.group_of.sort(stable=True)
     size = int((sorted_ == 0).sum())
     in_order = size > 0 and torch.equal(sorted_.long(), torch.arange(inputs) // size)
-    return (size, by_group.int()) if in_order and -(-inputs // size) == groups else None
+    if not in_order or -(-inputs // size) != groups:
+        return None
+    return size, None if torch.equal(sorted_, weight.group_of) else by_group.int()
 
 
 def _codes(weight: Quantised, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:

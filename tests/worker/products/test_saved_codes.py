@@ -21,7 +21,13 @@ from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import ModelError
 from batchinfer.kernels.cpu import gemm
 from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
-from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight, round_rows
+from batchinfer.kernels.low_bit import (
+    GroupedWeight,
+    Int4Weight,
+    Int8GroupedWeight,
+    Int8Weight,
+    round_rows,
+)
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
@@ -164,6 +170,19 @@ def test_layers_are_packed_as_they_were_saved(
     assert kept.facts["weight_bytes"] < dequantised.facts["weight_bytes"]
     noise = (logits_of(kept) - logits_of(dequantised)).norm()
     assert noise <= 0.2 * logits_of(dequantised).norm()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_that_lie_in_order_are_not_sorted(bits: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1 << bits, (8, 80), generator=random, dtype=torch.uint8)
+    scales = torch.rand(8, 3, generator=random)
+    zeros = torch.randint(1 << bits, scales.shape, generator=random, dtype=torch.uint8)
+    weight = IntegerWeight(bits, numbers, scales, zeros, torch.arange(80) // 32)
+    codes = as_codes(weight)
+    assert isinstance(codes, GroupedWeight)
+    assert (codes.group_size, codes.order) == (32, None)
+    assert torch.equal(codes.dequantized(), weight.dequantise())
 
 
 @given(

@@ -26,7 +26,8 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         [..., n * 32 / bits] uint8.
     """
-    data = words.contiguous().view(torch.uint8)  # little-endian, as all hosts torch runs on
+    # Little-endian, as all hosts torch runs on.
+    data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return data
     mask = (1 << bits) - 1

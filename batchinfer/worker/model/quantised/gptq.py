@@ -77,9 +77,11 @@ class Gptq:
         zeros = unpack(words, self._bits).T[: len(scales)]
         numbers = unpack(tensors[".qweight"].T, self._bits)
         inputs, groups = numbers.shape[1], scales.shape[1]
-        in_order = torch.arange(inputs) // (self._group_size or inputs)
+        size = self._group_size or inputs
+        in_order = torch.arange(inputs) // size
         group_of = tensors.get(".g_idx", in_order)
         check_groups(name, group_of, groups)
-        if inputs % groups == 0 and torch.equal(group_of, in_order.to(group_of.dtype)):
+        are_equal = groups == 1 or groups * size == inputs
+        if are_equal and torch.equal(group_of, in_order.to(group_of.dtype)):
             return IntegerWeight(self._bits, numbers, scales, zeros)
         return IntegerWeight(self._bits, numbers, scales, zeros, group_of)

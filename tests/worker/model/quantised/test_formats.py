@@ -52,6 +52,14 @@ def test_a_weight_is_what_its_numbers_stand_for(case: str, tmp_path: Path) -> No
     assert read(tmp_path, section, {"weight": WEIGHT})["a.weight"].equal(WEIGHT), "layers left out"
 
 
+@pytest.mark.parametrize("case", ["gptq", "gptq with zeros", "gptq 8 bits"])
+@pytest.mark.parametrize("inputs", [8, 32, 40, 48, 80, 96])
+def test_the_last_group_of_gptq_may_be_shorter(case: str, inputs: int, tmp_path: Path) -> None:
+    section, writer = CASES[case]
+    written = writer(WEIGHT[:, :inputs])
+    assert torch.equal(read(tmp_path, section, written.parts)["a.weight"], written.weight)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mxfp4_is_that_of_transformers(dtype: str, tmp_path: Path) -> None:
     written = mxfp4(torch.randn(3, 64, 48, generator=torch.Generator().manual_seed(0)))
