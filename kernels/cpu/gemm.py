@@ -187,7 +187,7 @@ def _packed(arguments: _PackArgs, suffix: str, dtype: torch.dtype) -> torch.Tens
 
 
 def gemm(
-    x: torch.Tensor,  # [M, in], last dimension contiguous
+    x: torch.Tensor,  # [M, in]
     packed: torch.Tensor,  # of a weight [out, in]
     bias: torch.Tensor | None,  # [out]
     *,
@@ -200,7 +200,8 @@ def gemm(
     Args:
         adds: onto what ``out`` holds, rounded once.
     """
-    if len(x) >= _MANY_ROWS and is_crowded(x.stride(0) * x.element_size()):
+    row_bytes = x.stride(0) * x.element_size()
+    if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and is_crowded(row_bytes)):
         x = rows_apart(len(x), x.shape[1], x).copy_(x)
     arguments = gemm_args(x, packed, bias, out=out, adds=adds)
     if getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments)):

@@ -54,6 +54,16 @@ def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None
 
 
 @dtypes
+@pytest.mark.parametrize("rows", [1, 20])
+def test_numbers_of_a_row_may_lie_apart(dtype: torch.dtype, rows: int) -> None:
+    """As models hand them on: turned, or every second one."""
+    turned, wide = torch.randn(64, rows).to(dtype).T, torch.randn(rows, 128).to(dtype)
+    weight = torch.randn(40, 64).to(dtype)
+    for x in (turned, wide[:, ::2]):
+        assert torch.equal(product(x, weight, None), product(x.contiguous(), weight, None))
+
+
+@dtypes
 @pytest.mark.parametrize(("rows", "shape", "block"), FLOAT8_CASES)
 def test_float8_is_multiplied_as_the_numbers_it_stands_for(
     dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int
