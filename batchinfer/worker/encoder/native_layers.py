@@ -52,7 +52,7 @@ class NativeEncoderLayers(nn.Module):
     """All layers of an encoder as one call.
 
     Args:
-        parts: of each layer; of all heads, scale and activation are the same.
+        parts: of each layer; widths, heads, scale and activation are the same in all.
         kernel: the project's own, that takes their weights.
     """
 
@@ -145,7 +145,16 @@ def _parts_of_all(child: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -
         return []
     found = [_parts(layer) for layer in child]
     parts = [each for each in found if each is not None and _fits(each, kernel, dtype)]
-    shapes = {(each.num_heads, each.scale, type(each.activation)) for each in parts}
+    shapes = {
+        (
+            each.num_heads,
+            each.scale,
+            type(each.activation),
+            each.qkv[0].weight.shape,
+            each.up.weight.shape,
+        )
+        for each in parts
+    }
     return parts if len(parts) == len(child) and len(shapes) == 1 else []
 
 

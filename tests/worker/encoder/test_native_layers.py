@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.bert.modeling_bert import BertConfig, BertLayer
 
 from batchinfer.config import ModelConfig
 from batchinfer.kernels.cpu import encoder_layers
 from batchinfer.worker.encoder import native_layers
 from batchinfer.worker.encoder.loader import LoadedEncoder, load_encoder
-from batchinfer.worker.encoder.native_layers import NativeEncoderLayers
+from batchinfer.worker.encoder.native_layers import NativeEncoderLayers, join_encoder_layers
 from batchinfer.worker.encoder.runner import ModelEncoder
+from batchinfer.worker.product_kernels import product_kernels
 from batchinfer.worker.products.choice import KernelWish
 from tests.encoders import FAMILIES, make_encoder, reference_states
 from tests.worker.encoder.test_loader import SAME, cosines, sequences, step
@@ -63,6 +65,18 @@ def test_layers_that_give_other_states_stay(
     expected = [states.mean(0) for states in reference_states(folder, sequences())]
     vectors = ModelEncoder(one.encoder, CPU).encode(step(sequences(), "mean"))
     assert cosines(vectors, expected).min() > SAME
+
+
+def test_layers_of_several_widths_stay() -> None:
+    """They would work in the memory that the first one needs."""
+    shape = {"hidden_size": 32, "num_attention_heads": 2}
+    layers = [
+        BertLayer(BertConfig(**shape, intermediate_size=width, attn_implementation="eager"))
+        for width in (48, 96)
+    ]
+    body = torch.nn.Sequential(torch.nn.ModuleList(layers)).requires_grad_(False)
+    own = product_kernels(torch.float32)[0]
+    assert not join_encoder_layers(body, own, torch.float32, lambda: True)
 
 
 def test_other_products_leave_layers_apart(tmp_path: Path) -> None:
