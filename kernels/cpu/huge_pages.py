@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
 
 import torch
@@ -25,6 +26,7 @@ class HugePages:
     def __init__(self) -> None:
         self._chunk: weakref.ref[mmap.mmap] | None = None
         self._used = 0
+        self._lock = threading.Lock()  # models may be loaded beside each other
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor [count] that begins at a cache line.
@@ -35,12 +37,13 @@ class HugePages:
         size = count * dtype.itemsize
         if size >= _OF_ITS_OWN:
             return _part(_chunk(size), 0, size).view(dtype)
-        chunk = self._chunk() if self._chunk else None
-        if chunk is None or self._used + size > _CHUNK:
-            chunk, self._used = _chunk(_CHUNK), 0
-            self._chunk = weakref.ref(chunk)
-        part = _part(chunk, self._used, size).view(dtype)
-        self._used += -(-size // _LINE) * _LINE
+        with self._lock:
+            chunk = self._chunk() if self._chunk else None
+            if chunk is None or self._used + size > _CHUNK:
+                chunk, self._used = _chunk(_CHUNK), 0
+                self._chunk = weakref.ref(chunk)
+            part = _part(chunk, self._used, size).view(dtype)
+            self._used += -(-size // _LINE) * _LINE
         return part
 
 

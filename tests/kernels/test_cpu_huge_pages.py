@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import gc
 import mmap
+import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from batchinfer.kernels.cpu import huge_pages
 from batchinfer.kernels.cpu.huge_pages import HugePages
 
 MIB = 1 << 20
@@ -31,6 +33,24 @@ def test_no_tensor_shares_a_byte_with_another(sizes: tuple[int, ...]) -> None:
     for at, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         assert len(tensor) == size
         assert (tensor == at).all()
+
+
+def test_threads_get_no_byte_of_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes memory while another is about to get its own."""
+    memory, taken = HugePages(), list[torch.Tensor]()
+    other = threading.Thread(target=lambda: taken.append(memory.empty(10, torch.uint8)))
+    part = huge_pages._part
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        monkeypatch.setattr(huge_pages, "_part", part)
+        other.start()
+        other.join(0.1)  # it may wait for this one
+        return part(*arguments)
+
+    monkeypatch.setattr(huge_pages, "_part", interrupted)
+    taken.append(memory.empty(10, torch.uint8))
+    other.join()
+    assert abs(taken[0].data_ptr() - taken[1].data_ptr()) >= 10
 
 
 def test_memory_goes_with_the_last_tensor_in_it() -> None:
