@@ -19,7 +19,7 @@ static inline float exp_negative(float x) {
     p = p * r + 1.6666665e-1f;
     p = p * r + 5.0000001e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
+    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* of NaN, and beyond it, any */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale;

@@ -57,6 +57,7 @@ ENCODER_CASES = [
     EncoderCase("longest last", 2, 16, 32, 48, (3, 1, 100)),
     EncoderCase("wide gelu", 4, 8, 32, 48, (20,), up_std=5.0),
     EncoderCase("wide gelu_tanh", 4, 8, 32, 48, (20,), "gelu_tanh", up_std=5.0),
+    EncoderCase("crowded rows, narrow inside", 2, 8, 1024, 32, (1,) * 40, num_layers=1),
     EncoderCase("crowded rows", 2, 64, 1024, 2048, (9, 8), num_layers=1),
 ]
 

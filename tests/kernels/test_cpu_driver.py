@@ -15,6 +15,7 @@ _BUILDS = {
     "all": (),
     "tiles": ("-DEMULATE_TILES",),
     "avx_vnni": ("-mno-amx-tile", "-mno-avx512f"),
+    "sanitised": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 _ARM = {
     "neon": ("-march=armv8-a", "cortex-a57", "NEON"),
