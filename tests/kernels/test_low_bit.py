@@ -93,6 +93,13 @@ def test_rows_may_lie_apart() -> None:
 
 
 @needs_compiler
+def test_halves_of_a_row_are_rounded_to_even() -> None:
+    halves = torch.arange(-126.5, 127)
+    x = torch.cat((halves, torch.tensor([127.0, 0.0])))[None]  # its scale is 1
+    check_low_bit(x, Int8Weight.rounded(torch.eye(x.shape[1])))
+
+
+@needs_compiler
 def test_instructions_that_are_not_here_are_refused() -> None:
     for weight in (Int8Weight.rounded(torch.ones(2, 8)), Int4Weight.rounded(torch.ones(2, 8), 8)):
         with pytest.raises(ValueError, match="does not compute by SSE here, but by "):

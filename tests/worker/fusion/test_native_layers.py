@@ -226,6 +226,17 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
     assert len({part.qkv.out for layer in layers for part in layer._arguments}) == 1
 
 
+def test_rows_of_any_of_a_layers_products_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made in the same memory one after the other, whichever of them are the widest."""
+    widths = {"head_dim": 256, "intermediate_size": 16}  # what is attended is the widest
+    model, layout = fused("mistral", joined=True, method="int8", **widths)
+    run = Run("mistral", layout, **widths)
+    tokens: list[int] = []
+    monkeypatch.setattr(native_layers, "decoder_layers", partial(_both_ways, tokens))
+    run.logits(model, (run.first, 39), (run.second, 23))
+    assert tokens == [62]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("method", ["", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
