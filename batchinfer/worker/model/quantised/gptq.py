@@ -2,8 +2,8 @@
 
 From GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``: a 32-bit word of
 ``qweight`` holds neighbouring inputs, one of ``qzeros`` neighbouring outputs, the lowest bits
-first. The first version of the format (``checkpoint_format: gptq``) saves zeros less one, the
-second (``gptq_v2``) as they are.
+first. The first version of the format (``checkpoint_format: gptq``, which later tools call
+``format``) saves zeros less one, the second (``gptq_v2``) as they are.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class Gptq:
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
         self._bits: int = one_of(saved, "bits", (2, 4, 8))
-        version = one_of(saved, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+        key = "checkpoint_format" if "checkpoint_format" in saved else "format"
+        version = one_of(saved, key, ("gptq", "gptq_v2"), default="gptq")
         if saved.get("dynamic"):
             raise refused("dynamic", saved["dynamic"], "all layers must have the same bits")
         self._group_size = group_size(saved)
         self._zeros_less_one = version == "gptq"
+        self._sorts = bool(saved.get("desc_act"))
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
         if "" in parts:
@@ -64,8 +66,8 @@ class Gptq:
         check_part(words, (num_words, outputs), "I32")
         check_part(scales, (groups, outputs), "F16", "BF16", "F32")
         check_part(zeros, (groups, -(-outputs // per_word)), "I32")
-        if ".g_idx" in parts:
-            check_part(parts[".g_idx"], (inputs,), "I32", "I64")
+        if ".g_idx" in parts or (self._sorts and groups > 1):
+            check_part(part_of(name, parts, ".g_idx"), (inputs,), "I32", "I64")
         return Quantised.of_few_bits((outputs, inputs), parts, partial(self._integers, name))
 
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:

@@ -115,6 +115,13 @@ def test_groups_of_no_activation_order_follow_each_other(tmp_path: Path) -> None
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
 
 
+def test_gptq_may_name_its_version_as_later_tools_do(tmp_path: Path) -> None:
+    section, writer = CASES["gptq v2"]
+    renamed = {{"checkpoint_format": "format"}.get(key, key): section[key] for key in section}
+    written = writer(WEIGHT)
+    assert torch.equal(read(tmp_path, renamed, written.parts)["a.weight"], written.weight)
+
+
 # What is refused
 
 Change = Callable[[dict[str, torch.Tensor]], object]
@@ -172,6 +179,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
         ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, and there are 3"),
+        ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx beside a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
         ("nf4", drop("weight.quant_state.bitsandbytes__nf4"), "bitsandbytes of 0.41 or later"),
