@@ -16,19 +16,20 @@ from batchinfer.worker.model.quantised.mxfp4 import Mxfp4
 
 
 def _block_float8(saved: Mapping[str, Any]) -> Format:
-    return Float8("fp8", "_scale_inv", block_of(saved, "weight_block_size"))
+    ends = "_scale_inv", "_scale"  # the second is AutoFP8's, one number for all of a weight
+    return Float8("fp8", ends, block_of(saved, "weight_block_size"))
 
 
 def _modelopt(saved: Mapping[str, Any]) -> Format:
     one_of(saved, "quant_algo", ("FP8",))
-    return Float8("modelopt FP8", "_scale")
+    return Float8("modelopt FP8", ("_scale",))
 
 
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": Awq,
     "bitsandbytes": lambda saved: BitsAndBytes(),
     "compressed-tensors": CompressedTensors,
-    "fbgemm_fp8": lambda saved: Float8("fbgemm_fp8", "_scale"),
+    "fbgemm_fp8": lambda saved: Float8("fbgemm_fp8", ("_scale",)),
     "fp8": _block_float8,
     "gptq": Gptq,
     "modelopt": _modelopt,

@@ -1,4 +1,4 @@
-"""Weights of float8 with scales: transformers' ``fp8`` (Qwen, DeepSeek, Mistral), ModelOpt, FBGEMM.
+"""Weights of float8 with scales: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
 
 A weight is codes * scales, a scale for all of it, for each row or for each block, as in
 transformers' ``integrations/finegrained_fp8.py``. Scales of rows (activations) are left out: rows
@@ -30,23 +30,24 @@ class Float8:
 
     Args:
         name: the format's.
-        scale_end: what follows a weight's name in that of its scales.
+        scale_ends: what follows a weight's name in that of its scales, by what wrote it.
         block: rows and columns that share a scale; None: a scale for each row or for all of them,
             as the shape of the scales says.
     """
 
     name: str
-    scale_end: str
+    scale_ends: tuple[str, ...]
     block: tuple[int, int] | None = None
 
     @property
     def ends(self) -> Mapping[str, str]:
-        return {self.scale_end: ""}
+        return dict.fromkeys(self.scale_ends, "")
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
-        if self.scale_end not in parts and parts[""].dtype not in FLOAT8:
+        end = next((end for end in self.scale_ends if end in parts), None)
+        if end is None and parts[""].dtype not in FLOAT8:
             return None
-        codes, scales = part_of(name, parts, ""), part_of(name, parts, self.scale_end)
+        codes, scales = part_of(name, parts, ""), part_of(name, parts, end or self.scale_ends[0])
         return float8_weight(codes, scales, self.block)
 
 

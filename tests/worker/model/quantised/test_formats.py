@@ -122,6 +122,14 @@ def test_gptq_may_name_its_version_as_later_tools_do(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, renamed, written.parts)["a.weight"], written.weight)
 
 
+def test_fp8_may_name_its_scales_as_autofp8_does(tmp_path: Path) -> None:
+    _, writer = CASES["modelopt"]
+    written = writer(WEIGHT)
+    section = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    parts = {**written.parts, "input_scale": torch.ones(1)}
+    assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
+
+
 # What is refused
 
 Change = Callable[[dict[str, torch.Tensor]], object]
