@@ -52,6 +52,7 @@ class _Scheme:
     bits: int
     group_size: int | None
     block: tuple[int, int] | None
+    has_zeros: bool
 
     def rank(self, module: str) -> int:
         """How closely it names a module: by name, by pattern, by kind of module; 3: not at all.
@@ -94,6 +95,8 @@ class CompressedTensors:
         if set(parts) == {""} and parts[""].dtype not in ("I8", *FLOAT8):
             return None
         scheme = self._scheme_of(name)
+        if scheme.has_zeros:
+            part_of(name, parts, _ZEROS)
         if _PACKED in parts:
             return _packed_weight(name, parts, scheme)
         numbers, scales = part_of(name, parts, ""), part_of(name, parts, _SCALE)
@@ -143,7 +146,8 @@ def _scheme(key: str, group: Any) -> _Scheme:
     block = block_of(weights, f"{key}.block_structure") if strategy == "block" else None
     if size is not None and block is None:
         block = 1, size
-    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block)
+    has_zeros = not is_float and weights.get("symmetric") is False
+    return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros)
 
 
 def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Quantised:

@@ -180,6 +180,16 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("packed int4", in_group(-2), "a.weight: g_idx puts .* groups -2 to -2, and there are 3"),
         ("packed int4", narrowed, "rows of 80 do not fall into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale beside a.weight"),
+        (
+            "packed int4 with zeros",
+            drop("weight_zero_point"),
+            r"have no \*.weight_zero_point beside",
+        ),
+        (
+            "int8 with zeros",
+            drop("weight_zero_point"),
+            r"have no \*.weight_zero_point beside a.weight",
+        ),
         ("int8 with zeros", cut("weight_zero_point"), "weight_zero_point is 71 x 1 .* be 72 x 1"),
         ("float8 rows", cut("weight_scale"), "a.weight_scale is 71 x 1 of F32; .* be 1 x 1"),
         ("awq", drop("qzeros"), r"weight files have no \*.qzeros beside a.qweight, a.scales"),
