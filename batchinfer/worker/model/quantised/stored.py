@@ -13,6 +13,7 @@ from safetensors import safe_open
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantised.few_bits import BlockWeight, FewBits, IntegerWeight
 
+_FLOATS = ("F32", "F16", "BF16")
 Tensors = Mapping[str, torch.Tensor]
 """The tensors that stand for a weight, by the ends of their names."""
 
@@ -86,7 +87,11 @@ class Quantised:
         )
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in float32; in ``dtype`` where experts are dequantised one at a time."""
+        """The weight in float32; in ``dtype`` where experts are dequantised one at a time.
+
+        Raises:
+            ModelError: a scale is no number.
+        """
         tensors = self._tensors()
         if not self.by_expert:
             return self.dequantise(tensors)
@@ -104,11 +109,21 @@ class Quantised:
     def read_expert(self, expert: int) -> tuple[torch.Tensor, FewBits | None]:
         """One expert's weight in float32, and as it is saved; None: it has no such form."""
         tensors = {end: part.read_of(expert) for end, part in self.parts.items()}
+        self._check_scales(tensors)
         few_bits = None if self.few_bits is None else self.few_bits(tensors)
         return self.dequantise(tensors), few_bits
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {end: part.read() for end, part in self.parts.items()}
+        tensors = {end: part.read() for end, part in self.parts.items()}
+        self._check_scales(tensors)
+        return tensors
+
+    def _check_scales(self, tensors: Tensors) -> None:
+        """Refuse scales that are no numbers, of which the logits of every row would become none."""
+        for end, part in self.parts.items():
+            is_scale = end and part.dtype in _FLOATS  # codes may be stored as if they were floats
+            if is_scale and not torch.isfinite(tensors[end]).all():
+                raise ModelError(f"{part.name} holds NaN or infinity; fetch the model again")
 
 
 def _of(expert: int, tensor: torch.Tensor) -> torch.Tensor:

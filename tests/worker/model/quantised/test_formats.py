@@ -130,6 +130,15 @@ def test_fp8_may_name_its_scales_as_autofp8_does(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
 
 
+def test_codes_may_be_stored_as_if_they_were_floats(tmp_path: Path) -> None:
+    section, writer = CASES["nf4"]
+    written = writer(WEIGHT * 0 + 1)  # all codes 15, of which bfloat16 makes NaN
+    stored = written.parts["weight"].flatten().view(torch.bfloat16)
+    parts = {**written.parts, "weight": stored}
+    assert stored.isnan().any()
+    assert torch.equal(read(tmp_path, section, parts)["a.weight"], written.weight)
+
+
 # What is refused
 
 Change = Callable[[dict[str, torch.Tensor]], object]
@@ -156,6 +165,11 @@ def cast(end: str, dtype: torch.dtype) -> Change:
     return lambda parts: parts.update({end: parts[end].to(dtype)})
 
 
+def spoilt(end: str, value: float = float("nan")) -> Change:
+    """One number that is none."""
+    return lambda parts: parts[end].view(-1)[:1].fill_(value)
+
+
 def in_group(group: int) -> Change:
     return lambda parts: parts.update({"weight_g_idx": torch.full((96,), group)})
 
@@ -180,6 +194,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("packed int4", in_group(-2), "a.weight: g_idx puts .* groups -2 to -2, and there are 3"),
         ("packed int4", narrowed, "rows of 80 do not fall into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale beside a.weight"),
+        ("fp8 blocks", spoilt("weight_scale_inv", float("inf")), "scale_inv holds NaN or infinity"),
         (
             "packed int4 with zeros",
             drop("weight_zero_point"),
@@ -197,6 +212,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
         ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, and there are 3"),
+        ("gptq", spoilt("scales"), "a.scales holds NaN or infinity; fetch the model again"),
         ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx beside a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
