@@ -108,6 +108,19 @@ def test_logits_that_are_changed_are_refused(tmp_path: Path) -> None:
         read_classifier(str(folder), None, asked, TOKENS.get)
 
 
+def test_embeddings_do_not_stand_in_for_a_head_of_fewer_bits(tmp_path: Path) -> None:
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    embeddings = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4)}
+    weights = tmp_path / "model.safetensors"
+    save_file({**embeddings, "lm_head.qweight": torch.zeros(1, 3, dtype=torch.int32)}, weights)
+    asked = ClassifyConfig(tokens=("no", "yes"))
+    with pytest.raises(JobError, match=r"model.safetensors: not yet: .*\(lm_head.qweight\)"):
+        read_classifier(str(tmp_path), None, asked, ["no", "yes"].index)
+    save_file({**embeddings, "lm_head.bias": torch.zeros(3)}, weights)
+    assert read_classifier(str(tmp_path), None, asked, ["no", "yes"].index).labels == ("no", "yes")
+
+
 def test_activations_are_those_of_torch() -> None:
     values = np.array([-90, -3, -0.5, 0, 1e-3, 2, 90], np.float32)
     ours = {

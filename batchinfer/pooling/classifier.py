@@ -22,7 +22,7 @@ from batchinfer.pooling.activations import sigmoid, softmax
 from batchinfer.pooling.embedding_modules import Dense
 from batchinfer.pooling.encoder_heads import Layer, encoder_head
 from batchinfer.pooling.model_folder import find_folder, read_json
-from batchinfer.pooling.tensors import Float32, StoredTensor, find_tensor
+from batchinfer.pooling.tensors import Float32, StoredTensor, find_part, find_tensor
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
@@ -266,6 +266,12 @@ def _of_tokens(
     )
     if stored is None:
         raise ModelError(f"{folder}: the weight files have no output head and no embeddings")
+    is_head = stored.name.endswith(("lm_head.weight", "embed_out.weight"))
+    codes = None if is_head else find_part(folder, "lm_head.", "embed_out.")
+    if codes is not None:  # embeddings are the head of a model that has no other
+        raise ModelError(
+            f"{codes.path}: not yet: labels of a head that is stored in fewer bits ({codes.name})"
+        )
     _check_width(stored, values)
     rows = [_row(stored, token, token_id) for token in tokens]
     weight = stored.read([row for row in rows if row is not None])

@@ -74,6 +74,17 @@ def find_tensor(folder: Path, *endings: str) -> StoredTensor | None:
     return None
 
 
+def find_part(folder: Path, *layers: str) -> StoredTensor | None:
+    """A tensor other than a bias in one of some layers, whose names end with a dot.
+
+    Raises:
+        ModelError: a weight file cannot be read.
+    """
+    stored = (one for path in _weight_files(folder) for one in _tensors(path))
+    parts = (one for one in stored if not one.name.endswith(".bias"))
+    return next((o for o in parts if any(f".{at}" in f".{o.name}" for at in layers)), None)
+
+
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
