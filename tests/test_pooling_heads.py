@@ -121,6 +121,16 @@ def test_embeddings_do_not_stand_in_for_a_head_of_fewer_bits(tmp_path: Path) -> 
     assert read_classifier(str(tmp_path), None, asked, ["no", "yes"].index).labels == ("no", "yes")
 
 
+def test_a_bias_of_the_output_head_counts(tmp_path: Path) -> None:
+    values = {"model_type": "phi", "architectures": ["PhiForCausalLM"], "hidden_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    head = {"lm_head.weight": torch.arange(12.0).view(3, 4), "lm_head.bias": torch.arange(3.0)}
+    save_file(head, tmp_path / "model.safetensors")
+    asked = ClassifyConfig(tokens=("no", "yes"), activation="none")
+    found = read_classifier(str(tmp_path), None, asked, ["no", "yes"].index)
+    assert found(np.ones(4, np.float32)).tolist() == [6.0, 23.0]
+
+
 def test_activations_are_those_of_torch() -> None:
     values = np.array([-90, -3, -0.5, 0, 1e-3, 2, 90], np.float32)
     ours = {

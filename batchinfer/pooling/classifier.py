@@ -273,11 +273,13 @@ def _of_tokens(
             f"{codes.path}: not yet: labels of a head that is stored in fewer bits ({codes.name})"
         )
     _check_width(stored, values)
-    rows = [_row(stored, token, token_id) for token in tokens]
-    weight = stored.read([row for row in rows if row is not None])
+    places = [_row(stored, token, token_id) for token in tokens]
+    known = [place for place in places if place is not None]
+    weight, bias = stored.read(known), find_tensor(folder, "lm_head.bias", "embed_out.bias")
+    offset = np.zeros(len(weight), np.float32) if bias is None else bias.read(known)
     is_one = config.has_pairs or config.tokens is None  # a reranker's
     if is_one:
-        weight = weight[-1:] - weight[:-1].sum(0, keepdims=True)
+        weight, offset = (rows[-1:] - rows[:-1].sum(0, keepdims=True) for rows in (weight, offset))
     names = [str(token) for token in (tokens[-1:] if is_one else tokens)]
     if is_one and not isinstance(tokens[-1], str):
         names = ["yes"]
@@ -285,8 +287,7 @@ def _of_tokens(
     if kind == "auto":
         own = _own_activation(folder, {}) if config.tokens is None else None
         kind = own or ("sigmoid" if is_one else "softmax")
-    dense = Dense(weight, np.zeros(len(weight), np.float32), _ACTIVATIONS[kind])
-    return Classifier(tuple(names), (dense,))
+    return Classifier(tuple(names), (Dense(weight, offset, _ACTIVATIONS[kind]),))
 
 
 def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
