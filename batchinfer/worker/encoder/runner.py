@@ -61,9 +61,10 @@ class GovernedEncoder:
     def encode(self, step: EncoderStep) -> Float32:
         """Compute one step."""
         governor = self._governor
-        TORCH_THREADS.set(self._count if governor is None else governor.begin())
+        count = self._count if governor is None else governor.begin()
         began = self._clock()
-        vectors = self._runner.encode(step)
+        with TORCH_THREADS.team(count):
+            vectors = self._runner.encode(step)
         if governor is not None:
             governor.observe(step.num_tokens, self._clock() - began)
         return vectors

@@ -28,8 +28,8 @@ class PinnedThreads:
         Raises:
             OutOfMemory: there is none for it.
         """
-        TORCH_THREADS.set(self._count)
-        return self._runner.submit(step)
+        with TORCH_THREADS.team(self._count):
+            return self._runner.submit(step)
 
 
 class GovernedThreads:
@@ -57,8 +57,9 @@ class GovernedThreads:
         Raises:
             OutOfMemory: there is none for it.
         """
-        TORCH_THREADS.set(self._governor.begin())
+        count = self._governor.begin()
         began = self._clock()
-        pending = self._runner.submit(step)
+        with TORCH_THREADS.team(count):
+            pending = self._runner.submit(step)
         self._governor.observe(step.num_tokens, self._clock() - began)
         return pending

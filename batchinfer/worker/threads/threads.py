@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from batchinfer.cpus import CpuLimits
+from batchinfer.worker.threads.cores import ThreadCores
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 """What torch takes its number from, the first that is set."""
@@ -76,7 +78,8 @@ class TorchThreads:
         self._last = 0
         """What engines set last, in whichever thread; torch gives it to threads begun later."""
         self._here = threading.local()
-        """What they set last in each of Python's threads, for which torch has a number each."""
+        """What they set last in each of Python's threads, for which torch has a number each, and
+        the cores of the threads that compute for it."""
 
     def found(self) -> int:
         """The number of threads as it would be without engines."""
@@ -92,6 +95,16 @@ class TorchThreads:
             torch.set_num_threads(count)
             self._last = count
         self._here.last = count
+
+    @contextmanager
+    def team(self, count: int) -> Iterator[None]:
+        """Compute on ``count`` threads meanwhile, each on a core of its own where there are as
+        many; as ``set`` does afterwards."""
+        self.set(count)
+        if not hasattr(self._here, "cores"):
+            self._here.cores = ThreadCores()
+        with self._here.cores.bound(count):
+            yield
 
 
 TORCH_THREADS = TorchThreads()
