@@ -129,8 +129,8 @@ ROOMS = [
     Room("worker.product_kernels", "what can multiply by a weight on a CPU", ("kernels",)),
     Room(
         "worker.threads",
-        "Threads that compute on a CPU: how many, why, and fewer while others use the cores.",
-        ("cpus", "engine.runner", "engine.step"),
+        "Threads that compute on a CPU: how many, on which cores, and fewer while others use them.",
+        ("cpus", "kernels", "engine.runner", "engine.step"),
     ),
     Room(
         "worker.attention",
