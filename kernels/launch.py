@@ -1,7 +1,6 @@
 """Launches of this folder's kernels: where one can run, and how it is compiled."""
 
 import functools
-from importlib import metadata
 
 import torch
 import triton
@@ -17,13 +16,7 @@ OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
-    """Check that a kernel can run.
-
-    Raises:
-        ValueError: tensors are on several devices.
-        RuntimeError: they are on no CUDA device and Triton does not interpret, or cannot beside
-            the numpy that is installed.
-    """
+    """Raise unless all tensors are on one CUDA device, or Triton interprets."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on several devices: {sorted(map(str, devices))}")
@@ -33,28 +26,6 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
             f"{name}: tensors are on {device.type!r}, the Triton kernel needs a CUDA device. "
             "Elsewhere use the CPU path, or set TRITON_INTERPRET=1 before triton is imported."
         )
-    if INTERPRETED and not can_interpret(triton.__version__, _numpy_version()):
-        raise RuntimeError(
-            f"{name}: the interpreter of Triton {triton.__version__} fails beside numpy "
-            f"{_numpy_version()}; run pip install 'numpy<2.4', or install triton 3.7 or later"
-        )
-
-
-def can_interpret(triton_version: str, numpy_version: str) -> bool:
-    """Whether Triton's interpreter works beside a version of numpy.
-
-    Before 3.7 it makes scalars of arrays of one dimension, which numpy refuses from 2.4 on.
-    """
-    return _release(triton_version) >= (3, 7) or _release(numpy_version) < (2, 4)
-
-
-@functools.cache
-def _numpy_version() -> str:
-    return metadata.version("numpy")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
 
 
 def warps_for(elements: int) -> int:
