@@ -123,7 +123,7 @@ def _read(cubin: bytes) -> Compiled:
 
 def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     """What one turn of a kernel's main loop gets done, and in which unit."""
-    if "OUTPUTS_BLOCK" in arguments:
+    if {"OUTPUTS_BLOCK", "BLOCK"} <= arguments.keys():
         return _linear_work(arguments["ROWS"], arguments["OUTPUTS_BLOCK"], arguments["BLOCK"])
     if "TILE" not in arguments:
         return 1, "turn"
