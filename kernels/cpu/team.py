@@ -16,7 +16,7 @@ class TeamCores:
 
     Args:
         cores: by thread the numbers of those that it may run on. The first thread is the one who
-            calls; it is left as it is, as what it starts would inherit its cores.
+            calls ``bind``; it is to be freed afterwards, as what it starts inherits its cores.
     """
 
     def __init__(self, cores: Sequence[Set[int]]) -> None:
@@ -27,7 +27,7 @@ class TeamCores:
         self._version = next(_VERSIONS)
 
     def bind(self) -> None:
-        """Bind the threads that compute next for this one, but those that are bound already.
+        """Bind this thread, and those that compute next for it and are not bound already.
 
         Takes some microseconds. Without a C compiler, or away from Linux, nothing is bound.
         """
