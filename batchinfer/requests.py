@@ -37,9 +37,13 @@ class RowSampling:
         return self.params.seed, 0 if self.own_seed else stream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PromptRow:
-    """A row of the input, ready for the engine, or why it can never be."""
+    """A row of the input, ready for the engine, or why it can never be.
+
+    The thread that reads rows fills in what it learns of them later (their keys, what they share),
+    before it hands them over.
+    """
 
     row_id: int
     prompt: Prompt | RowError
@@ -65,9 +69,15 @@ class PromptRow:
             self.prompt.__traceback__ = self.prompt.__cause__ = self.prompt.__context__ = None
 
     @property
-    def num_tokens_after(self) -> int:
-        """Tokens that are computed after the prompt and given with it."""
-        return 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 for a row that cannot run."""
+        return 0 if isinstance(self.prompt, RowError) else len(self.prompt.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those given with it, which are computed after it."""
+        after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
+        return self.num_prompt_tokens + after
 
     @property
     def rng_key(self) -> tuple[int, int]:
@@ -75,17 +85,10 @@ class PromptRow:
         assert self.sampling is not None
         return self.sampling.rng_key(self.row_id if self.stream is None else self.stream)
 
-    def without_text(self) -> PromptRow:
-        """The row without its prompt's text; one that cannot run stays as it is."""
-        if isinstance(self.prompt, RowError):
-            return self
-        return replace(self, prompt=replace(self.prompt, text=None))
-
-    def with_token_ids(self, token_ids: TokenIds) -> PromptRow:
-        """The row with other token ids of its prompt; one that cannot run stays as it is."""
-        if isinstance(self.prompt, RowError):
-            return self
-        return replace(self, prompt=replace(self.prompt, token_ids=token_ids))
+    def drop_text(self) -> None:
+        """Drop the prompt's text, which else stays in memory until the row is finished."""
+        if not isinstance(self.prompt, RowError):
+            self.prompt = replace(self.prompt, text=None)
 
 
 def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -> Request:

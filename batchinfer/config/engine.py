@@ -48,7 +48,8 @@ class EngineConfig(Record):
     order: Literal["prefix", "input"] = "prefix"
     """The order rows run in; output order is always input order."""
     order_window: int = 65536
-    """Rows planned together, in whole parts: by prefix they are reordered within such a window."""
+    """Rows planned together, in whole parts: by prefix they are reordered within such a window. Of
+    long prompts there are fewer: a window has at most 64 million prompt tokens."""
     deterministic: bool = False
     """Bits never depend on what ran beside a row. On a CUDA device that takes slower products and
     attention, and some models are refused; on a CPU bits do not either without it, as long as

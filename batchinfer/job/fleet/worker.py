@@ -1,8 +1,6 @@
 """A worker of a fleet: one engine, fed by leases as they come.
 
     reads        read_prompts -> plan_windows     Prefetcher, lease after lease
-                       | RowBatch
-    reads back   RowBatch.with_token_ids          Prefetcher, two batches ahead
                        | PromptRow                what was given back is left out here
     runs         EngineLoop.run                   the thread that called run
                        | TurnResult
@@ -25,13 +23,11 @@ from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.lease_run import LeaseRun
 from batchinfer.job.fleet.messages import Assignment, Failure
 from batchinfer.job.fleet.worker_reports import WorkerReports
-from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob, row_keys
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse, open_outputs
 from batchinfer.job.row_ids import RowIds
-from batchinfer.job.rows.read_prompts import read_prompts, without_text
-from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import RowBatch, plan_windows
+from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
@@ -45,11 +41,10 @@ from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow
 
 _WRITES_DUE = 64
-_BATCHES_READ_BACK = 1
 _POLL_S = 0.1
 
 _Write = TurnResult | Callable[[], None]
-_Planned = tuple[LeaseRun, RowBatch]
+_Planned = tuple[LeaseRun, list[PromptRow]]
 
 
 class FleetWorker:
@@ -160,10 +155,9 @@ class FleetWorker:
                 BackgroundConsumer(self._write, _WRITES_DUE) as writer,
                 Prefetcher(
                     self._batches(writer, in_flight, starved),
-                    max(1, spec.engine.order_window // BATCH_ROWS),
+                    1,
                     starved,
-                ) as planned,
-                Prefetcher(map(_read_back, planned), _BATCHES_READ_BACK) as rows,
+                ) as rows,
             ):
                 self._writer = writer
                 try:
@@ -220,26 +214,24 @@ class FleetWorker:
         in_flight: InFlightLog,
         starved: Event,
         put: Callable[[Callable[[], None]], None],
-    ) -> Iterator[RowBatch]:
+    ) -> Iterator[list[PromptRow]]:
         spec = self._job.spec
         reader = self._loaded.reader
         read = self._job.source.batches(reader.columns, lease.parts, lease.ranges)
-        rows = read_prompts(read, reader, in_flight.making)
+        keeps_text = "prompt" in spec.output.include
+        rows = read_prompts(read, reader, in_flight.making, keeps_text=keeps_text)
         rows = self._while_needed(rows, lease)
         rows = row_keys(self._job, self._loaded.context).with_keys(rows)
         if self._reuse is not None:
             rows = self._reuse.without_found(
                 rows, lambda found: put(partial(self._copy, lease, found)), lease.admit
             )
-        if "prompt" not in spec.output.include:
-            rows = without_text(rows)
         return plan_windows(
             rows,
             lease.parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
             by_length=spec.engine.order == "prefix" and not self._loaded.context.shares_prefixes,
-            make_store=partial(TokenStore, self._job.out.scratch),
             is_starved=starved.is_set,
         )
 
@@ -320,11 +312,6 @@ class FleetWorker:
         self._admitted.update((row.row_id, lease) for row in kept)
         self._reports.admitted()
         return kept
-
-
-def _read_back(planned: _Planned) -> tuple[LeaseRun, list[PromptRow]]:
-    lease, batch = planned
-    return lease, batch.with_token_ids()
 
 
 class _Admission:

@@ -78,8 +78,6 @@ class OutputDir:
         self.state: PurePath = root / "_batchinfer"
         self.lock = lock or LocalLock(Path(self.state))
         self.staging = self.state / "staging" / (staging or writer)
-        self.scratch = self.staging if isinstance(self.staging, Path) else None
-        """A folder for what memory has no room for; None: the system's own place."""
         self.steps = self.state / "steps"
         self.requests = self.state / "requests"
         self.keys = self.state / "keys"

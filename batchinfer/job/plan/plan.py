@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
+from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys
 from batchinfer.job.manifest import Manifest
@@ -35,7 +36,6 @@ from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests import PromptRow
@@ -153,12 +153,13 @@ def _rows(
     if reuse is not None:
         keys = row_keys(job, loaded.context)
         rows = reuse.without_found(keys.with_keys(rows), lambda found: None)
-    batches = plan_windows(
+    windows = plan_windows(
         census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,
         window,
         by_prefix=job.spec.engine.order == "prefix",
         by_length=job.spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
-        make_store=lambda: TokenStore(None),
     )
-    yield from census.count_distinct(batch.with_token_ids() for batch in batches)
+    for rows_of_window in census.count_distinct(windows):
+        for start in range(0, len(rows_of_window), BATCH_ROWS):  # as a job's own loop takes them
+            yield rows_of_window[start : start + BATCH_ROWS]

@@ -26,17 +26,20 @@ def read_prompts(
     batches: Iterator[tuple[list[int], list[Row]]],
     reader: RowReader,
     in_flight: InFlight = lambda row_ids: nullcontext(),
+    *,
+    keeps_text: bool = True,
 ) -> Iterator[list[PromptRow]]:
     """Prompts of rows, a batch at a time.
 
     Args:
         batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
         in_flight: entered with the rows of each batch while their prompts are made.
+        keeps_text: whether the text of prompts is needed, which takes memory until a row is done.
     """
     started: deque[_Prompts] = deque()
     try:
         for row_ids, rows in batches:
-            started.append(_prompts(row_ids, rows, reader, in_flight))
+            started.append(_prompts(row_ids, rows, reader, in_flight, keeps_text))
             next(started[-1])
             if len(started) > _BATCHES_AHEAD:
                 yield from started.popleft()
@@ -47,7 +50,7 @@ def read_prompts(
 
 
 def _prompts(
-    row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight
+    row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight, keeps_text: bool
 ) -> _Prompts:
     """Prompts of rows, in two steps.
 
@@ -60,10 +63,7 @@ def _prompts(
         finish = reader.start(row_ids, rows)
         yield []
         batch = finish()
+    if not keeps_text:
+        for row in batch:
+            row.drop_text()
     yield batch
-
-
-def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-    """Rows without their prompts' text, which else stays in memory until they are finished."""
-    for rows in batches:
-        yield [row.without_text() for row in rows]

@@ -108,8 +108,8 @@ class RowKeys:
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
         """Rows with their keys; those that cannot run have none."""
         for batch in batches:
-            for row in batch:  # nobody else's yet: a copy would take longer than the key
-                object.__setattr__(row, "key", self.of(row))
+            for row in batch:
+                row.key = self.of(row)
             yield batch
 
     def of(self, row: PromptRow) -> bytes | None:

@@ -1,9 +1,10 @@
 """The order rows run in, a window at a time, and what each shares with others of its window.
 
-Rows are planned a window at a time, always whole parts, so that the parts of one window are all
-finished before much of the next has run. By prefix, rows that begin alike run side by side, after
-all of another adapter's, which share nothing with them; in input order they run as they come.
-Either way each row is told what a later one of its window begins with as well.
+A window is whole parts, about ``engine.order_window`` rows, so that its parts are all finished
+before much of the next has run; one of long prompts ends earlier, at ``MOST_TOKENS``, because its
+token ids are in memory. By prefix, rows that begin alike run side by side, after all of another
+adapter's, which share nothing with them; in input order they run as they come. Either way each row
+knows what a later one of its window begins with as well.
 
 Nothing of a window could run before all of it is read. So when the engine has nothing left to
 take, it gets a head start: in input order all rows read so far, by prefix the lowest sixteenth of
@@ -21,39 +22,162 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from heapq import merge
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.token_store import Key, TokenStore, token_ids
 from batchinfer.requests import PromptRow
 
+MOST_TOKENS = 1 << 26
+"""Most prompt tokens of a window: 256 MiB of ids."""
 _WARM_UP = 1 / 16
 """Share of the rows read, by prefix: enough to keep an engine busy, few enough that what they
 share is still in the pool when the rest of the window comes."""
-_NO_TOKENS = np.empty(0, dtype=np.int32)
+_ADAPTER_BYTES = 4
 
 
-def prefix_order(keys: pa.ChunkedArray) -> list[int]:
-    """Indices that sort binary ``keys``; equal ones stay in order. Other threads run meanwhile."""
-    order: list[int] = pc.sort_indices(keys).to_pylist()
-    return order
+def plan_windows(
+    batches: Iterator[list[PromptRow]],
+    parts: Sequence[Part],
+    window_rows: int,
+    *,
+    by_prefix: bool,
+    by_length: bool = False,
+    is_starved: Callable[[], bool] = lambda: False,
+) -> Iterator[list[PromptRow]]:
+    """Plan the rows of ``parts``: windows, or the head start of one and its rest.
+
+    Args:
+        batches: the rows in input order, each batch of one part.
+        parts: the parts they belong to, in order.
+        window_rows: rows are planned among about so many.
+        by_prefix: reorder them by their token ids.
+        by_length: reorder them by their lengths, the longest first; nothing is shared.
+        is_starved: whether all rows handed over are taken and more could run.
+
+    Raises:
+        DataError: what ``batches`` raises, after all rows before it.
+    """
+    per_window = max(1, window_rows // max(1, parts[0].num_rows))
+    window_starts = [part.rows.start for part in parts[::per_window]]
+    window, number = _Window(by_prefix, by_length), 0
+    try:
+        for batch in batches:
+            before, number = number, bisect_right(window_starts, batch[0].row_id)
+            num_tokens = sum(row.num_tokens for row in batch)
+            if number != before or window.num_tokens + num_tokens > MOST_TOKENS:
+                yield from window.rest()
+                window = _Window(by_prefix, by_length)
+            window.add(batch, num_tokens)
+            if window.has_grown and is_starved():
+                yield from window.warm_up()
+    except DataError:  # the rows before the place that cannot be read are not lost with it
+        yield from window.rest()
+        raise
+    yield from window.rest()
 
 
-def common_with_next(keys: Sequence[Key], order: Sequence[int]) -> list[int]:
-    """Tokens that each row, in ``order``, begins with as the next does; 0 for the last."""
-    common = [
-        common_tokens(key.tobytes(), following.tobytes())
-        for key, following in pairwise(keys[row] for row in order)
-    ]
-    return [*common, 0]
+class _Window:
+    """Rows that are planned together."""
+
+    def __init__(self, by_prefix: bool, by_length: bool) -> None:
+        self._by_prefix = by_prefix
+        self._by_length = by_length
+        self._rows: list[PromptRow] = []
+        self._sorted_batches: list[list[int]] = []
+        """Indices of the rows of each batch, sorted by ``_sort_key``."""
+        self._handed_over: list[int] = []
+        """Indices of rows, in order."""
+        self._num_planned = 0
+        self.num_tokens = 0
+
+    def add(self, batch: list[PromptRow], num_tokens: int) -> None:
+        """Append rows, with so many tokens in all."""
+        start = len(self._rows)
+        self._rows += batch
+        self.num_tokens += num_tokens
+        if not self._by_length:
+            indices = range(start, len(self._rows))
+            keys = [_sort_key(row) for row in batch]
+            self._sorted_batches.append(sorted(indices, key=lambda at: keys[at - start]))
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether rows have doubled since they were planned: then planning again is cheap."""
+        return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
+
+    def warm_up(self) -> Iterator[list[PromptRow]]:
+        """Rows to begin with, before the window is complete."""
+        new = len(self._rows) - self._num_planned
+        reorders = self._by_prefix or self._by_length
+        return self._hand_over(int(new * _WARM_UP) if reorders else new)
+
+    def rest(self) -> Iterator[list[PromptRow]]:
+        """The rows that are not handed over yet."""
+        return self._hand_over(len(self._rows) - len(self._handed_over))
+
+    def _hand_over(self, count: int) -> Iterator[list[PromptRow]]:
+        """The next ``count`` rows, planned among all that are there; nothing for none."""
+        if count:
+            to_run = self._longest(count) if self._by_length else self._sharing(count)
+            self._handed_over += to_run
+            self._num_planned = len(self._rows)
+            yield [self._rows[at] for at in to_run]
+
+    def _longest(self, count: int) -> list[int]:
+        lengths = np.array([row.num_prompt_tokens for row in self._rows], np.int64)
+        lengths[self._handed_over] = -1  # they are last, and stay
+        to_run: list[int] = np.argsort(-lengths, kind="stable")[:count].tolist()
+        for at in to_run:
+            self._rows[at].distinct_tokens = self._rows[at].num_tokens
+        return to_run
+
+    def _sharing(self, count: int) -> list[int]:
+        order, with_next = self._sorted()
+        done = set(self._handed_over)
+        to_run = [at for at in (order if self._by_prefix else range(len(order))) if at not in done]
+        run = [*self._handed_over, *to_run]
+        later = most_in_common(order, with_next, run)
+        earlier = most_in_common(order, with_next, run[::-1])
+        for at in to_run[:count]:
+            row = self._rows[at]
+            row.reused_prefix_len = later[at]
+            row.distinct_tokens = row.num_tokens - earlier[at]
+        return to_run[:count]
+
+    def _sorted(self) -> tuple[list[int], list[int]]:
+        """All rows by ``_sort_key``, equal ones in input order, and of each the tokens that it
+        begins with as the next does.
+
+        Batches are sorted already. Merging them needs one key of each at a time: the keys of all
+        would take as much memory as their token ids do.
+        """
+        runs = [((_sort_key(self._rows[at]), at) for at in run) for run in self._sorted_batches]
+        order, with_previous, previous = list[int](), list[int](), b""
+        for key, at in merge(*runs):
+            order.append(at)
+            with_previous.append(_common_prefix_len(previous, key))
+            previous = key
+        return order, [*with_previous[1:], 0]
+
+
+def _sort_key(row: PromptRow) -> bytes:
+    """A row's adapter and token ids, big-endian: keys compare as these do."""
+    adapter = row.adapter.to_bytes(_ADAPTER_BYTES, "big")
+    if isinstance(row.prompt, RowError):
+        return adapter
+    return adapter + row.prompt.token_ids.astype(">u4").tobytes()
+
+
+def _common_prefix_len(left: bytes, right: bytes) -> int:
+    """Tokens that two rows begin with, by their ``_sort_key``; none of different adapters."""
+    if left[:_ADAPTER_BYTES] != right[:_ADAPTER_BYTES]:
+        return 0
+    return common_tokens(left, right) - 1
 
 
 def most_in_common(
@@ -81,148 +205,3 @@ def most_in_common(
         common[previous] = min(common[previous], common[at])
         after[previous], before[following] = following, previous
     return longest
-
-
-@dataclass(frozen=True, slots=True)
-class RowBatch:
-    """Rows that may run now, in the order they should, and their token ids, perhaps on disk."""
-
-    rows: Sequence[PromptRow]
-    """Without token ids."""
-    keys: Sequence[Key]
-
-    def with_token_ids(self) -> list[PromptRow]:
-        """The rows, their token ids read back."""
-        return [
-            row.with_token_ids(token_ids(key))
-            for row, key in zip(self.rows, self.keys, strict=True)
-        ]
-
-
-def plan_windows(
-    batches: Iterator[list[PromptRow]],
-    parts: Sequence[Part],
-    window_rows: int,
-    *,
-    by_prefix: bool,
-    by_length: bool = False,
-    make_store: Callable[[], TokenStore],
-    is_starved: Callable[[], bool] = lambda: False,
-) -> Iterator[RowBatch]:
-    """Plan the rows of ``parts``.
-
-    Args:
-        batches: the rows in input order, each batch of one part.
-        parts: the parts they belong to, in order.
-        window_rows: rows are planned among about so many.
-        by_prefix: reorder them by their token ids.
-        by_length: reorder them by their lengths, the longest first; nothing is shared.
-        make_store: makes a window's place for token ids.
-        is_starved: whether all rows handed over are taken and more could run.
-
-    Raises:
-        StorageError: token ids cannot be kept.
-        DataError: what ``batches`` raises, after all rows before it.
-    """
-    per_window = max(1, window_rows // max(1, parts[0].num_rows))
-    window_starts = [part.rows.start for part in parts[::per_window]]
-    for _, of_window in groupby(batches, key=lambda r: bisect_right(window_starts, r[0].row_id)):
-        window = _Window(by_prefix, by_length, make_store())
-        try:
-            for batch in of_window:
-                window.add(batch)
-                if window.has_grown and is_starved():
-                    yield from window.warm_up()
-        except DataError:  # the rows before the place that cannot be read are not lost with it
-            yield from window.rest()
-            raise
-        yield from window.rest()
-
-
-class _Window:
-    """Rows that are planned together."""
-
-    def __init__(self, by_prefix: bool, by_length: bool, store: TokenStore) -> None:
-        self._by_prefix = by_prefix
-        self._by_length = by_length
-        self._store = store
-        self._rows: list[PromptRow] = []
-        self._handed_over: list[int] = []
-        """Indices of rows, in order."""
-        self._num_planned = 0
-
-    def add(self, batch: list[PromptRow]) -> None:
-        """Append rows, their token ids to the store."""
-        self._store.add(
-            [_NO_TOKENS if isinstance(r.prompt, RowError) else r.prompt.token_ids for r in batch]
-        )
-        self._rows += [row.with_token_ids(_NO_TOKENS) for row in batch]
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether rows have doubled since they were planned: then planning again is cheap."""
-        return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
-
-    def warm_up(self) -> Iterator[RowBatch]:
-        """Rows to begin with, before the window is complete."""
-        new = len(self._rows) - self._num_planned
-        reorders = self._by_prefix or self._by_length
-        return self._hand_over(int(new * _WARM_UP) if reorders else new)
-
-    def rest(self) -> Iterator[RowBatch]:
-        """The rows that are not handed over yet."""
-        return self._hand_over(len(self._rows) - len(self._handed_over))
-
-    def _hand_over(self, count: int) -> Iterator[RowBatch]:
-        """The next ``count`` rows, planned among all that are there."""
-        if self._by_length:
-            return self._longest(count)
-        return self._sharing(count)
-
-    def _longest(self, count: int) -> Iterator[RowBatch]:
-        rows, keys = self._rows, self._store.rows()
-        lengths = np.array([len(key) for key in keys], np.int64)
-        lengths[self._handed_over] = -1  # they are last, and stay
-        to_run = np.argsort(-lengths, kind="stable")[:count].tolist()
-        self._handed_over += to_run
-        self._num_planned = len(rows)
-        for start in range(0, count, BATCH_ROWS):
-            batch = to_run[start : start + BATCH_ROWS]
-            planned = [
-                replace(rows[row], distinct_tokens=rows[row].num_tokens_after + len(keys[row]))
-                for row in batch
-            ]
-            yield RowBatch(planned, [keys[row] for row in batch])
-
-    def _sharing(self, count: int) -> Iterator[RowBatch]:
-        rows, keys = self._rows, self._store.rows()
-        order = prefix_order(self._store.as_arrow())
-        order.sort(key=lambda row: rows[row].adapter)  # it keeps the order of equals
-        with_next = [
-            common if rows[row].adapter == rows[following].adapter else 0
-            for common, (row, following) in zip(
-                common_with_next(keys, order), pairwise([*order, *order[-1:]]), strict=True
-            )
-        ]
-        remaining = set(range(len(rows))).difference(self._handed_over)
-        to_run = [
-            row for row in (order if self._by_prefix else range(len(rows))) if row in remaining
-        ]
-        run = [*self._handed_over, *to_run]
-        later = most_in_common(order, with_next, run)
-        earlier = most_in_common(order, with_next, run[::-1])
-        self._handed_over += to_run[:count]
-        self._num_planned = len(rows)
-        for start in range(0, count, BATCH_ROWS):
-            batch = to_run[start : min(start + BATCH_ROWS, count)]
-            yield RowBatch(
-                [
-                    replace(
-                        rows[row],
-                        reused_prefix_len=later[row],
-                        distinct_tokens=rows[row].num_tokens_after + len(keys[row]) - earlier[row],
-                    )
-                    for row in batch
-                ],
-                [keys[row] for row in batch],
-            )

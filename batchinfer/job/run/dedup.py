@@ -69,7 +69,11 @@ class RequestDeduplicator:
         the last of them does.
         """
         leaders = [row for row in rows if not self.attach(row)]
-        return [self._with_reuse_after_followers(row) for row in leaders]
+        for row in leaders:
+            leader = self._of_row.get(row.row_id)
+            if leader is not None and leader.followers:
+                row.reused_prefix_len = leader.followers[-1].reused_prefix_len
+        return leaders
 
     def attach(self, row: PromptRow) -> bool:
         """Have a row follow an equal one in the engine; else, rows to come may follow it.
@@ -87,7 +91,8 @@ class RequestDeduplicator:
             return False
         if self._num_waiting >= MAX_WAITING:
             return False
-        leader.followers.append(row.with_token_ids(leader.key.token_ids))
+        row.prompt = replace(row.prompt, token_ids=leader.key.token_ids)  # held once
+        leader.followers.append(row)
         self._num_waiting += 1
         return True
 
@@ -99,12 +104,6 @@ class RequestDeduplicator:
         del self._by_key[leader.key]
         self._num_waiting -= len(leader.followers)
         return leader.followers
-
-    def _with_reuse_after_followers(self, row: PromptRow) -> PromptRow:
-        leader = self._of_row.get(row.row_id)
-        if leader is None or not leader.followers:
-            return row
-        return replace(row, reused_prefix_len=leader.followers[-1].reused_prefix_len)
 
     def _text(self, params: SamplingParams) -> str:
         """Parameters but for the seed, which nothing is drawn with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.engine.request import Completion, PartialSample, Request, SampleOutput
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError, RowError
+from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.storage.failpoints import failpoint
@@ -87,6 +89,8 @@ class EngineLoop:
     """Has what earlier runs drew, and takes what is drawn."""
 
     def __post_init__(self) -> None:
+        self._taken = deque[PromptRow]()
+        """Rows that the engine has not got yet."""
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
         """What is to be told with the next step."""
@@ -107,7 +111,7 @@ class EngineLoop:
                     writer.put(self._step(failed))
                 else:
                     # In this order: a stop is what may have ended the rows.
-                    complete = rows.exhausted and not self.stop.is_set()
+                    complete = not self._taken and rows.exhausted and not self.stop.is_set()
         except JobError:
             with suppress(JobError):  # the first error says more
                 writer.put(TurnResult([], None, tokens=self._take_tokens()))
@@ -121,12 +125,19 @@ class EngineLoop:
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:
             idle = not self.engine.num_unfinished and not failed
-            batch = rows.take(_WAIT_S if idle else 0)
+            batch = self._take(rows, _WAIT_S if idle else 0)
             if batch is None:
                 break
             failed += [row for row in batch if isinstance(row.prompt, RowError)]
             self._give([row for row in batch if not isinstance(row.prompt, RowError)])
         return failed
+
+    def _take(self, rows: RowSource, timeout_s: float) -> list[PromptRow] | None:
+        """The next rows; None if there are none within the time."""
+        if not self._taken:
+            self._taken.extend(rows.take(timeout_s) or ())
+        count = min(BATCH_ROWS, len(self._taken))
+        return [self._taken.popleft() for _ in range(count)] or None
 
     def _give(self, rows: list[PromptRow]) -> None:
         self.admit([row.row_id for row in rows])

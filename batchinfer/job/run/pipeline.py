@@ -1,8 +1,6 @@
-"""The way of a row through the four threads of a run.
+"""The way of a row through the three threads of a run.
 
     reads        read_prompts -> plan_windows     Prefetcher, a window ahead
-                       | RowBatch
-    reads back   RowBatch.with_token_ids          Prefetcher, two batches ahead
                        | PromptRow
     runs         EngineLoop.run                   the thread that called run_pipeline
                        | TurnResult
@@ -10,11 +8,11 @@
                  tokens so far -> TokenFiles      every few seconds
 
 From the file it is read from to the part it is written to, a row is in turn a ``Row`` of values, a
-``PromptRow``, in a ``RowBatch`` without its token ids, a ``Request``, a ``RequestState`` with its
-sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
+``PromptRow``, a ``Request``, a ``RequestState`` with its sequences, a ``Completion``, a
+``RowResult`` and a ``FinishedRow``.
 
-Bounded queues lie between them: whoever is too fast waits. Prompts are kept as token ids on disk
-where a window of them does not fit into memory, which is why they are read back.
+Bounded queues lie between them: whoever is too fast waits. Two windows are in memory: the one whose
+rows run, and the one after it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
-from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys
 from batchinfer.job.output.commit import publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
@@ -41,11 +38,10 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
-from batchinfer.job.rows.read_prompts import read_prompts, without_text
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import RowBatch, plan_windows
+from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
@@ -54,9 +50,9 @@ from batchinfer.job.stats.recorder import Recorder, next_run_id, package_version
 from batchinfer.job.tokens.in_flight import TokensInFlight
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process import gc_frozen
+from batchinfer.requests import PromptRow
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
-_BATCHES_READ_BACK = 2
 QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """The error of a row that is given up."""
 
@@ -71,8 +67,8 @@ def run_pipeline(
 ) -> bool:
     """Make the parts that are not finished.
 
-    Rows are read, made into prompts and planned in one thread, read back in another, run in this
-    one, made into text and written in a fourth.
+    Rows are read, made into prompts and planned in one thread, run in this one, made into text and
+    written in a third.
 
     Args:
         recovered: the parts to make, and what is there of them already.
@@ -202,7 +198,6 @@ class RowPipeline:
             self.token_files.write(finished.tokens)
 
         complete = False
-        window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
             BackgroundConsumer(write, _WRITES_DUE) as writer,
             Prefetcher(
@@ -212,10 +207,9 @@ class RowPipeline:
                     starved.is_set,
                     writer.put,
                 ),
-                window_batches,
+                1,
                 starved,
-            ) as planned,
-            Prefetcher((batch.with_token_ids() for batch in planned), _BATCHES_READ_BACK) as rows,
+            ) as rows,
         ):
             try:
                 with gc_frozen():
@@ -245,7 +239,7 @@ class RowPipeline:
         is_over: Callable[[], bool],
         is_starved: Callable[[], bool],
         hand_over: Callable[[FoundRows], None],
-    ) -> Iterator[RowBatch]:
+    ) -> Iterator[list[PromptRow]]:
         """The rows in ``ranges`` that have to run, in the order they should, until ``is_over``.
 
         Args:
@@ -253,20 +247,18 @@ class RowPipeline:
         """
         spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
         read = self.job.source.batches(loaded.reader.columns, parts, ranges)
-        rows = read_prompts(read, loaded.reader, self.in_flight.making)
+        keeps_text = "prompt" in spec.output.include
+        rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         rows = row_keys(self.job, loaded.context).with_keys(rows)
         if self.reuse is not None:
             rows = self.reuse.without_found(rows, hand_over)
-        if "prompt" not in spec.output.include:
-            rows = without_text(rows)
         return plan_windows(
             rows,
             parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
             by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
-            make_store=partial(TokenStore, self.job.out.scratch),
             is_starved=is_starved,
         )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from queue import Empty, Full, Queue
-from threading import Event
+from threading import Event, Semaphore
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -13,7 +13,8 @@ _POLL_S = 0.1
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them.
+    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them: it is not
+    asked for one more before one of them is taken.
 
     Args:
         items: what to run.
@@ -22,7 +23,9 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
-        self._queue: Queue[T] = Queue(depth)
+        self._queue: Queue[T] = Queue()
+        self._room = Semaphore(depth)
+        """Items that may be made and not taken."""
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
@@ -45,6 +48,7 @@ class Prefetcher(Generic[T]):
         try:
             item = self._queue.get(block=waits and not self._done.is_set(), timeout=timeout_s)
             self._starved.clear()
+            self._room.release()
             return item
         except Empty:
             if waits and self._nothing_left and self._error is not None:
@@ -54,18 +58,8 @@ class Prefetcher(Generic[T]):
     def wait(self, stop: Event) -> None:
         """Wait for an item to be there, or for the end of them all, or for ``stop``."""
         while self._queue.empty() and not self._done.is_set() and not stop.is_set():
+            self._starved.set()
             self._filled.wait(_POLL_S)
-
-    def __iter__(self) -> Iterator[T]:
-        """Items, each when it is there.
-
-        Raises:
-            BaseException: what the iterable raised, after the items before it.
-        """
-        while not self.exhausted:
-            item = self.take(_POLL_S)
-            if item is not None:
-                yield item
 
     @property
     def exhausted(self) -> bool:
@@ -86,23 +80,23 @@ class Prefetcher(Generic[T]):
 
     def _run(self, items: Iterable[T]) -> None:
         try:
-            for item in items:
-                if not self._put(item):
-                    break
+            coming = iter(items)
+            while self._has_room():
+                self._queue.put(next(coming))  # no name for it: it is not this thread's any more
+                self._filled.set()
+        except StopIteration:
+            pass
         except BaseException as error:
             self._error = error
         finally:
             self._done.set()
             self._filled.set()
 
-    def _put(self, item: T) -> bool:
+    def _has_room(self) -> bool:
+        """Wait for an item to be taken; whether another is wanted then."""
         while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_S)
-                self._filled.set()
+            if self._room.acquire(timeout=_POLL_S):
                 return True
-            except Full:
-                continue
         return False
 
 

@@ -175,7 +175,6 @@ def test_logs_grow_and_go(out: OutputDir) -> None:
 
 def test_nothing_of_the_output_is_on_the_workers_disk() -> None:
     own = elsewhere(Outbox())
-    assert own.scratch is None
     own.files.make_directory(own.staging)
     own.files.write(own.staging / "part", b"staged")
     assert not Path("/nowhere").exists()

@@ -1,36 +1,26 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.read_prompts import read_prompts, without_text
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.reader import ColumnReader, RowAdapters
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.requests import PromptRow
-from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.prompts import PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import byte_tokenizer, grammars
 
 PARAMS = RowParams(SamplingParams(seed=0), 257, grammars())
 
 
-def row(row_id: int, *token_ids: int) -> PromptRow:
-    ids = np.asarray(token_ids, dtype=np.int32)
-    return PromptRow(row_id, Prompt(ids, "text", truncated=False, has_control_text=False))
-
-
-def batches(rows: list[PromptRow], size: int) -> Iterator[list[PromptRow]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_text", [True, False])
+def test_rows_are_read_and_made_into_prompts(tmp_path: Path, keeps_text: bool) -> None:
     path = write_parquet(tmp_path / "x.parquet", {"prompt": ["a", "", "c", "d"], "n": range(4)})
     source = open_source(str(path))
     config = PromptConfig(chat_template="none")
@@ -40,18 +30,10 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
     reader = ColumnReader(builder, PARAMS, RowAdapters(), source.schema.names)
     parts = [Part(0, range(2)), Part(2, range(3, 4))]
     read = source.batches(reader.columns, parts)
-    rows = [r for batch in read_prompts(read, reader) for r in batch]
+    rows = [r for batch in read_prompts(read, reader, keeps_text=keeps_text) for r in batch]
     assert [r.row_id for r in rows] == [0, 1, 3]
     shown = [r.prompt.code if isinstance(r.prompt, RowError) else r.prompt.text for r in rows]
-    assert shown == ["a", "empty_prompt", "d"]
-
-
-def test_text_is_dropped_where_nobody_wants_it() -> None:
-    error = PromptRow(1, RowError("empty_prompt", "no"))
-    (first, second) = next(without_text(batches([row(0, 1), error], 2)))
-    assert isinstance(first.prompt, Prompt)
-    assert first.prompt.text is None
-    assert second is error
+    assert shown == (["a", "empty_prompt", "d"] if keeps_text else [None, "empty_prompt", None])
 
 
 def test_an_error_does_not_keep_the_row_it_is_about() -> None:

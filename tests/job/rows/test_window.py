@@ -6,18 +6,16 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.token_store import TokenStore
+from batchinfer.job.rows import window
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt
-from tests.job.spilled import bytes_in_files
 
 PARTS = [Part(index, range(4 * index, 4 * index + 4)) for index in range(4)]
 
@@ -35,22 +33,15 @@ def batches(rows: Iterable[PromptRow], size: int) -> Iterator[list[PromptRow]]:
 def plan(
     rows: list[PromptRow],
     parts: list[Part],
-    window: int,
+    window_rows: int,
     *,
     by_prefix: bool = True,
-    budget: int = 10_000,
     size: int = 2,
     is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[PromptRow]]:
-    lots = plan_windows(
-        batches(rows, size),
-        parts,
-        window,
-        by_prefix=by_prefix,
-        make_store=lambda: TokenStore(None, budget),
-        is_starved=is_starved,
+    return plan_windows(
+        batches(rows, size), parts, window_rows, by_prefix=by_prefix, is_starved=is_starved
     )
-    return (lot.with_token_ids() for lot in lots)
 
 
 def order(rows: list[PromptRow], parts: list[Part], window: int) -> list[int]:
@@ -116,14 +107,6 @@ def test_rows_that_cannot_run_come_first_and_equal_rows_stay_in_order() -> None:
     assert (lot[0].reused_prefix_len, lot[0].distinct_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("budget", [0, 50, 10_000])
-def test_rows_come_back_as_they_were(budget: int) -> None:
-    rows = random_rows(16)
-    back = [r for lot in plan(rows, PARTS, 8, budget=budget) for r in lot]
-    assert {r.row_id: tokens(r) for r in back} == {r.row_id: tokens(r) for r in rows}
-    assert {r.prompt.text for r in back if isinstance(r.prompt, Prompt)} == {"text"}
-
-
 def test_each_row_is_told_what_comes_later_in_its_window() -> None:
     rows = [row(0, 1, 2, 3), row(1, 9), row(2, 1, 2, 4), row(3, 1, 2, 3, 3), row(4, 1, 2)]
     parts = PARTS[:2]
@@ -161,19 +144,18 @@ def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
         LARGE,
         8192,
         by_prefix=by_prefix,
-        make_store=lambda: TokenStore(None),
         is_starved=lambda: True,
     )
     seen, after = [], []
     for lot in lots:
-        seen += lot.with_token_ids()
+        seen += lot
         after.append((read, len(seen)))
     if by_prefix:
-        assert after[:4] == [(1024, 64), (2048, 128), (4096, 256), (8192, 512)]
+        assert after == [(1024, 64), (2048, 128), (4096, 256), (8192, 512), (8192, 8192)]
         rest = [tokens(r) for r in seen[512:]]
         assert rest == sorted(rest), "what the head start shares with the rest comes first"
     else:
-        assert after[:3] == [(1024, 1024), (2048, 2048), (4096, 3072)]
+        assert after == [(1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)]
         assert [r.row_id for r in seen] == list(range(8192))
     assert sorted(r.row_id for r in seen) == list(range(8192))
     assert sum(r.distinct_tokens for r in seen) == tree_size(rows)
@@ -188,21 +170,20 @@ def test_a_head_start_takes_the_rows_that_come_next_anyhow() -> None:
 
 def test_whoever_has_enough_to_do_gets_whole_windows() -> None:
     lots = list(plan(random_rows(4096), LARGE, 8192, size=512))
-    assert [len(lot) for lot in lots] == [1024] * 4
+    assert [len(lot) for lot in lots] == [4096]
 
 
-def test_a_window_beyond_its_budget_is_in_files(tmp_path: Path) -> None:
-    stores: list[TokenStore] = []
-
-    def make_store() -> TokenStore:
-        stores.append(TokenStore(tmp_path, 64))
-        return stores[-1]
-
-    rows = random_rows(16)
-    lots = plan_windows(batches(rows, 2), PARTS, 8, by_prefix=True, make_store=make_store)
-    assert [r.row_id for lot in lots for r in lot.with_token_ids()] == order(rows, PARTS, 8)
-    assert [bytes_in_files(store) > 0 for store in stores] == [True, True]
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_window_of_long_prompts_ends_earlier(
+    monkeypatch: pytest.MonkeyPatch, by_length: bool
+) -> None:
+    monkeypatch.setattr(window, "MOST_TOKENS", 10)
+    rows = [row(at, *[99 - at] * length) for at, length in enumerate([3, 3, 2, 2, 1, 9, 40, 1])]
+    lots = plan_windows(
+        batches(rows, 2), [Part(0, range(8))], 8, by_prefix=True, by_length=by_length
+    )
+    ids = [[r.row_id for r in lot] for lot in lots]
+    assert ids == ([[0, 1, 2, 3], [5, 4], [6, 7]] if by_length else [[3, 2, 1, 0], [5, 4], [7, 6]])
 
 
 def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
@@ -210,7 +191,7 @@ def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
         yield [row(0, 5), row(1, 3)]
         raise DataError("row group 1 cannot be read")
 
-    lots = plan_windows(broken(), PARTS, 8, by_prefix=True, make_store=lambda: TokenStore(None))
-    assert [r.row_id for r in next(lots).with_token_ids()] == [1, 0]
+    lots = plan_windows(broken(), PARTS, 8, by_prefix=True)
+    assert [r.row_id for r in next(lots)] == [1, 0]
     with pytest.raises(DataError, match="row group 1"):
         next(lots)

@@ -18,16 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import RowBatch, plan_windows
+from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests import PromptRow
 from batchinfer.text.children.pool import ChildPrompts
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
-from tests.job.spilled import bytes_in_files
 
 _LONG_S = 60.0
 
@@ -116,32 +115,6 @@ def test_sharing_of_a_job_that_was_stopped_is_that_of_all_its_rows(tmp_path: Pat
     assert sharing["distinct_tokens"] == pc.sum(requests["distinct_tokens"]).as_py()
 
 
-def test_a_job_whose_windows_are_in_files_gives_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stores: list[TokenStore] = []
-
-    def tiny(folder: Path) -> TokenStore:
-        stores.append(TokenStore(folder, budget_bytes=100))
-        return stores[-1]
-
-    monkeypatch.setattr(pipeline, "TokenStore", tiny)
-    prompts = texts(tmp_path)
-    strays = [tmp_path / "out" / "_batchinfer" / "staging" / "left-by-a-crash"]
-    spec = job(tmp_path, sampling={"max_tokens": 40})
-    build = FakeBuild()
-    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
-    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
-    strays[0].write_bytes(b"token ids")
-    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
-    assert stores
-    assert all(map(bytes_in_files, stores))
-    parts = sorted((tmp_path / "out" / "data").iterdir())
-    answers = pq.read_table(parts)["generated_text"].to_pylist()
-    assert answers == prompts, "each row is answered with its prompt"
-    assert list((tmp_path / "out" / "_batchinfer" / "staging").iterdir()) == []
-
-
 class Watched(FakeBuild):
     """Keeps the engine it builds."""
 
@@ -155,19 +128,23 @@ class Watched(FakeBuild):
 def test_the_next_window_is_there_before_the_last_one_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    last_is_planned = Event()
+    second_is_planned = Event()
 
-    def watched(*arguments: Any, **options: Any) -> Iterator[RowBatch]:
-        yield from plan_windows(*arguments, **options)
-        last_is_planned.set()
+    def watched(*arguments: Any, **options: Any) -> Iterator[list[PromptRow]]:
+        windows = plan_windows(*arguments, **options)
+        yield next(windows)
+        second = next(windows)
+        second_is_planned.set()
+        yield second
+        yield from windows
 
     monkeypatch.setattr(pipeline, "plan_windows", watched)
     texts(tmp_path)  # four windows of a part each; the engine has room for less than one
     build, unfinished = Watched(max_num_seqs=4), []
 
     def before_step(step: int) -> None:
-        if step == 0:  # no row is finished, and yet every window is read and planned
-            assert last_is_planned.wait(_LONG_S)
+        if step == 0:  # no row is finished, and yet the next window is read and planned
+            assert second_is_planned.wait(_LONG_S)
         unfinished.append(build.built.engine.num_unfinished)
 
     build.before_step = before_step
@@ -187,7 +164,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
 
     def noting(
         *arguments: Any, is_starved: Callable[[], bool], **options: Any
-    ) -> Iterator[RowBatch]:
+    ) -> Iterator[list[PromptRow]]:
         hungry.append(is_starved)
         return plan_windows(*arguments, is_starved=is_starved, **options)
 

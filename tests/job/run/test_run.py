@@ -809,8 +809,8 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
             leaving.set()
             super().__exit__(*error)
 
-    def reading(*arguments: Any) -> Iterator[list[PromptRow]]:
-        for number, batch in enumerate(read_prompts(*arguments)):
+    def reading(*arguments: Any, **options: Any) -> Iterator[list[PromptRow]]:
+        for number, batch in enumerate(read_prompts(*arguments, **options)):
             if number < 3:  # a window, and what shows that it has ended
                 yield batch
                 continue

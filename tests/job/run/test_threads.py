@@ -34,8 +34,7 @@ def test_it_runs_no_further_ahead_than_its_depth() -> None:
     with Prefetcher(numbers(), depth=2) as ahead:
         for taken in range(50):
             assert ahead.take(60) == taken
-            # taken, two in the queue, one in the thread's hand
-            assert len(made) <= taken + 1 + 3
+            assert len(made) <= taken + 1 + 2, "one is being made in the place of what was taken"
 
 
 def test_an_error_comes_after_the_items_before_it() -> None:
@@ -107,20 +106,6 @@ def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> No
     with pytest.raises(KeyError, match="body"):
         put_numbers(BackgroundConsumer(consumed.append, depth=5), broken())
     assert consumed == [1]
-
-
-def test_all_items_can_be_gone_through() -> None:
-    with Prefetcher(range(100), depth=3) as ahead:
-        assert list(ahead) == list(range(100))
-
-    def broken() -> Iterator[int]:
-        yield 1
-        raise ValueError("bad row group")
-
-    seen: list[int] = []
-    with Prefetcher(broken(), depth=3) as ahead, pytest.raises(ValueError, match="bad row group"):
-        seen.extend(ahead)
-    assert seen == [1]
 
 
 def test_it_knows_whether_more_is_wanted() -> None:
