@@ -90,6 +90,11 @@ class PromptRow:
         if not isinstance(self.prompt, RowError):
             self.prompt = replace(self.prompt, text=None)
 
+    def share_token_ids(self, other: PromptRow) -> None:
+        """Hold the token ids of an equal row, so that they are in memory once."""
+        if not isinstance(self.prompt, RowError) and not isinstance(other.prompt, RowError):
+            self.prompt = replace(self.prompt, token_ids=other.prompt.token_ids)
+
 
 def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -> Request:
     """The request of a row that can run for the hidden states of its prompt.

@@ -181,9 +181,11 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
 
 
 def row_keys(job: Job, context: EngineContext) -> RowKeys:
-    """What makes the keys of a job's rows, as its model runs them."""
+    """What makes the keys of a job's rows, as its model runs them; of a job whose manifest has no
+    fingerprint, they only compare its rows with each other."""
+    facts = job.manifest.job or fingerprint_facts(job.spec, {"adapters": job.spec.model.adapters})
     return RowKeys(
-        job.manifest.job,
+        facts,
         context.max_model_len,
         context.adapters,
         chosen_by_length="longrope" in context.model_facts,

@@ -150,9 +150,9 @@ def _rows(
     window, reader = job.spec.engine.order_window, loaded.reader
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
     rows = read_prompts(job.source.batches(reader.columns, parts), reader)
+    rows = row_keys(job, loaded.context).with_keys(rows)
     if reuse is not None:
-        keys = row_keys(job, loaded.context)
-        rows = reuse.without_found(keys.with_keys(rows), lambda found: None)
+        rows = reuse.without_found(rows, lambda found: None)
     windows = plan_windows(
         census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,
