@@ -162,6 +162,7 @@ class RequestMaker:
             grammar=self._grammar(row.sampling, row.prompt.token_ids),
             reused_prefix_len=row.reused_prefix_len,
             adapter=row.adapter,
+            key=row.key,
         )
 
     def _grammar(

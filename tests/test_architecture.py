@@ -265,11 +265,11 @@ ROOMS = [
     Room(
         "job.tokens",
         "Tokens in flight: output of unfinished rows, kept on disk for the run that goes on.",
-        ("config", "engine", "protocols", "job"),
+        ("errors", "console", "engine", "protocols", "job"),
     ),
     Room(
         "job.run",
-        "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
+        "``batchinfer run``: three threads, the engine's loop, and what is said of it.",
         (
             "config",
             "errors",

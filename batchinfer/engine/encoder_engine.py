@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 
 from batchinfer.engine.encoder_step import EncoderRunner, EncoderStep
 from batchinfer.engine.engine import StepOutcome
 from batchinfer.engine.oom_recovery import Recovered
+from batchinfer.engine.output_tracker import OutputObserver
 from batchinfer.engine.request import Completion, Request, RequestStats, beyond_vocabulary
 from batchinfer.engine.runner import OutOfMemory
-from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Float32
 from batchinfer.errors import DeviceError
@@ -56,6 +56,8 @@ class EncoderEngine:
         self._sorted: deque[tuple[Request, float]] = deque()
         self._refused: list[Completion] = []
         self._num_steps = 0
+        self.observer: OutputObserver | None = None
+        """Never asked: a request is untouched, or done."""
         self._first_step_at: float | None = None
 
     @property
@@ -72,11 +74,6 @@ class EncoderEngine:
     def num_unfinished(self) -> int:
         """Requests added and not yet handed back."""
         return self.num_waiting + len(self._refused)
-
-    @property
-    def states(self) -> Collection[RequestState]:
-        """No states: a request is untouched, or done."""
-        return ()
 
     def add_request(self, request: Request) -> None:
         """Queue a request. One that can never run is handed back by the next step, as an error."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.oom_recovery import Recovered, recover
+from batchinfer.engine.output_tracker import OutputObserver
 from batchinfer.engine.request import Completion, Request, beyond_vocabulary
 from batchinfer.engine.resume import begin
 from batchinfer.engine.runner import OutOfMemory, Runner
@@ -79,6 +80,7 @@ class Engine:
         self._num_arrived = 0
         self._num_unfinished = 0
         self._states: dict[Request, RequestState] = {}
+        self.observer: OutputObserver | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -111,6 +113,8 @@ class Engine:
         One with a ``partial_output`` goes on from there, if that is whole; else it begins anew.
         """
         self._num_unfinished += 1
+        if self.observer is not None and request.partial_output is None:
+            request = replace(request, partial_output=self.observer.partial_output(request))
         refusal = self.refusal(request)
         if refusal is not None:
             code, message = refusal
@@ -161,6 +165,8 @@ class Engine:
         self._num_unfinished -= len(outcome.completions)
         for completion in outcome.completions:
             self._states.pop(completion.request, None)
+        if self.observer is not None:
+            self.observer.stepped(self.states, outcome.completions, outcome.output_tokens)
         return outcome
 
     def _submit_and_process(self, outcome: StepOutcome, began: float) -> None:

@@ -69,6 +69,9 @@ class Request:
     on; -1 pads."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     """What is given as log-probabilities."""
+    key: bytes | None = None
+    """Hash of all that decides what is drawn, by which an observer of the engine knows it in the
+    next run; None: nobody keeps what it draws."""
     partial_output: PartialOutput | None = None
     """What an earlier run drew of it before it ended: it goes on from there."""
 

@@ -235,6 +235,7 @@ def make_request(row_id: int, prompt: list[int], **params: object) -> Request:
         params=SamplingParams(**params),  # type: ignore[arg-type]
         rng_key=(0, row_id),
         eos_token_ids=frozenset({EOS}),
+        key=b"row %12d" % row_id,
     )
 
 

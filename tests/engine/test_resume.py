@@ -19,10 +19,10 @@ from batchinfer.engine.request import (
     PartialSample,
     Request,
     RequestStats,
-    SampleOutput,
     TokenLogprobs,
 )
 from batchinfer.engine.stats import StepStats
+from batchinfer.job.tokens.record import KeptOutput
 from batchinfer.protocols import StopMatch
 from tests.engine.fake import SPOILT, hashed, make_engine, make_request
 from tests.engine.invariants import check_scheduler
@@ -63,60 +63,25 @@ def workload() -> list[Request]:
 
 
 class Outputs:
-    """Partial outputs, put together from increments."""
+    """Partial outputs of rows, put together from increments."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, dict[int, Any]] = {}
-        self._stats: dict[int, Any] = {}
+        self._kept: dict[int, KeptOutput] = {}
 
-    def add(self, increments: list[OutputIncrement]) -> None:
+    def add(self, run: str, increments: list[OutputIncrement]) -> None:
         for one in increments:
-            row = one.request.row_id
-            if one.starts_over:
-                self._samples[row] = {}
-            self._stats[row] = one.stats
-            known = self._samples[row]
-            if any(new.parent is not None for new in one.samples):
-                self._samples[row] = {}
-            for new in one.samples:
-                before = known.get(new.index if new.parent is None else new.parent.index)
-                tokens = [] if before is None else before[0]
-                if new.parent is not None:
-                    tokens = tokens[: new.start]
-                    assert tokens == new.parent.token_ids.tolist()
-                assert new.start == len(tokens), "an increment is lost, or told twice"
-                logprobs = None if new.logprobs is None else [*new.logprobs]
-                if before is not None and logprobs is not None:
-                    logprobs = [*before[1], *logprobs]
-                self._samples[row][new.index] = (
-                    [*tokens, *map(int, new.token_ids)],
-                    logprobs,
-                    new.cumulative_logprob,
-                    new.end,
-                )
+            known = self._kept.get(one.row_id)
+            if known is None or known.chain != (run, one.chain):
+                known = self._kept[one.row_id] = KeptOutput(one.key, (run, one.chain), one.stats)
+            before = known.num_tokens
+            known.add(one)
+            added = sum(len(sample.token_ids) for _, sample in one.samples)
+            assert known.num_tokens == before + added, "an increment is lost, or told twice"
 
     def of(self, request: Request) -> Request:
         """A request with what is known of it."""
-        found = self._samples.get(request.row_id)
-        if not found:
-            return request
-        samples, finished = [], []
-        for index, (tokens, logprobs, total, end) in sorted(found.items()):
-            ids = np.array(tokens, dtype=np.int32)
-            if end is None:
-                samples.append(PartialSample(index, ids, total, logprobs))
-                continue
-            match = None if end.text_end is None else StopMatch(end.stop_reason, end.text_end)
-            finished.append(
-                SampleOutput(
-                    *(index, ids, end.finish_reason, end.stop_reason, match, total),
-                    logprobs,
-                    end.score,
-                )
-            )
-        stats = self._stats[request.row_id]
-        partial = PartialOutput(tuple(samples), tuple(finished), stats)
-        return replace(request, partial_output=partial)
+        kept = self._kept.get(request.row_id)
+        return request if kept is None else replace(request, partial_output=kept.partial())
 
 
 def steps(engine: Engine) -> Iterator[tuple[list[Completion], StepStats | None]]:
@@ -169,7 +134,7 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
     wanted = unbroken(workload(), runs_ahead=ahead)
     outputs, found = Outputs(), dict[int, object]()
     prefill = computed_once = recomputed = 0
-    for cut in [*cuts, 5000]:
+    for run, cut in enumerate([*cuts, 5000]):
         engine, _ = make_engine(num_blocks, next_token=ends_seldom, runs_ahead=ahead)
         tracker = OutputTracker()
         for row_id, request in rows.items():
@@ -185,7 +150,8 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
                 recomputed += kept.recomputed_tokens
             # What is told goes to disk with the rows that are finished by then.
             if number % every == 0 or completions or number == cut:
-                outputs.add(tracker.take(engine.states, []))
+                whole = number % 5 == 0
+                outputs.add(f"{run}", tracker.take(engine.states, [], whole=whole))
                 prefill += sum(one.prefill_tokens for one in untold)
                 untold.clear()
             if number == cut:
@@ -204,7 +170,7 @@ def test_a_token_is_computed_again_and_drawn_once() -> None:
     outputs, tracker = Outputs(), OutputTracker()
     for _, _ in zip(range(4), steps(engine), strict=False):
         pass
-    outputs.add(tracker.take(engine.states, []))
+    outputs.add("run", tracker.take(engine.states, []))
     engine, runner = make_engine(16)
     engine.add_request(outputs.of(request))
     ended, stats = zip(*steps(engine), strict=True)
@@ -213,18 +179,6 @@ def test_a_token_is_computed_again_and_drawn_once() -> None:
     assert (completion.stats.recomputed_tokens, completion.stats.prompt_tokens) == (3 + 3, 3)
     assert sum(step.prefill_tokens for step in stats if step) == 3 + 3
     assert sum(step.decode_tokens for step in stats if step) == 6
-
-
-def test_of_a_search_is_told_what_its_beams_add_to_those_before() -> None:
-    engine, _ = make_engine(64)
-    engine.add_request(beams(0, [1, 2], 3, max_tokens=40))
-    tracker, told = OutputTracker(), []
-    for _, _ in zip(range(30), steps(engine), strict=False):
-        told += tracker.take(engine.states, [])
-    assert [one.starts_over for one in told] == [True] + [False] * (len(told) - 1)
-    lengths = [[len(sample.token_ids) for sample in one.samples] for one in told[1:]]
-    assert all(max(new) <= 1 for new in lengths), "in one step"
-    assert not tracker.take(engine.states, []), "nothing new"
 
 
 def complete_partial() -> PartialOutput:
@@ -294,7 +248,7 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
     engine.add_request(request)
     (completion,) = [one for completions, _ in steps(engine) for one in completions]
     tracker, outputs = OutputTracker(), Outputs()
-    outputs.add(tracker.take([], [completion]))
+    outputs.add("run", tracker.take([], [completion]))
     engine, runner = make_engine(16)
     engine.add_request(outputs.of(request))
     (again,) = engine.step().completions
@@ -316,12 +270,11 @@ def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
     assert not tracker.take(engine.states, []), "its tokens are being computed again"
     engine.step()
     (told,) = tracker.take(engine.states, [])
-    assert told.starts_over
-    assert [(sample.start, len(sample.token_ids)) for sample in told.samples] == [(0, 3)]
+    assert [(start, len(sample.token_ids)) for start, sample in told.samples] == [(0, 3)]
     engine.step()
-    (told,) = tracker.take(engine.states, [])
-    assert not told.starts_over
-    assert [(sample.start, len(sample.token_ids)) for sample in told.samples] == [(3, 1)]
+    (then,) = tracker.take(engine.states, [])
+    assert then.chain == told.chain
+    assert [(start, len(sample.token_ids)) for start, sample in then.samples] == [(3, 1)]
 
 
 def test_a_row_that_starts_over_is_told_of_anew() -> None:
@@ -331,18 +284,19 @@ def test_a_row_that_starts_over_is_told_of_anew() -> None:
     tracker = OutputTracker()
     for _, _ in zip(range(3), steps(engine), strict=False):
         pass
-    assert tracker.take(engine.states, [])
+    (told,) = tracker.take(engine.states, [])
     (state,) = engine.states
     state.skip_prefix_cache = True  # as where its row is failed, and may be for another's fault
     for sample in state.samples:
         engine.scheduler.drop(sample)
     engine.scheduler.requeue(state.restart())
     (void,) = tracker.take(engine.states, [])
-    assert (void.starts_over, void.samples) == (True, [])
+    assert void.chain > told.chain
+    assert void.samples == []
     engine.step()
     (anew,) = tracker.take(engine.states, [])
-    assert anew.starts_over
-    assert [sample.start for sample in anew.samples] == [0, 0]
+    assert anew.chain == void.chain
+    assert [start for start, _ in anew.samples] == [0, 0]
 
 
 def test_a_prompt_whose_logits_are_no_numbers_is_found_out_after_a_resume() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.output.recovery.quarantine import crash_history_from
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import Recorder
+from batchinfer.job.tokens.in_flight import TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from tests.faults.children import KILLED, BuildEngine, Pace, start
 from tests.faults.kills import Killer
@@ -175,8 +175,8 @@ def _tell_drawn(path: Path) -> None:
             file.write(b"drawn %d %f .\n" % (step.decode_tokens, time.monotonic()))
         add(self, step, num_rows)
 
-    def write_and_tell(self: TokenFiles, increments: list[OutputIncrement]) -> None:
-        write(self, increments)
+    def write_and_tell(self: TokenFiles, update: TokenUpdate) -> None:
+        write(self, update)
         file.write(b"kept %d %d .\n" % (self.bytes_written, self.size))
 
     Recorder.add = add_and_tell  # type: ignore[method-assign]

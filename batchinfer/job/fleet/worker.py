@@ -35,7 +35,7 @@ from batchinfer.job.run.pipeline import QUARANTINED, fail_row, file_metadata, fi
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder
 from batchinfer.job.storage.filesystem import storage_errors
-from batchinfer.job.tokens.in_flight import TokensInFlight
+from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow
@@ -43,7 +43,7 @@ from batchinfer.requests import PromptRow
 _WRITES_DUE = 64
 _POLL_S = 0.1
 
-_Write = TurnResult | Callable[[], None]
+_Write = TurnResult | TokenUpdate | Callable[[], None]
 _Planned = tuple[LeaseRun, list[PromptRow]]
 
 
@@ -70,8 +70,6 @@ class FleetWorker:
         """The lease under which a row runs: it may have been of another before."""
         self._tokens_read: set[str] = set()
         """Names of the files of tokens that have been read."""
-        self._done: list[int] = []
-        """Finished rows whose tokens may be in files still."""
         self._writer: BackgroundConsumer[_Write] | None = None
         self._reuse: RowReuse | None = None
         self._stop = Event()
@@ -138,7 +136,7 @@ class FleetWorker:
         self._token_files = TokenFiles(
             self._job.out, self._job.manifest, context.adapters, self._run_id
         )
-        self._tokens = TokensInFlight(self._job.out.files.flush_every_s)
+        self._tokens = TokensInFlight(self._job.out.files.flush_every_s, self._reports, {})
         loop = EngineLoop(
             context.engine,
             self._loaded.task,
@@ -148,7 +146,6 @@ class FleetWorker:
             max_waiting=max(1, spec.engine.max_num_seqs // 2),
             admit=in_flight.note,
             deduplicator=RequestDeduplicator(),
-            tokens=self._tokens,
         )
         try:
             with (
@@ -163,7 +160,8 @@ class FleetWorker:
                 try:
                     with gc_frozen():
                         most = max(1, spec.engine.max_num_seqs // 4)
-                        loop.run(_Admission(rows, self.admit, most), writer)
+                        with self._tokens.observing(context.engine, writer.put):
+                            loop.run(_Admission(rows, self.admit, most), writer)
                 finally:
                     self._stop.set()
                     self._loaded.processes.stop()
@@ -261,6 +259,11 @@ class FleetWorker:
         self._end_finished()
 
     def _write(self, item: _Write) -> None:
+        if isinstance(item, TokenUpdate):
+            for lease in self._leases:
+                lease.flush()
+            self._token_files.write(item)
+            return
         if not isinstance(item, TurnResult):
             item()
             return
@@ -273,14 +276,9 @@ class FleetWorker:
             lease.add(row)
             if row.has_failed:
                 self._reports.fail(1)
-            self._done.append(result.row.row_id)
         for lease in self._leases:
-            lease.flush_if_due() if item.tokens is None else lease.flush()
+            lease.flush_if_due()
         self._end_finished()
-        if item.tokens is not None:
-            self._token_files.drop(self._done)
-            self._done.clear()
-            self._token_files.write(item.tokens)
 
     def _end_finished(self) -> None:
         """Tell of leases that lack no row; their rows are put on disk before."""

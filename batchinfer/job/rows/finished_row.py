@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pyarrow as pa
 
 from batchinfer.engine.request import (
     Completion,
@@ -21,6 +23,15 @@ from batchinfer.text.sample_filter import Tally
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools
 
+_TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+LOGPROB = pa.struct(
+    [
+        ("token_id", pa.int32()),
+        ("logprob", pa.float32()),
+        ("rank", pa.int32()),
+        ("top", pa.list_(_TOP)),
+    ]
+)
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
 """Of a sample: a place for each, so that ids of equal calls differ."""
@@ -97,7 +108,7 @@ class RowFinisher:
         if "token_ids" in self._include:
             output["token_ids"] = sample.token_ids
         if "logprobs" in self._include:
-            output["logprobs"] = sample.logprobs and list(map(_logprob, sample.logprobs))
+            output["logprobs"] = logprob_values(sample.logprobs)
         if "reasoning" in self._include:
             output["reasoning"] = answer.reasoning
             output["num_reasoning_tokens"] = answer.num_reasoning_tokens
@@ -121,16 +132,22 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
     """Log-probabilities of the prompt's tokens; null for the first, which nothing comes before."""
     tokens = completion.prompt_token_logprobs()
-    return None if tokens is None else [None, *map(_logprob, tokens)]
+    return None if tokens is None else [None, *(logprob_values(tokens) or ())]
 
 
-def _logprob(token: TokenLogprobs) -> dict[str, Any]:
-    return {
-        "token_id": token.token_id,
-        "logprob": token.logprob,
-        "rank": token.rank,
-        "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
-    }
+def logprob_values(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]] | None:
+    """Log-probabilities as values of a list of ``LOGPROB``."""
+    if tokens is None:
+        return None
+    return [
+        {
+            "token_id": token.token_id,
+            "logprob": token.logprob,
+            "rank": token.rank,
+            "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
+        }
+        for token in tokens
+    ]
 
 
 def finished_row(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.rows.finished_row import FinishedRow, RowFinisher
+from batchinfer.job.rows.finished_row import LOGPROB, FinishedRow, RowFinisher
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec
@@ -26,15 +26,6 @@ from batchinfer.text.tools.formats import find_tool_format
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
 
-_TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
-_LOGPROB = pa.struct(
-    [
-        ("token_id", pa.int32()),
-        ("logprob", pa.float32()),
-        ("rank", pa.int32()),
-        ("top", pa.list_(_TOP)),
-    ]
-)
 _OUTPUT = [
     ("index", pa.int32()),
     ("text", pa.string()),
@@ -49,7 +40,7 @@ _CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUN
 _CALLS = {"tool_calls": pa.list_(_CALL)}
 _OPTIONAL_OUTPUT = {
     "token_ids": {"token_ids": pa.list_(pa.int32())},
-    "logprobs": {"logprobs": pa.list_(_LOGPROB)},
+    "logprobs": {"logprobs": pa.list_(LOGPROB)},
     "reasoning": _REASONING,
     "tool_calls": _CALLS,
 }
@@ -94,7 +85,7 @@ def _result_types(job: JobSpec) -> dict[str, pa.DataType]:
         **_REASONING,
         **_CALLS,
         "outputs": pa.list_(pa.struct([*_OUTPUT, *optional])),
-        "prompt_logprobs": pa.list_(_LOGPROB),
+        "prompt_logprobs": pa.list_(LOGPROB),
         "num_output_tokens": pa.int32(),
     }
 

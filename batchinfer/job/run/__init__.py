@@ -1,4 +1,4 @@
-"""``batchinfer run``: four threads, the engine's loop, and what is said of it.
+"""``batchinfer run``: three threads, the engine's loop, and what is said of it.
 
 ``run`` is the command: ``begin`` decides what is to be made, ``parts`` makes it, ``end`` ends the
 job. ``pipeline`` has the threads of it (``threads``), ``engine_loop`` the one that has the

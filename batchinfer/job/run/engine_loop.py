@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
 from typing import Protocol
@@ -14,15 +13,13 @@ from batchinfer.console.progress import Progress
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered
-from batchinfer.engine.output_tracker import OutputIncrement
-from batchinfer.engine.request import Completion, PartialSample, Request, SampleOutput
+from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
-from batchinfer.errors import JobError, RowError
+from batchinfer.errors import RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.job.tokens.in_flight import TokensInFlight
 from batchinfer.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
@@ -61,13 +58,11 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Rows, step and tokens of one turn of the loop, for the writing thread."""
+    """Rows and step of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
     step: StepStats | None
     recovered: Recovered | None = None
-    tokens: Sequence[OutputIncrement] | None = None
-    """What unfinished rows have drawn since the last time; None: they are not due."""
 
 
 @dataclass
@@ -85,8 +80,6 @@ class EngineLoop:
     """Called with the rows that are about to be given to the engine."""
     deduplicator: RequestDeduplicator
     """Finds rows that need not run, because an equal one does."""
-    tokens: TokensInFlight
-    """Has what earlier runs drew, and takes what is drawn."""
 
     def __post_init__(self) -> None:
         self._taken = deque[PromptRow]()
@@ -98,26 +91,17 @@ class EngineLoop:
     def run(self, rows: RowSource, writer: TurnWriter) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
-        What unfinished rows have drawn by then is handed to ``writer``, too.
-
         Returns:
             Whether all rows are finished and handed to ``writer``.
         """
         complete = False
-        try:
-            while not complete and not self.stop.is_set():
-                failed = self._feed(rows)
-                if self.engine.num_unfinished or failed:
-                    writer.put(self._step(failed))
-                else:
-                    # In this order: a stop is what may have ended the rows.
-                    complete = not self._taken and rows.exhausted and not self.stop.is_set()
-        except JobError:
-            with suppress(JobError):  # the first error says more
-                writer.put(TurnResult([], None, tokens=self._take_tokens()))
-            raise
-        if not complete:
-            writer.put(TurnResult([], None, tokens=self._take_tokens()))
+        while not complete and not self.stop.is_set():
+            failed = self._feed(rows)
+            if self.engine.num_unfinished or failed:
+                writer.put(self._step(failed))
+            else:
+                # In this order: a stop is what may have ended the rows.
+                complete = not self._taken and rows.exhausted and not self.stop.is_set()
         return complete
 
     def _feed(self, rows: RowSource) -> list[PromptRow]:
@@ -149,16 +133,12 @@ class EngineLoop:
 
     def _request(self, result: RowResult, requests: Sequence[Request], *, begun: int = 0) -> None:
         result.num_missing = len(requests)
-        requests = [self.tokens.resumed(request) for request in requests]
         for request in requests:
             self.engine.add_request(request)
         most_tokens = sum(map(self._most_tokens, requests))
         if most_tokens or begun:
-            kept = sum(map(_kept_tokens, requests))
             read = sum(request.num_prompt_tokens for request in requests)
-            self._added += Counts(
-                begun=begun, most_tokens=most_tokens, prompt_tokens=read, kept_tokens=kept
-            )
+            self._added += Counts(begun=begun, most_tokens=most_tokens, prompt_tokens=read)
 
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]
@@ -169,12 +149,7 @@ class EngineLoop:
         for completion in outcome.completions:
             done += self._finished_by(completion)
         self._tell(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
-        tokens = self._take_tokens() if self.tokens.are_due(outcome.output_tokens) else None
-        return TurnResult(done, outcome.stats, outcome.recovered, tokens)
-
-    def _take_tokens(self) -> list[OutputIncrement]:
-        ended = [one for result in self._in_flight.values() for one in result.completions]
-        return self.tokens.take(self.engine.states, ended)
+        return TurnResult(done, outcome.stats, outcome.recovered)
 
     def _tell(self, counts: Counts, stats: StepStats | None) -> None:
         if stats is not None:
@@ -209,16 +184,6 @@ class EngineLoop:
 
 def _drawn_tokens(completion: Completion) -> int:
     """Tokens drawn for a request, those of beams that were not kept included."""
-    return _num_tokens(completion.request, completion.outputs)
-
-
-def _kept_tokens(request: Request) -> int:
-    """Of these, tokens that earlier runs have drawn."""
-    kept = request.partial_output
-    return 0 if kept is None else _num_tokens(request, [*kept.samples, *kept.finished])
-
-
-def _num_tokens(request: Request, outputs: Sequence[SampleOutput | PartialSample]) -> int:
-    lengths = [len(output.token_ids) for output in outputs]
-    beams = request.params.beam_width
+    lengths = [len(output.token_ids) for output in completion.outputs]
+    beams = completion.request.params.beam_width
     return beams * max(lengths, default=0) if beams else sum(lengths)

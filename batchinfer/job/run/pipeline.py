@@ -47,7 +47,7 @@ from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, next_run_id, package_versions
-from batchinfer.job.tokens.in_flight import TokensInFlight
+from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow
@@ -111,7 +111,7 @@ def run_pipeline(
             job.out, job.manifest, loaded.context.adapters, recorder.run.run_id
         )
         kept = token_files.recover(recovered.missing)
-        tokens = TokensInFlight(job.out.files.flush_every_s, kept)
+        tokens = TokensInFlight(job.out.files.flush_every_s, progress, kept)
         at_once = recovered.crash_history.is_held
         with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as in_flight:
             rows = RowPipeline(
@@ -170,15 +170,16 @@ class RowPipeline:
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.in_flight.note,
             deduplicator=RequestDeduplicator(),
-            tokens=self.tokens,
         )
-        done: list[int] = []
-        """Rows whose tokens may be in files still."""
 
-        def write(finished: TurnResult | FoundRows) -> None:
+        def write(finished: TurnResult | FoundRows | TokenUpdate) -> None:
             if isinstance(finished, FoundRows):
                 if not self._copy(finished):
                     cut_short.set()
+                return
+            if isinstance(finished, TokenUpdate):
+                self.part_writer.flush()  # first: what it replaces may be of finished rows
+                self.token_files.write(finished)
                 return
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
@@ -186,16 +187,9 @@ class RowPipeline:
             for result in finished.rows:
                 row = finish_row(self.job, task, result)
                 self.part_writer.add(row)
-                done.append(result.row.row_id)
                 if row.has_failed:
                     self.progress.fail(1)
-            if finished.tokens is None:
-                self.part_writer.flush_if_due()
-                return
-            self.part_writer.flush()
-            self.token_files.drop(done)
-            done.clear()
-            self.token_files.write(finished.tokens)
+            self.part_writer.flush_if_due()
 
         complete = False
         with (
@@ -215,7 +209,8 @@ class RowPipeline:
                 with gc_frozen():
                     with phase("reading and planning rows"):
                         rows.wait(self.stop)
-                    complete = loop.run(rows, writer)
+                    with self.tokens.observing(context.engine, writer.put):
+                        complete = loop.run(rows, writer)
             finally:
                 ending.set()
                 if not complete:

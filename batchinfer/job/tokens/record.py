@@ -1,221 +1,175 @@
-"""Records of tokens, and the table they are stored as: columns of lists, nothing per token."""
+"""How tokens of unfinished rows are stored: a table with a row for each increment of a request."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.engine.output_tracker import SampleEnd
-from batchinfer.engine.request import RequestStats, TokenIds, TokenLogprobs
-from batchinfer.job.tokens.request_key import KEY_BYTES
+from batchinfer.engine.output_tracker import OutputIncrement
+from batchinfer.engine.request import (
+    PartialOutput,
+    PartialSample,
+    Request,
+    RequestStats,
+    SampleOutput,
+    TokenLogprobs,
+)
+from batchinfer.job.rows.finished_row import LOGPROB, logprob_values
+from batchinfer.protocols import StopMatch
 
-NO_SAMPLE = -1
-"""The sample of a record that only says that its request starts over."""
-NO_PARENT = -1
-"""The parent of a record whose tokens follow its sample's own."""
-_STATS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
-"""Counts that go on in the next run; times are each run's own."""
-_PLAIN = {
-    "row_id": pa.int64(),
-    "key": pa.binary(KEY_BYTES),
-    "starts_over": pa.bool_(),
-    "sample": pa.int32(),
-    "start": pa.int32(),
-    "crc": pa.uint32(),
-    "cumulative_logprob": pa.float64(),
-    "parent": pa.int32(),
-}
-"""The first fields of a record."""
-_END = {
-    "finish_reason": pa.string(),
-    "stop_token_id": pa.int32(),
-    "stop_string": pa.string(),
-    "text_end": pa.int64(),
-    "score": pa.float64(),
-}
-_LOGPROBS = {
-    "logprobs": pa.float32(),
-    "ranks": pa.int32(),
-    "num_top": pa.int32(),
-    "top_token_ids": pa.int32(),
-    "top_logprobs": pa.float32(),
-}
-SCHEMA = pa.schema(
+RequestId = tuple[int, int]
+"""Row id and number of a request."""
+Sample = PartialSample | SampleOutput
+
+_COUNTS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
+"""Statistics that go on in the next run; times are each run's own."""
+_SAMPLE = pa.struct(
     [
-        *_PLAIN.items(),
+        ("index", pa.int32()),
+        ("start", pa.int32()),
         ("token_ids", pa.list_(pa.int32())),
-        ("has_logprobs", pa.bool_()),
-        *((name, pa.list_(kind)) for name, kind in _LOGPROBS.items()),
-        *_END.items(),
-        *((name, pa.int64()) for name in _STATS),
+        ("cumulative_logprob", pa.float64()),
+        ("logprobs", pa.list_(LOGPROB)),
+        ("finish_reason", pa.string()),
+        ("stop_token_id", pa.int32()),
+        ("stop_string", pa.string()),
+        ("text_end", pa.int64()),
+        ("score", pa.float64()),
     ]
 )
-"""Columns of a file of tokens."""
+SCHEMA = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        ("number", pa.int32()),
+        ("key", pa.binary(16)),
+        ("chain", pa.int32()),
+        ("stats", pa.struct([(name, pa.int64()) for name in _COUNTS])),
+        ("samples", pa.list_(_SAMPLE)),
+    ]
+)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogprobColumns:
-    """``TokenLogprobs`` of N tokens as arrays."""
+def to_table(increments: Sequence[OutputIncrement]) -> pa.Table:
+    """The table of some increments."""
+    rows = [
+        {
+            "row_id": one.row_id,
+            "number": one.number,
+            "key": one.key,
+            "chain": one.chain,
+            "stats": {name: getattr(one.stats, name) for name in _COUNTS},
+            "samples": [_to_fields(start, sample) for start, sample in one.samples],
+        }
+        for one in increments
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
-    logprobs: npt.NDArray[np.float32]  # [N]
-    ranks: npt.NDArray[np.int32]  # [N]
-    num_top: npt.NDArray[np.int32]  # [N] alternatives of each
-    top_token_ids: npt.NDArray[np.int32]  # [sum of num_top]
-    top_logprobs: npt.NDArray[np.float32]  # [sum of num_top]
 
-    @classmethod
-    def of(cls, tokens: Sequence[TokenLogprobs]) -> LogprobColumns:
-        """The arrays of some tokens."""
-        top = list(chain.from_iterable(token.top for token in tokens))
-        return cls(
-            np.array([token.logprob for token in tokens], dtype=np.float32),
-            np.array([token.rank for token in tokens], dtype=np.int32),
-            np.array([len(token.top) for token in tokens], dtype=np.int32),
-            np.array([token_id for token_id, _ in top], dtype=np.int32),
-            np.array([logprob for _, logprob in top], dtype=np.float32),
+def from_table(table: pa.Table) -> Iterable[OutputIncrement]:
+    """The increments in a table, in order."""
+    for row in table.to_pylist():
+        row["stats"] = RequestStats(**row["stats"])
+        row["samples"] = [(fields["start"], _from_fields(fields)) for fields in row["samples"]]
+        yield OutputIncrement(**row)
+
+
+def _to_fields(start: int, sample: Sample) -> dict[str, Any]:
+    named = {
+        "index": sample.index,
+        "start": start,
+        "token_ids": sample.token_ids,
+        "cumulative_logprob": sample.cumulative_logprob,
+        "logprobs": logprob_values(sample.logprobs),
+    }
+    if isinstance(sample, SampleOutput):
+        named |= {"finish_reason": sample.finish_reason, "score": sample.score}
+        is_text = isinstance(sample.stop_reason, str)
+        named["stop_string" if is_text else "stop_token_id"] = sample.stop_reason
+        named["text_end"] = sample.stop_match and sample.stop_match.text_end
+    return named
+
+
+def _from_fields(named: dict[str, Any]) -> Sample:
+    logprobs = named["logprobs"] and [
+        TokenLogprobs(
+            *(token["token_id"], token["logprob"], token["rank"]),
+            tuple((top["token_id"], top["logprob"]) for top in token["top"]),
+        )
+        for token in named["logprobs"]
+    ]
+    token_ids = np.array(named["token_ids"], dtype=np.int32)
+    plain = PartialSample(named["index"], token_ids, named["cumulative_logprob"], logprobs)
+    if named["finish_reason"] is None:
+        return plain
+    stop, text_end = named["stop_string"], named["text_end"]
+    return SampleOutput(
+        index=plain.index,
+        token_ids=token_ids,
+        finish_reason=named["finish_reason"],
+        stop_reason=named["stop_token_id"] if stop is None else stop,
+        stop_match=None if stop is None or text_end is None else StopMatch(stop, text_end),
+        cumulative_logprob=plain.cumulative_logprob,
+        logprobs=logprobs,
+        score=named["score"],
+    )
+
+
+@dataclass(slots=True)
+class KeptOutput:
+    """What is known of a request: the increments of one chain, put together."""
+
+    key: bytes
+    chain: tuple[str, int]
+    """The run that told of it, and the number of its chain."""
+    stats: RequestStats
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    """Increments of each sample, each from where the one before it ends."""
+
+    def add(self, increment: OutputIncrement) -> None:
+        """Append an increment; samples that lack what came before are left out."""
+        self.stats = increment.stats
+        for start, sample in increment.samples:
+            known = self.samples.get(sample.index, [])
+            ended = any(isinstance(one, SampleOutput) for one in known)
+            if not ended and start == sum(len(one.token_ids) for one in known):
+                self.samples[sample.index] = [*known, sample]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(len(one.token_ids) for parts in self.samples.values() for one in parts)
+
+    def num_drawn(self, request: Request) -> int:
+        """Tokens that were drawn for them, those of beams that were not kept included."""
+        beams = request.params.beam_width
+        if not beams:
+            return self.num_tokens
+        lengths = [sum(len(one.token_ids) for one in parts) for parts in self.samples.values()]
+        return beams * max(lengths, default=0)
+
+    def whole(self, request: RequestId) -> OutputIncrement:
+        """It as an increment without others before it."""
+        samples = [(0, _joined(parts)) for parts in self.samples.values()]
+        return OutputIncrement(*request, self.key, 0, self.stats, samples)
+
+    def partial(self) -> PartialOutput:
+        """It as a request brings it to the engine."""
+        samples = [_joined(parts) for _, parts in sorted(self.samples.items())]
+        return PartialOutput(
+            tuple(one for one in samples if isinstance(one, PartialSample)),
+            tuple(one for one in samples if isinstance(one, SampleOutput)),
+            self.stats,
         )
 
-    @classmethod
-    def joined(cls, columns: Sequence[LogprobColumns]) -> LogprobColumns:
-        """Arrays of tokens one after the other."""
-        return cls(*(np.concatenate([getattr(c, name) for c in columns]) for name in _LOGPROBS))
 
-    def of_tokens(self, token_ids: TokenIds) -> list[TokenLogprobs]:
-        """One object for each token.
-
-        Args:
-            token_ids: [N] the tokens.
-        """
-        top = list(zip(self.top_token_ids.tolist(), self.top_logprobs.tolist(), strict=True))
-        stops = np.cumsum(self.num_top)
-        return [
-            TokenLogprobs(token_id, logprob, rank, tuple(top[start:stop]))
-            for token_id, logprob, rank, start, stop in zip(
-                token_ids.tolist(),
-                self.logprobs.tolist(),
-                self.ranks.tolist(),
-                (stops - self.num_top).tolist(),
-                stops.tolist(),
-                strict=True,
-            )
-        ]
-
-
-_NO_LOGPROBS = LogprobColumns.of([])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenRecord:
-    """Tokens of one sample that were drawn in a few seconds."""
-
-    row_id: int
-    key: bytes
-    """Of its request: ``request_key``."""
-    starts_over: bool
-    """Whether earlier records of the request are void."""
-    sample: int
-    start: int
-    """The sample's tokens before these; its parent's, where it has one."""
-    crc: int
-    """``crc_of`` all of the sample's tokens, up to the last of these."""
-    cumulative_logprob: float
-    parent: int
-    """The beam, of those written before, that these tokens follow; with such records all beams of
-    the request are written, and no other is left."""
-    token_ids: TokenIds
-    logprobs: LogprobColumns | None
-    end: SampleEnd | None
-    stats: RequestStats
-    """Of the request."""
-
-
-def crc_of(token_ids: TokenIds, before: int = 0) -> int:
-    """CRC-32 of token ids.
-
-    Args:
-        before: of those before them.
-    """
-    return zlib.crc32(np.ascontiguousarray(token_ids, dtype="<i4").data, before)
-
-
-def to_table(records: Sequence[TokenRecord]) -> pa.Table:
-    """The table of one or more records."""
-    ends = [record.end for record in records]
-    logprobs = [record.logprobs or _NO_LOGPROBS for record in records]
-    lists = {"token_ids": [record.token_ids for record in records]}
-    lists |= {name: [getattr(columns, name) for columns in logprobs] for name in _LOGPROBS}
-    values: dict[str, Any] = {
-        "has_logprobs": [record.logprobs is not None for record in records],
-        "finish_reason": [end and end.finish_reason for end in ends],
-        "stop_token_id": [_stop(end, int) for end in ends],
-        "stop_string": [_stop(end, str) for end in ends],
-        "text_end": [end and end.text_end for end in ends],
-        "score": [end and end.score for end in ends],
-    }
-    values |= {name: [getattr(record, name) for record in records] for name in _PLAIN}
-    values |= {name: [getattr(record.stats, name) for record in records] for name in _STATS}
-    arrays = [
-        _list_array(lists[entry.name], entry.type.value_type)
-        if entry.name in lists
-        else pa.array(values[entry.name], entry.type)
-        for entry in SCHEMA
-    ]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def from_table(table: pa.Table) -> Iterator[TokenRecord]:
-    """The records in a table, in order; their arrays are parts of its columns."""
-    columns: dict[str, list[Any]] = {
-        entry.name: _slices(table[entry.name])
-        if pa.types.is_list(entry.type)
-        else table[entry.name].to_pylist()
-        for entry in SCHEMA
-    }
-    logprobs = map(LogprobColumns, *(columns[name] for name in _LOGPROBS))
-    stats = zip(*(columns[name] for name in _STATS), strict=True)
-    tokens = zip(columns["token_ids"], logprobs, columns["has_logprobs"], strict=True)
-    plain = zip(*(columns[name] for name in _PLAIN), strict=True)
-    ends = zip(*(columns[name] for name in _END), strict=True)
-    for first, (token_ids, own, has_logprobs), end, counts in zip(
-        plain, tokens, ends, stats, strict=True
-    ):
-        logprobs_of = own if has_logprobs else None
-        of_request = RequestStats(**dict(zip(_STATS, counts, strict=True)))
-        values: tuple[Any, ...] = (*first, token_ids, logprobs_of, _end(*end), of_request)
-        yield TokenRecord(*values)
-
-
-def _end(
-    reason: str | None,
-    token_id: int | None,
-    string: str | None,
-    text_end: int | None,
-    score: float | None,
-) -> SampleEnd | None:
-    if reason is None:
-        return None
-    return SampleEnd(reason, token_id if string is None else string, text_end, score)
-
-
-def _stop(end: SampleEnd | None, kind: type) -> Any:
-    return end.stop_reason if end is not None and isinstance(end.stop_reason, kind) else None
-
-
-def _list_array(rows: Sequence[npt.NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
-    """A list of values for each of one or more rows."""
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows), kind))
-
-
-def _slices(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
-    """[rows] the values of each, without a copy of them."""
-    array = column.combine_chunks()
-    offsets, values = array.offsets.to_pylist(), array.values.to_numpy()
-    return [values[start:stop] for start, stop in pairwise(offsets)]
+def _joined(parts: Sequence[Sample]) -> Sample:
+    """A sample's increments as one."""
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    logprobs = None
+    if parts[-1].logprobs is not None:
+        logprobs = [token for part in parts for token in part.logprobs or ()]
+    return replace(parts[-1], token_ids=token_ids, logprobs=logprobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from threading import Event
 
 from batchinfer.console.bar import make_progress
@@ -12,7 +11,6 @@ from batchinfer.job.rows.generate import Generation
 from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.tokens.in_flight import TokensInFlight
 from batchinfer.requests import PromptRow, RequestMaker
 from tests.job.fakes import FakeBuild, grammars
 
@@ -44,7 +42,6 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
         max_waiting=4,
         admit=lambda row_ids: None,
         deduplicator=RequestDeduplicator(),
-        tokens=TokensInFlight(math.inf),
     )
     written: list[TurnResult] = []
     with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:
