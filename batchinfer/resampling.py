@@ -70,11 +70,11 @@ class Resampling:
     ) -> list[Request]:
         """A request for more samples, if they are needed and may be tried."""
         goal = self._goal(row)
-        if goal is None or completions[-1].error_code is not None:
+        if goal is None:
             return []
         verdicts = self._verdicts(goal, completions)
-        tried = len(verdicts.verdicts)
-        if verdicts.is_full or tried >= goal.max_tries:
+        tried, has_failed = len(verdicts.verdicts), completions[-1].error_code is not None
+        if verdicts.is_full or tried >= goal.max_tries or has_failed:
             return []
         missing = verdicts.wanted - verdicts.count(Verdict.ACCEPTED)
         return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
@@ -132,21 +132,28 @@ class Resampling:
         return replace(request, first_sample=tried, number=number)
 
     def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
-        return self._judge.judge(self._samples(goal, completions), goal.wanted)
+        """Verdicts on a row's samples so far.
 
-    def _samples(
-        self, goal: _Goal, completions: Sequence[Completion]
-    ) -> Iterator[tuple[str, int, bool]]:
-        """Text and number of tokens of each, and whether a schema of its own allows the text."""
-        validator = goal.validator
+        Samples are judged once: the thread that asks for more of them hands the verdicts on with
+        their completion.
+        """
+        verdicts = RowVerdicts(goal.wanted)
         for one in completions:
-            params = one.request.params
-            for output in one.outputs:
-                text = self._text(one.request, output, params)
-                checked = validator is None or validator.allows(
-                    self._text(one.request, output, _without_stop(params))
-                )
-                yield text, len(output.token_ids), checked
+            if one.judged is None:
+                self._judge.judge(verdicts, self._samples(goal, one))
+                one.judged = verdicts
+            assert isinstance(one.judged, RowVerdicts)
+            verdicts = one.judged
+        return verdicts
+
+    def _samples(self, goal: _Goal, completion: Completion) -> Iterator[tuple[str, int, bool]]:
+        """Text and number of tokens of each, and whether a schema of its own allows the text."""
+        request, validator = completion.request, goal.validator
+        for output in completion.outputs:
+            text = bare = self._text(request, output, request.params)
+            if validator is not None and request.params.include_stop_str_in_output:
+                bare = self._text(request, output, _without_stop(request.params))
+            yield text, len(output.token_ids), validator is None or validator.allows(bare)
 
     def _text(self, request: Request, sample: SampleOutput, params: SamplingParams) -> str:
         """The answer of a sample, without its thinking."""
@@ -172,6 +179,4 @@ class Resampling:
 
 def _without_stop(params: SamplingParams) -> SamplingParams:
     """Parameters by which a text is without the stop string or token that ended it."""
-    if not params.include_stop_str_in_output:
-        return params
     return replace(params, include_stop_str_in_output=False)

@@ -271,6 +271,8 @@ class Completion:
     hidden_state: Float32 | None = None
     """[H] of the last prompt token, after the body's final norm, or pooled as ``request.pooling``
     says; with ``request.pools``."""
+    judged: object = None
+    """Verdicts on the samples of its row up to its own, by whoever judges them."""
 
     def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the prompt's tokens, from ``scored_from`` on, each with its token;

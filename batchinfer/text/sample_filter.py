@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache, partial
 
 from batchinfer.config import AcceptConfig
 from batchinfer.config.regex import has_match
@@ -67,26 +66,20 @@ class Judge:
 
     def __init__(self, config: AcceptConfig) -> None:
         self._config = config
-        self._has_match = None
-        if config.regex is not None:  # remembered: a sample is judged again with those after it
-            self._has_match = lru_cache(maxsize=1024)(partial(has_match, config.regex))
         try:
             self._validator = None if config.schema is None else JsonValidator(str(config.schema))
         except SchemaError as error:
             raise AcceptError(str(error)) from None
 
-    def judge(self, samples: Iterable[tuple[str, int, bool]], wanted: int) -> RowVerdicts:
-        """Judge a row's samples.
+    def judge(self, row: RowVerdicts, samples: Iterable[tuple[str, int, bool]]) -> None:
+        """Add the verdicts on a row's next samples to those on the samples before them.
 
         Args:
             samples: text and number of tokens of each, and whether the text is what the row's own
                 parameters ask for; in the order of their indices.
-            wanted: how many to keep.
         """
-        row = RowVerdicts(wanted)
         for text, num_tokens, as_asked in samples:
             row.verdicts.append(self._verdict(text, num_tokens, as_asked, row))
-        return row
 
     def _verdict(self, text: str, num_tokens: int, as_asked: bool, row: RowVerdicts) -> Verdict:
         if row.is_full:
@@ -101,6 +94,6 @@ class Judge:
     def _passes(self, text: str, num_tokens: int) -> bool:
         if num_tokens < self._config.min_tokens:
             return False
-        if self._has_match is not None and not self._has_match(text):
+        if self._config.regex is not None and not has_match(self._config.regex, text):
             return False
         return self._validator is None or self._validator.allows(text)

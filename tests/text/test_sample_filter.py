@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import AcceptConfig
-from batchinfer.text.sample_filter import AcceptError, Judge, Verdict
+from batchinfer.text.sample_filter import AcceptError, Judge, RowVerdicts, Verdict
 
 A, R, D, S = Verdict
 
 
 def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
-    judge = Judge(AcceptConfig(**config))
-    return judge.judge([(text, len(text), True) for text in texts], wanted).verdicts
+    judge, row = Judge(AcceptConfig(**config)), RowVerdicts(wanted)
+    for text in texts:
+        judge.judge(row, [(text, len(text), True)])
+    return row.verdicts
 
 
 @pytest.mark.parametrize(
