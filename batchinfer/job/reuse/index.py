@@ -10,13 +10,11 @@ import pyarrow as pa
 
 from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN
 
-Words = npt.NDArray[np.uint64]
-FileNumbers = npt.NDArray[np.int32]
-RowNumbers = npt.NDArray[np.int64]
-
 NOT_FOUND = -1
 """In place of a file's number."""
 _NO_KEY = bytes(KEY_BYTES)
+_KEY = np.dtype(f"S{KEY_BYTES}")
+"""Of one length, so that the zeros that NumPy pads with make no difference."""
 
 
 class KeyIndex:
@@ -28,47 +26,31 @@ class KeyIndex:
 
     def __init__(self, files: Iterable[pa.Table]) -> None:
         tables = list(files)
-        high, low = _words(b"".join(map(_key_bytes, tables)))
+        keys = np.frombuffer(b"".join(map(_key_bytes, tables)), _KEY)
         sizes = [table.num_rows for table in tables]
         numbers = np.repeat(np.arange(len(tables), dtype=np.int32), sizes)
         row_ids = np.concatenate([np.empty(0, np.int64), *(t["row_id"].to_numpy() for t in tables)])
-        order = np.lexsort((low, high))  # stable: the first of equal keys stays the first
-        high, low = high[order], low[order]
-        is_first = np.ones(len(order), dtype=np.bool_)
-        is_first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
-        self._high, self._low = high[is_first], low[is_first]
-        self._files = numbers[order][is_first]
-        self._row_ids = row_ids[order][is_first]
+        self._keys, first = np.unique(keys, return_index=True)
+        self._files, self._row_ids = numbers[first], row_ids[first]
 
     def __len__(self) -> int:
-        return len(self._high)
+        return len(self._keys)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return sum(a.nbytes for a in (self._high, self._low, self._files, self._row_ids))
+        return self._keys.nbytes + self._files.nbytes + self._row_ids.nbytes
 
-    def find(self, keys: Sequence[bytes | None]) -> tuple[FileNumbers, RowNumbers]:
+    def find(
+        self, keys: Sequence[bytes | None]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """File and row id there of each key; ``NOT_FOUND`` for one that is nowhere, or None."""
-        found = np.full(len(keys), NOT_FOUND, dtype=np.int32)
-        row_ids = np.zeros(len(keys), dtype=np.int64)
         if not len(self):
-            return found, row_ids
-        high, low = _words(b"".join(_NO_KEY if key is None else key for key in keys))
-        at = np.searchsorted(self._high, high)
-        # Where half of the key is equal, all of it most often is; if not, look on.
-        seeking = np.array([key is not None for key in keys], dtype=np.bool_)
-        while True:
-            seeking &= at < len(self)
-            seeking[seeking] = self._high[at[seeking]] == high[seeking]
-            is_equal = seeking.copy()
-            is_equal[seeking] = self._low[at[seeking]] == low[seeking]
-            found[is_equal] = self._files[at[is_equal]]
-            row_ids[is_equal] = self._row_ids[at[is_equal]]
-            seeking &= ~is_equal
-            if not seeking.any():
-                return found, row_ids
-            at = at + 1
+            return np.full(len(keys), NOT_FOUND, np.int32), np.zeros(len(keys), np.int64)
+        wanted = np.frombuffer(b"".join(_NO_KEY if key is None else key for key in keys), _KEY)
+        at = np.minimum(np.searchsorted(self._keys, wanted), len(self) - 1)
+        is_found = (self._keys[at] == wanted) & [key is not None for key in keys]
+        return np.where(is_found, self._files[at], np.int32(NOT_FOUND)), self._row_ids[at]
 
 
 def _key_bytes(table: pa.Table) -> bytes:
@@ -80,9 +62,3 @@ def _key_bytes(table: pa.Table) -> bytes:
         for chunk in chunks
         if len(chunk)
     )
-
-
-def _words(keys: bytes) -> tuple[Words, Words]:
-    """Keys one after the other as two words each."""
-    pairs = np.frombuffer(keys, dtype=">u8").reshape(-1, 2).astype(np.uint64)
-    return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.console.format import counted_rows, listed, printable
 from batchinfer.errors import DataError, RowError, UsageError
@@ -26,7 +26,7 @@ from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
 from batchinfer.job.reuse.finished_files import FinishedFile, keyed_files
-from batchinfer.job.reuse.index import NOT_FOUND, FileNumbers, KeyIndex, RowNumbers
+from batchinfer.job.reuse.index import NOT_FOUND, KeyIndex
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
 from batchinfer.requests import PromptRow
 
@@ -35,41 +35,22 @@ MOST_FOUND = 1 << 16
 are of each file are copied with one reading of it."""
 
 
+_FOUND = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        (KEY_COLUMN, KEY_TYPE),
+        (CONTROL_TEXT_COLUMN, pa.bool_()),  # of the row's own text, which is no part of the answer
+        ("file", pa.int32()),
+        ("source", pa.int64()),
+    ]
+)
+
+
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows and where their answers are; arrays of one length."""
+    """Rows and where their answers are: in which file, and under which row id there."""
 
-    row_ids: RowNumbers
-    keys: pa.Array
-    has_control_text: npt.NDArray[np.bool_]
-    """Of the rows' own texts, which is no part of the answer."""
-    files: FileNumbers
-    sources: RowNumbers
-    """Ids of the rows in their files."""
-
-    def __len__(self) -> int:
-        return len(self.row_ids)
-
-    def of_file(self, file: int) -> FoundRows:
-        """Those whose answers are in a file."""
-        chosen = self.files == file
-        return FoundRows(
-            self.row_ids[chosen],
-            self.keys.filter(pa.array(chosen)),
-            self.has_control_text[chosen],
-            self.files[chosen],
-            self.sources[chosen],
-        )
-
-
-def _joined(found: Sequence[FoundRows]) -> FoundRows:
-    return FoundRows(
-        np.concatenate([one.row_ids for one in found]),
-        pa.concat_arrays([one.keys for one in found]),
-        np.concatenate([one.has_control_text for one in found]),
-        np.concatenate([one.files for one in found]),
-        np.concatenate([one.sources for one in found]),
-    )
+    table: pa.Table
 
 
 def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]:
@@ -140,18 +121,17 @@ class RowReuse:
             batches: rows with keys.
             admit: those of found rows that are wanted still.
         """
-        waiting: list[FoundRows] = []
+        waiting = _FOUND.empty_table()
         for batch in batches:
             found, rest = self._split(batch, admit)
-            if len(found):
-                waiting.append(found)
-            if sum(map(len, waiting)) >= MOST_FOUND:
-                hand_over(_joined(waiting))
-                waiting.clear()
+            waiting = pa.concat_tables([waiting, found])
+            if waiting.num_rows >= MOST_FOUND:
+                hand_over(FoundRows(waiting))
+                waiting = _FOUND.empty_table()
             if rest:
                 yield rest
-        if waiting:
-            hand_over(_joined(waiting))
+        if waiting.num_rows:
+            hand_over(FoundRows(waiting))
 
     def copied(self, found: FoundRows) -> Iterator[pa.Table]:
         """The rows with their answers: a table for each file, with the columns of a segment.
@@ -160,8 +140,9 @@ class RowReuse:
             DataError: a file is no longer what it was when they were found.
             StorageError: one cannot be read.
         """
-        for file in np.unique(found.files).tolist():
-            yield self._copied_from(file, found.of_file(file))
+        for file in pc.unique(found.table["file"]).to_pylist():
+            of_file = found.table.filter(pc.equal(found.table["file"], file))
+            yield self._copied_from(file, of_file)
 
     def why_none(self, facts: Mapping[str, Any], num_rows: int) -> Iterator[str]:
         """A line for each output that says why no row was found in it.
@@ -188,29 +169,26 @@ class RowReuse:
 
     def _split(
         self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
-    ) -> tuple[FoundRows, list[PromptRow]]:
+    ) -> tuple[pa.Table, list[PromptRow]]:
         """Rows whose answers are there, and the others."""
         files, sources = self._index.find([row.key for row in batch])
         for file in np.unique(files[files != NOT_FOUND]).tolist():
             if not self._check(file):
                 files[files == file] = NOT_FOUND
-        is_found = files != NOT_FOUND
-        rest = [row for row, known in zip(batch, is_found.tolist(), strict=True) if not known]
-        rows = [row for row, known in zip(batch, is_found.tolist(), strict=True) if known]
-        files, sources = files[is_found], sources[is_found]
-        wanted = admit(rows) if rows else rows
-        if len(wanted) < len(rows):
-            kept = {row.row_id for row in wanted}
-            chosen = np.array([row.row_id in kept for row in rows])
-            files, sources = files[chosen], sources[chosen]
-        self.num_reused += len(wanted)
-        return FoundRows(
-            np.array([row.row_id for row in wanted], dtype=np.int64),
-            pa.array([row.key for row in wanted], KEY_TYPE),
-            np.array([_has_control_text(row) for row in wanted], dtype=np.bool_),
-            files,
-            sources,
-        ), rest
+        places = zip(files.tolist(), sources.tolist(), strict=True)
+        place_of = {row.row_id: place for row, place in zip(batch, places, strict=True)}
+        rest = [row for row in batch if place_of[row.row_id][0] == NOT_FOUND]
+        found = [row for row in batch if place_of[row.row_id][0] != NOT_FOUND]
+        found = admit(found) if found else []
+        self.num_reused += len(found)
+        columns = [
+            [row.row_id for row in found],
+            [row.key for row in found],
+            [_has_control_text(row) for row in found],
+            [place_of[row.row_id][0] for row in found],
+            [place_of[row.row_id][1] for row in found],
+        ]
+        return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
         """Whether a file is what was written; if not, its rows are computed."""
@@ -223,21 +201,19 @@ class RowReuse:
                 self._warn(f"not reused, its rows are computed: {error}")
         return self._is_whole[file]
 
-    def _copied_from(self, file: int, found: FoundRows) -> pa.Table:
-        table = self._table(file)
+    def _copied_from(self, file: int, found: pa.Table) -> pa.Table:
+        table, sources = self._table(file), found["source"].to_numpy()
         row_ids = table["row_id"].to_numpy()
-        at = np.minimum(np.searchsorted(row_ids, found.sources), max(0, len(row_ids) - 1))
-        if not len(row_ids) or not np.array_equal(row_ids[at], found.sources):
+        at = np.minimum(np.searchsorted(row_ids, sources), max(0, len(row_ids) - 1))
+        if not len(row_ids) or not np.array_equal(row_ids[at], sources):
             raise DataError(f"{self._files[file].path} lacks rows that its keys are of")
-        columns = table.take(pa.array(at)).combine_chunks()
+        answers = table.take(pa.array(at)).combine_chunks()
         schema = segment_schema(self._generated)
-        own: dict[str, pa.Array] = {
-            "row_id": pa.array(found.row_ids),
-            REQUEST_COLUMN: pa.nulls(len(found), schema.field(REQUEST_COLUMN).type),
-            CONTROL_TEXT_COLUMN: pa.array(found.has_control_text),
-            KEY_COLUMN: found.keys,
+        nothing = pa.nulls(len(found), schema.field(REQUEST_COLUMN).type)
+        own = {REQUEST_COLUMN: nothing} | {
+            name: found[name] for name in ("row_id", KEY_COLUMN, CONTROL_TEXT_COLUMN)
         }
-        arrays = [own[name] if name in own else columns[name] for name in schema.names]
+        arrays = [own[name] if name in own else answers[name] for name in schema.names]
         return pa.table(arrays, schema=schema)
 
     def _table(self, file: int) -> pa.Table:
