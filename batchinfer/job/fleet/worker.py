@@ -26,7 +26,7 @@ from batchinfer.job.fleet.worker_reports import WorkerReports
 from batchinfer.job.job import LoadedJob, OutputJob, row_keys
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse, open_outputs
 from batchinfer.job.row_ids import RowIds
-from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult

@@ -33,7 +33,7 @@ from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, samp
 from batchinfer.job.plan.estimate import Outcome, fleet_facts
 from batchinfer.job.plan.simulation import ExpectedLengths, FixedLengths, Simulation
 from batchinfer.job.reuse.reuse import RowReuse, open_outputs
-from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.window import plan_windows

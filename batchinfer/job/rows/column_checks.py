@@ -5,6 +5,8 @@ Found from the schema alone, so that no model is loaded for data that cannot be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyarrow as pa
 
 from batchinfer.config import (
@@ -40,9 +42,8 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         return  # prompts are in them
     names = source.schema.names
     if config.token_ids_column is not None:
-        require_column(config.token_ids_column, "prompt.token_ids_column", names)
-        source.require_alike([config.token_ids_column])
-        _check_token_ids(source, config.token_ids_column)
+        key = "prompt.token_ids_column"
+        _check_column(source, config.token_ids_column, key, _may_be_ids, "list of integers")
     else:
         prompt = make_source(config, names)
         source.require_alike(sorted(prompt.columns))
@@ -52,15 +53,11 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         system = checked_template(config.system, "prompt.system", frozenset(names))
         source.require_alike(sorted(system.columns(frozenset(names))))
     if config.tools_column is not None:
-        _check_tools(source, config.tools_column)
+        key, expected = "prompt.tools_column", "string (JSON) or list<struct>"
+        _check_column(source, config.tools_column, key, _may_be_tools, expected)
     if config.adapter_column is not None:
-        require_column(config.adapter_column, "prompt.adapter_column", names)
-        source.require_alike([config.adapter_column])
-        kind = _type_of(source, config.adapter_column)
-        if not _may_be_text(kind):
-            raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
+        check_text_column(config.adapter_column, "prompt.adapter_column", source)
     if SAMPLING_COLUMN in names:
-        source.require_alike([SAMPLING_COLUMN])
         _check_sampling_params(source)
 
 
@@ -70,16 +67,8 @@ def check_completions_column(name: str, source: Source) -> None:
     Raises:
         DataError: it is not there, or of a type that holds no completions.
     """
-    key = "score.completions_column"
-    require_column(name, key, source.schema.names)
-    source.require_alike([name])
-    kind = _type_of_lists(source, name, key)
-    item = _item_of(kind)
-    is_ids = item is not None and _is_list(item) and pa.types.is_integer(item.value_type)
-    if not (_may_be_text(kind) or is_ids or (item is not None and _may_be_text(item))):
-        raise _wrong_type(
-            source, name, key, "string, list<string>, or list<list<int>> of token ids"
-        )
+    expected = "string, list<string>, or list<list<int>> of token ids"
+    _check_column(source, name, "score.completions_column", _may_be_completions, expected)
 
 
 def check_text_column(name: str, key: str, source: Source) -> None:
@@ -88,23 +77,58 @@ def check_text_column(name: str, key: str, source: Source) -> None:
     Raises:
         DataError: it is not there, or of another type.
     """
+    _check_column(source, name, key, _may_be_text, "string")
+
+
+def _check_column(
+    source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
+) -> pa.DataType:
+    """Check the column that ``key`` names; its type, of one that is encoded that of its values.
+
+    Raises:
+        DataError: it is not there, differs from file to file, or is of another type; also views of
+            lists, which Arrow casts wrongly where they are slices.
+    """
     require_column(name, key, source.schema.names)
     source.require_alike([name])
-    if not _may_be_text(_type_of(source, name)):
-        raise _wrong_type(source, name, key, "string")
-
-
-def _check_tools(source: Source, name: str) -> None:
-    require_column(name, "prompt.tools_column", source.schema.names)
-    source.require_alike([name])
-    kind = _type_of_lists(source, name, "prompt.tools_column")
-    item = _item_of(kind)
-    if not (_may_be_text(kind) or (item is not None and pa.types.is_struct(item))):
-        raise _wrong_type(source, name, "prompt.tools_column", "string (JSON) or list<struct>")
+    whole = source.schema.field(name).type
+    kind = whole.value_type if pa.types.is_dictionary(whole) else whole
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        expected = f"a plain list; cast it to {printable(str(pa.list_(kind.value_type)), 120)}"
+    elif may_be(kind):
+        return kind
+    where = f"{source.files[0].path}: column {printable(name, 60)}"
+    raise DataError(f"{key}: {where} is {printable(str(whole), 120)}; it must be {expected}")
 
 
 def _may_be_text(kind: pa.DataType) -> bool:
     return is_text(kind) or pa.types.is_null(kind)
+
+
+def _may_be_prompt(kind: pa.DataType) -> bool:
+    return is_conversation(kind) or _may_be_text(kind)
+
+
+def _may_be_ids(kind: pa.DataType) -> bool:
+    if not _is_list(kind):
+        return False
+    return bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+
+
+def _may_be_tools(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    return _may_be_text(kind) or (item is not None and pa.types.is_struct(item))
+
+
+def _may_be_completions(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    if item is None:
+        return _may_be_text(kind)
+    return _may_be_text(item) or (_is_list(item) and pa.types.is_integer(item.value_type))
+
+
+def _may_be_params(kind: pa.DataType) -> bool:
+    return _may_be_text(kind) or pa.types.is_map(kind) or pa.types.is_struct(kind)
 
 
 def _item_of(kind: pa.DataType) -> pa.DataType | None:
@@ -114,48 +138,25 @@ def _item_of(kind: pa.DataType) -> pa.DataType | None:
     return item.value_type if pa.types.is_dictionary(item) else item
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+
+
 def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
-    kind = _type_of_lists(source, name, "prompt.column")
-    talks = is_conversation(kind)
-    if not (talks or _may_be_text(kind)):
-        raise _wrong_type(source, name, "prompt.column", "string or list<struct<role, content>>")
-    if talks and config.chat_template == "none":
+    expected = "string or list<struct<role, content>>"
+    kind = _check_column(source, name, "prompt.column", _may_be_prompt, expected)
+    if is_conversation(kind) and config.chat_template == "none":
         raise UsageError(
             f"prompt.chat_template is none, but column {printable(name)} holds conversations",
             hint="set it to auto or to a file, or name a column of strings in prompt.column",
         )
 
 
-def _check_token_ids(source: Source, name: str) -> None:
-    kind = _type_of_lists(source, name, "prompt.token_ids_column")
-    item = kind.value_type if _is_list(kind) else None
-    if item is None or not (pa.types.is_integer(item) or pa.types.is_null(item)):
-        raise _wrong_type(source, name, "prompt.token_ids_column", "list of integers")
-
-
-def _type_of_lists(source: Source, name: str, key: str) -> pa.DataType:
-    """The type of a column that may hold lists, but no views of them.
-
-    Raises:
-        DataError: it holds such views: Arrow casts them wrongly where they are slices.
-    """
-    kind = _type_of(source, name)
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        expected = printable(str(pa.list_(kind.value_type)), 120)
-        raise _wrong_type(source, name, key, f"a plain list; cast it to {expected}")
-    return kind
-
-
 def _check_sampling_params(source: Source) -> None:
-    kind = _type_of(source, SAMPLING_COLUMN)
-    if pa.types.is_struct(kind):
-        _check_field_names(source, kind)
-    elif not (_may_be_text(kind) or pa.types.is_map(kind)):
-        remedy = "; rename the column if it holds something else"
-        raise _wrong_type(source, SAMPLING_COLUMN, "sampling", f"struct, or string (JSON){remedy}")
-
-
-def _check_field_names(source: Source, kind: pa.StructType) -> None:
+    expected = "struct, or string (JSON); rename the column if it holds something else"
+    kind = _check_column(source, SAMPLING_COLUMN, "sampling", _may_be_params, expected)
+    if not pa.types.is_struct(kind):
+        return
     known = (*field_names(SamplingParams), *SAMPLING_ALIASES)
     names = [field.name for field in kind]
     where = f"{source.files[0].path}: column {SAMPLING_COLUMN}"
@@ -165,18 +166,3 @@ def _check_field_names(source: Source, kind: pa.StructType) -> None:
             raise DataError(f"{where} has the unknown field {what}")
         if names.count(name) > 1:
             raise DataError(f"{where} has more than one field {name}; keep one")
-
-
-def _type_of(source: Source, name: str) -> pa.DataType:
-    kind = source.schema.field(name).type
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
-def _wrong_type(source: Source, name: str, key: str, expected: str) -> DataError:
-    kind = printable(str(source.schema.field(name).type), 120)
-    where = f"{source.files[0].path}: column {printable(name, 60)}"
-    return DataError(f"{key}: {where} is {kind}; it must be {expected}")

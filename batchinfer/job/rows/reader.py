@@ -1,19 +1,30 @@
-"""Rows of the dataset to prompts, each with how it is sampled and through which adapter it runs."""
+"""Rows of the dataset to prompts, a batch at a time, each with how it is sampled and through which
+adapter it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
+from itertools import chain
 from typing import Protocol
 
 from batchinfer.console.format import did_you_mean, printable
-from batchinfer.errors import RowError
+from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import SAMPLING_COLUMN, Row
 from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 from batchinfer.tool_choice import ToolChoices
+
+InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
+
+_BATCHES_AHEAD = 1
+"""Batches whose prompts are made while those before them are waited for."""
+_Prompts = Iterator[list[PromptRow]]
 
 
 class RowAdapters:
@@ -179,3 +190,50 @@ def row_or_error(
     if isinstance(stream, RowError):
         return PromptRow(row_id, stream)
     return PromptRow(row_id, prompt, sampling, adapter=adapter, stream=stream, tools=tools)
+
+
+def read_prompts(
+    batches: Iterator[tuple[list[int], list[Row]]],
+    reader: RowReader,
+    in_flight: InFlight = lambda row_ids: nullcontext(),
+    *,
+    keeps_text: bool = True,
+) -> Iterator[list[PromptRow]]:
+    """Prompts of rows, a batch at a time.
+
+    Args:
+        batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
+        in_flight: entered with the rows of each batch while their prompts are made.
+        keeps_text: whether the text of prompts is needed, which takes memory until a row is done.
+    """
+    started: deque[_Prompts] = deque()
+    try:
+        for row_ids, rows in batches:
+            started.append(_prompts(row_ids, rows, reader, in_flight, keeps_text))
+            next(started[-1])
+            if len(started) > _BATCHES_AHEAD:
+                yield from started.popleft()
+    except DataError:  # the rows before the place that cannot be read are not lost with it
+        yield from chain.from_iterable(started)
+        raise
+    yield from chain.from_iterable(started)
+
+
+def _prompts(
+    row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight, keeps_text: bool
+) -> _Prompts:
+    """Prompts of rows, in two steps.
+
+    Yields:
+        Nothing, once they are begun; then the rows.
+    """
+    with in_flight(row_ids):
+        for row_id in row_ids:
+            failpoint(f"prompt-{row_id}")
+        finish = reader.start(row_ids, rows)
+        yield []
+        batch = finish()
+    if not keeps_text:
+        for row in batch:
+            row.drop_text()
+    yield batch

@@ -38,7 +38,7 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
-from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.window import plan_windows

@@ -32,7 +32,7 @@ from batchinfer.errors import (
     UsageError,
 )
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.rows.read_prompts import read_prompts
+from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.run import parts, pipeline
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
