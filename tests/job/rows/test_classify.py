@@ -7,26 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.output.verify import verify
-from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.pooling.pooled import Pooled
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.examples import find_examples
-from batchinfer.requests import PromptRow
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
+from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
 PROMPTS = ["is it so?", "x", "a long text about nothing at all, which fills some blocks and ends"]
@@ -52,13 +46,6 @@ output: {{path: out, rows_per_part: 2}}
 errors: {{max_error_rate: 1.0}}
 {more}"""
     return load_job(write_job(tmp_path, text))
-
-
-def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for path in sorted((tmp_path / "out" / "data").iterdir()):
-        rows += pq.read_table(path).to_pylist()
-    return rows
 
 
 def run(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") -> Any:
@@ -92,7 +79,7 @@ def test_scores_are_those_of_transformers(
         known = LABELS["id2label"] if "id2label" in changes else {}
         assert row["label"] == known.get(best, f"LABEL_{best}") == row["scores"][best]["label"]
         assert row["score"] == row["scores"][best]["score"]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     assert summary["tokens"]["output"] == 0
 
 
@@ -184,36 +171,6 @@ def test_rows_that_cannot_run_have_no_label(tmp_path: Path, text_model: Path) ->
     assert good.answer is not None
     assert good.answer.startswith("LABEL_0: 0.")
     assert (bad.answer, bad.facts) == (None, "0 tokens in")
-
-
-def test_an_interrupted_job_goes_on(
-    tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_classifier(tmp_path / "model", text_model, **LABELS)
-    spec = job(tmp_path, model, {"prompt": [f"number {row}" for row in range(7)]})
-    finish, seen = Pooled.finish, []
-
-    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
-        seen.append(row.row_id)
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-        return finish(self, row, completions)
-
-    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
-    monkeypatch.setattr(Pooled, "finish", fails)
-    with pytest.raises(KeyboardInterrupt):
-        run_job(spec, quiet=True)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    rows = rows_of(tmp_path)
-    assert [row["row_id"] for row in rows] == list(range(7))
-    expected = logits(model, "number 6").softmax(-1).max()
-    assert rows[6]["score"] == pytest.approx(float(expected), abs=1e-4)
-    assert len(seen) == 8, "what was finished was not computed again"
-    assert verify(OutputDir(tmp_path / "out")).problems == []
-    plan = plan_job(spec)
-    tokens = json.loads((tmp_path / "out" / "summary.json").read_bytes())["tokens"]
-    assert plan["prompt_tokens"] == tokens["prompt"]
-    assert plan["output_tokens"] == 0
 
 
 def test_only_equal_heads_and_rows_are_reused(tmp_path: Path, text_model: Path) -> None:

@@ -20,21 +20,17 @@ from batchinfer.config import EmbedConfig
 from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.pooling.pooled import Pooled
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
 from batchinfer.report.examples import find_examples
-from batchinfer.requests import PromptRow
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
+from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
 SAME = 0.99999
@@ -75,13 +71,6 @@ errors: {{max_error_rate: 1.0}}
     return load_job(write_job(tmp_path, text))
 
 
-def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for path in sorted((tmp_path / "out" / "data").iterdir()):
-        rows += pq.read_table(path).to_pylist()
-    return rows
-
-
 @cache
 def hidden_state(model: Path, prompt: str) -> npt.NDArray[np.float32]:
     """transformers' own last hidden state."""
@@ -114,7 +103,7 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, model: Path, engin
         expected = hidden_state(model, prompt)
         assert cosine(row["embedding"], expected) > SAME
         assert np.linalg.norm(row["embedding"]) == pytest.approx(1, abs=1e-5)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     assert summary["tokens"]["output"] == 0
 
 
@@ -225,44 +214,6 @@ def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> 
     assert good.answer is not None
     assert good.answer.startswith("[")
     assert (bad.answer, bad.facts) == (None, "0 tokens in")
-
-
-def test_an_interrupted_job_goes_on(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = job(tmp_path, model, [f"number {row}" for row in range(9)])
-    finish, seen = Pooled.finish, []
-
-    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
-        seen.append(row.row_id)
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-        return finish(self, row, completions)
-
-    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
-    monkeypatch.setattr(Pooled, "finish", fails)
-    with pytest.raises(KeyboardInterrupt):
-        run_job(spec, quiet=True)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    for at, row in enumerate(rows_of(tmp_path)):
-        assert row["row_id"] == at
-        assert cosine(row["embedding"], hidden_state(model, f"number {at}")) > SAME
-    assert len(seen) == 10, "what was finished was not computed again"
-    found = verify(OutputDir(tmp_path / "out"))
-    assert (found.complete, found.problems) == (True, [])
-
-
-def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
-    prompts = [f"{'shared ' * 9}{row}" for row in range(20)]
-    spec = job(tmp_path, model, prompts, engine="num_kv_blocks: 300")
-    plan = plan_job(spec)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    tokens = json.loads((tmp_path / "out" / "summary.json").read_bytes())["tokens"]
-    assert plan["prompt_tokens"] == tokens["prompt"]
-    assert plan["prompt_computed"] == tokens["prompt_computed"] < tokens["prompt"] / 2
-    assert plan["output_tokens"] == tokens["output"] == 0
-    size = sum(path.stat().st_size for path in (tmp_path / "out" / "data").iterdir())
-    assert size / 3 < plan["output_bytes"] < size * 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -18,21 +17,17 @@ from batchinfer.build import build_engine
 from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.pooling.pooled import Pooled
-from batchinfer.job.run import pipeline
 from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.write import write_report
-from batchinfer.requests import PromptRow
 from batchinfer.worker.encoder import loader
 from batchinfer.worker.encoder.loader import Encoder
 from tests.encoders import make_encoder, reference_states
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
+from tests.job.rows.jobs import rows_of, summary_of
 
 SAME = 0.99999
 TEXTS = ["a b c", "of", "z y x of the and a", "the " * 60, "b", "c d e f g h i j k l m n", "q r s"]
@@ -61,13 +56,6 @@ errors: {{max_error_rate: 1.0}}
     )
 
 
-def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for path in sorted((tmp_path / "out" / "data").iterdir()):
-        rows += pq.read_table(path).to_pylist()
-    return rows
-
-
 def expected(model: Path, texts: list[str], cut: int = 20) -> list[Any]:
     """transformers' mean hidden states, of texts cut by its own tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -82,12 +70,15 @@ def assert_embeddings(rows: list[dict[str, Any]], vectors: list[Any]) -> None:
 
 
 def test_texts_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, model: Path) -> None:
-    assert run_job(job(tmp_path, model), quiet=True) is ExitCode.OK
+    spec = job(tmp_path, model)
+    plan = plan_job(spec)
+    assert (plan["num_blocks"], plan["truncated"]) == (0, 1)
+    assert run_job(spec, quiet=True) is ExitCode.OK
     rows = rows_of(tmp_path)
     assert_embeddings(rows, expected(model, TEXTS))
     assert [row["truncated"] for row in rows] == [len(text) > 100 for text in TEXTS]
     assert [row["row_id"] for row in rows] == list(range(len(TEXTS)))
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     assert summary["kv"]["num_blocks"] == 0
     assert summary["tokens"]["prompt"] == sum(row["num_prompt_tokens"] for row in rows)
     write_report(OutputDir(tmp_path / "out"), time.time())
@@ -97,38 +88,6 @@ def test_texts_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, model: Path) -
     told = dict(line.split(maxsplit=1) for line in plain(summary_facts(summary, tmp_path)))
     assert {*told} == {"rows", "tokens", "files"}
     assert told["tokens"].endswith(" rows/s")
-
-
-def test_an_interrupted_job_goes_on(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, finish, seen = job(tmp_path, model), Pooled.finish, list[int]()
-
-    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
-        seen.append(row.row_id)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        return finish(self, row, completions)
-
-    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
-    monkeypatch.setattr(Pooled, "finish", fails)
-    with pytest.raises(KeyboardInterrupt):
-        run_job(spec, quiet=True)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    assert len(seen) == len(TEXTS) + 1, "what was finished was not computed again"
-    assert_embeddings(rows_of(tmp_path), expected(model, TEXTS))
-    found = verify(OutputDir(tmp_path / "out"))
-    assert (found.complete, found.problems) == (True, [])
-
-
-def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
-    spec = job(tmp_path, model)
-    plan = plan_job(spec)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    tokens = json.loads((tmp_path / "out" / "summary.json").read_bytes())["tokens"]
-    assert plan["prompt_tokens"] == plan["prompt_computed"] == tokens["prompt_computed"]
-    assert (plan["num_blocks"], plan["truncated"], plan["output_tokens"]) == (0, 1, 0)
-    assert plan["time_s"] > plan["bound_s"] > 0
 
 
 def with_pooling(folder: Path, model: Path, config: dict[str, Any]) -> Path:
@@ -202,7 +161,7 @@ def test_a_causal_model_pools_all_its_tokens(tmp_path: Path) -> None:
     plan = plan_job(spec)
     assert run_job(spec, quiet=True) is ExitCode.OK
     assert_embeddings(rows_of(tmp_path), expected(causal, TEXTS, 40))
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     assert (summary["kv"]["num_blocks"], plan["num_blocks"]) == (0, 0)
     assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
 

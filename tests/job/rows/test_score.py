@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cache
 from pathlib import Path
@@ -20,20 +19,16 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.schema import output_table
-from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.score import Scoring
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
 from batchinfer.report.examples import find_examples
-from batchinfer.requests import PromptRow
 from tests.job.datasets import write_parquet
 from tests.job.job_files import SCORE, write_job
+from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
 CLOSE = 1e-4
@@ -63,13 +58,6 @@ errors: {{max_error_rate: 1.0}}
         kept = [old for old in job_file.splitlines() if not old.startswith(section + ":")]
         job_file = "\n".join([*kept, line] if line.partition(":")[2] else kept)
     return load_job(write_job(tmp_path, job_file))
-
-
-def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for path in sorted((tmp_path / "out" / "data").iterdir()):
-        rows += pq.read_table(path).to_pylist()
-    return rows
 
 
 @cache
@@ -193,8 +181,17 @@ def test_bad_rows_err_with_their_codes(tmp_path: Path, model: Path) -> None:
     assert rows[3]["error"]["message"] == "column choices: completion 1 is empty"
     assert rows[4]["num_prompt_tokens"] == 604
     assert all(row["score"] is None and row["perplexity"] is None for row in rows[1:])
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     assert summary["rows"]["error_codes"]["empty_completion"] == 3
+
+
+def test_a_plan_counts_rows_that_cannot_run_and_takes_no_lengths(
+    tmp_path: Path, model: Path
+) -> None:
+    spec = job(tmp_path, model, {"prompt": ["x"] * 3, "choices": [["yes"], ["no"], []]})
+    assert plan_job(spec)["errors"] == {"empty_completion": 1}
+    with pytest.raises(UsageError, match="writes no tokens"):
+        plan_job(spec, expect_output_tokens=3)
 
 
 def test_what_does_not_fit_says_which_completion(tmp_path: Path, model: Path) -> None:
@@ -211,7 +208,7 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
     prompt, choices = "p" * 101, ["abcd", "efgh", "ijkl", "mnop"]
     spec = job(tmp_path, model, {"prompt": [prompt], "choices": [choices]}, "engine: {device: cpu}")
     assert run_job(spec, quiet=True) is ExitCode.OK
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    summary = summary_of(tmp_path)
     tokens = summary["tokens"]
     # All but the last token of each completion; the prompt's last for each, as its logits are
     # needed.
@@ -239,32 +236,6 @@ def test_a_small_pool_gives_the_same_scores(tmp_path: Path, model: Path) -> None
     assert flat[0] == pytest.approx(flat[1], abs=CLOSE)
 
 
-def test_an_interrupted_job_goes_on(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [f"number {row}" for row in range(9)]
-    spec = job(tmp_path, model, {"prompt": prompts, "choices": [["a", "bc"]] * 9})
-    finish, seen = Scoring.finish, []
-
-    def fails(self: Scoring, row: PromptRow, completions: Any) -> FinishedRow:
-        seen.append(row.row_id)
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-        return finish(self, row, completions)
-
-    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
-    monkeypatch.setattr(Scoring, "finish", fails)
-    with pytest.raises(KeyboardInterrupt):
-        run_job(spec, quiet=True)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    rows = rows_of(tmp_path)
-    assert [row["row_id"] for row in rows] == list(range(9))
-    assert len(seen) == 10, "what was finished was not scored again"
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    found = verify(OutputDir(tmp_path / "out"))
-    assert (found.complete, found.problems) == (True, [])
-
-
 def test_the_fingerprint_knows_what_is_scored(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": ["x"], "choices": [["a"]], "others": [["b"]]}
     assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
@@ -273,26 +244,6 @@ def test_the_fingerprint_knows_what_is_scored(tmp_path: Path, model: Path) -> No
     changed = write_job(tmp_path, text.replace("column: choices", "column: others"))
     with pytest.raises(LockedError, match="score"):
         run_job(load_job(changed), quiet=True)
-
-
-def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
-    prompts = [f"{'shared ' * 9}{row}" for row in range(20)]
-    choices = [["yes", "no", "maybe not"]] * 19 + [[]]
-    engine = "engine: {device: cpu, num_kv_blocks: 300}"
-    spec = job(tmp_path, model, {"prompt": prompts, "choices": choices}, engine)
-    plan = plan_job(spec)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
-    tokens = summary["tokens"]
-    assert plan["prompt_tokens"] == tokens["prompt"]
-    assert plan["prompt_computed"] == tokens["prompt_computed"]
-    assert plan["output_tokens"] == 0
-    assert plan["errors"] == {"empty_completion": 1}
-    assert plan["sharing"]["distinct_tokens"] == summary["sharing"]["distinct_tokens"]
-    size = sum(path.stat().st_size for path in (tmp_path / "out" / "data").iterdir())
-    assert size / 3 < plan["output_bytes"] < size * 3
-    with pytest.raises(UsageError, match="writes no tokens"):
-        plan_job(spec, expect_output_tokens=3)
 
 
 @pytest.mark.parametrize(
