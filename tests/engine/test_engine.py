@@ -118,30 +118,6 @@ def test_rows_share_what_their_own_adapter_computed_and_no_other(make_engine: Ma
     assert runner.steps[-1].adapters is None, "the base model runs alone"
 
 
-def test_a_pool_that_holds_one_row_serves_many(make_engine: MakeEngine) -> None:
-    requests = [make_request(row, [row + 1] * 9, max_tokens=8) for row in range(12)]
-    engine, _ = make_engine(num_blocks=4, block_size=4)
-    completions, _ = run_all(engine, requests)
-    for request in requests:
-        (output,) = completions[request.row_id].outputs
-        assert output.token_ids.tolist() == expected(request, 0)
-
-
-def test_the_newest_row_is_preempted_and_comes_to_the_same_tokens(make_engine: MakeEngine) -> None:
-    # Half of the rows run four times longer than the others have shown, so the forecast errs.
-    def misleading(context: bytes, stream: int, sample: int, position: int) -> int:
-        ends = 4 if stream < 40 else 40
-        return EOS if position == ends - 1 else hashed(context, stream, sample, position)
-
-    requests = [make_request(row, [row + 1] * 5, max_tokens=64) for row in range(80)]
-    engine, _ = make_engine(num_blocks=60, block_size=4, next_token=misleading)
-    completions, steps = run_all(engine, requests)
-    assert sum(step.num_preempted for step in steps) > 0
-    for request in requests:
-        (output,) = completions[request.row_id].outputs
-        assert output.token_ids.tolist() == expected(request, 0, misleading)
-
-
 def test_sample_i_of_n_is_sample_i_of_fewer(make_engine: MakeEngine) -> None:
     def outputs(n: int) -> list[list[int]]:
         engine, _ = make_engine(num_blocks=100)
@@ -168,14 +144,6 @@ def test_samples_share_the_prompt_and_copy_only_the_block_they_part_in(
     assert sum(step.cow_copies for step in steps) == 3
     assert sum(step.prefill_tokens for step in steps) == 10
     assert completions[0].stats.peak_blocks == 6
-
-
-def test_samples_that_do_not_fit_at_once_run_after_one_another(make_engine: MakeEngine) -> None:
-    request = make_request(0, list(range(1, 10)), max_tokens=12, n=6)
-    engine, _ = make_engine(num_blocks=5, block_size=4)
-    completions, _ = run_all(engine, [request])
-    for output in completions[0].outputs:
-        assert output.token_ids.tolist() == expected(request, output.index)
 
 
 def test_the_worked_examples_of_reserving(make_engine: MakeEngine) -> None:

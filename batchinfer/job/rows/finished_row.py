@@ -70,19 +70,18 @@ class RowFinisher:
         request = completion.request
         outputs = [self._output(sample, request, row.tools) for sample in completion.outputs]
         failed = completion.error_code is not None
+        first = None if failed or not outputs else outputs[0]
         results = {
-            "generated_text": None if failed or not outputs else outputs[0]["text"],
+            "generated_text": first and first["text"],
             "outputs": outputs,
             "num_output_tokens": sum(output["num_tokens"] for output in outputs),
         }
         if "reasoning" in self._include:
-            is_given = outputs and not failed
-            results["reasoning"] = outputs[0]["reasoning"] if is_given else None
+            results["reasoning"] = first and first["reasoning"]
             counts = (output["num_reasoning_tokens"] for output in outputs)
             results["num_reasoning_tokens"] = sum(counts)
         if "tool_calls" in self._include:
-            is_given = outputs and not failed
-            results["tool_calls"] = outputs[0]["tool_calls"] if is_given else None
+            results["tool_calls"] = first and first["tool_calls"]
         if "prompt" in self._include:
             results["prompt"] = seen_text(row, self._answers.tokenizer)
         if "prompt_logprobs" in self._include:

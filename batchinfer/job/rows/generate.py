@@ -47,14 +47,12 @@ _OPTIONAL_OUTPUT = {
 """Fields of samples by what makes them be written."""
 
 
-class Generation:
-    """One request a row, and more where samples do not pass (see ``LoadedTask``)."""
+class Generation(LoadedTask):
+    """One request a row, and more where samples do not pass."""
 
     def __init__(self, samples: Resampling, finisher: RowFinisher) -> None:
         self._samples = samples
         self._finisher = finisher
-
-    result_bytes = 0
 
     def requests(self, row: PromptRow) -> list[Request]:
         """One request for all samples that are wanted."""

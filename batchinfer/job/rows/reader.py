@@ -142,21 +142,16 @@ class ColumnReader:
         return finish
 
     def _row(self, row_id: int, prompt: Prompt | RowError, row: Mapping[str, object]) -> PromptRow:
-        sampling = self._sampling(row)
-        tools = None
+        sampling = tools = stream = None
+        if self._params is not None:
+            sampling = self._params.of(row.get(SAMPLING_COLUMN))
         if self._tools is not None and not isinstance(prompt, RowError):
             tools = self._tools.of(row)
         if self._tool_choices is not None:
             sampling = self._tool_choices.applied(sampling, tools)
-        return row_or_error(
-            row_id, prompt, sampling, self._adapters.of(row), self._stream(row), tools
-        )
-
-    def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
-        return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
-
-    def _stream(self, row: Mapping[str, object]) -> int | RowError | None:
-        return None if self._id_column is None else stream_of_id(row.get(self._id_column))
+        if self._id_column is not None:
+            stream = stream_of_id(row.get(self._id_column))
+        return row_or_error(row_id, prompt, sampling, self._adapters.of(row), stream, tools)
 
 
 def stream_of_id(value: object) -> int | RowError:

@@ -27,7 +27,7 @@ from batchinfer.job.rows.finished_row import (
     finished_row,
     seen_text,
 )
-from batchinfer.job.rows.task import Task
+from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE
 from batchinfer.requests import PromptRow
@@ -66,17 +66,15 @@ class _Judged:
         )
 
 
-class Scoring:
-    """A request for each completion of a row (see ``LoadedTask``)."""
+class Scoring(LoadedTask):
+    """A request for each completion of a row."""
 
     def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer
         self._include = include
 
-    result_bytes = 0
-
     def requests(self, row: PromptRow) -> list[Request]:
-        """The requests of a row that can run: one for each completion, or one for the prompt."""
+        """A request for each completion, or one for the prompt."""
         prompt = row.prompt
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
@@ -95,12 +93,6 @@ class Scoring:
             )
             for number, (tokens, scored_from) in enumerate(sequences)
         ]
-
-    def follow_up_requests(
-        self, row: PromptRow, completions: Sequence[Completion]
-    ) -> list[Request]:
-        """No requests: all completions are scored at once."""
-        return []
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The row with the scores of its completions."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -48,24 +49,22 @@ class Task:
     """What its model is run for."""
 
 
-class LoadedTask(Protocol):
+class LoadedTask(ABC):
     """A row's way to the engine and back."""
 
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of a row's numbers that do not compress: vectors and scores."""
-        ...
+    result_bytes: int = 0
+    """Bytes of a row's numbers that do not compress: vectors and scores."""
 
+    @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:
         """The requests of a row that can run, at least one; ``Request.number`` counts them."""
-        ...
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> Sequence[Request]:
         """The requests that follow from what came of a row's requests so far; most often none."""
-        ...
+        return ()
 
+    @abstractmethod
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The output of a row that ran; its requests' completions are in their order."""
-        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +28,9 @@ run died of. It is not taken at once: of a row that kills with its next step eac
 token more, and it would be given up after as many deaths as it has tokens."""
 _SPARED_TOKENS = 1 << 21
 """Of no use any more, before what is of use is worth writing again."""
-_MOST_UPDATES = 512
-"""Files that hold what is of use: what is drawn in 40 minutes; they are read in seconds."""
+_UPDATE_TOKENS = 1 << 12
+"""What a file costs beside its tokens: so there are some hundred files at most where little is
+drawn, in 40 minutes or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class TokensInFlight:
         """By row: of those that ended with the last step; others of their rows may follow."""
         self._ended: dict[int, list[Completion]] = {}
         """By row: of rows that others follow of."""
-        self._num_tokens_handed_over = 0
-        self._num_updates = _MOST_UPDATES  # the first replaces what earlier runs have left
+        self._cost = math.inf  # the first update replaces what earlier runs have left
+        """Tokens of the updates since the last that replaced all."""
 
     def add(self, kept: Mapping[RequestId, KeptOutput]) -> None:
         """Add what others have left; called before its requests come."""
@@ -134,23 +136,14 @@ class TokensInFlight:
         self._taken_at, self._drawn_at = self._clock(), None
         ended = [one for of_row in (*self._ended.values(), *just_ended) for one in of_row]
         increments = self._tracker.take(self._states, ended)
-        replaces_all = self._is_wasteful and bool(increments or self._num_tokens_handed_over)
+        needed = self._tracker.num_tokens + sum(kept.num_tokens for kept in self._kept.values())
+        is_wasteful = bool(increments) and self._cost > 2 * needed + _SPARED_TOKENS
+        replaces_all = is_wasteful or not needed
         if replaces_all:
             increments = self._tracker.take(self._states, ended, whole=True)
-            increments += [kept.whole(of) for of, kept in self._kept.items()]
-            self._num_tokens_handed_over = self._num_updates = 0
-        if increments or replaces_all:
+            increments += [kept.whole(of) for of, kept in self._kept.items() if kept.num_tokens]
+            self._cost = 0
+        if increments:
             samples = [sample for one in increments for _, sample in one.samples]
-            self._num_tokens_handed_over += sum(len(sample.token_ids) for sample in samples)
-            self._num_updates += 1
+            self._cost += _UPDATE_TOKENS + sum(len(sample.token_ids) for sample in samples)
         self._hand_over(TokenUpdate(increments, replaces_all))
-
-    @property
-    def _is_wasteful(self) -> bool:
-        """Whether most of what was handed over is of no use, or it came in many pieces."""
-        needed = self._tracker.num_tokens + sum(kept.num_tokens for kept in self._kept.values())
-        return (
-            self._num_updates >= _MOST_UPDATES
-            or not needed
-            or self._num_tokens_handed_over > 2 * needed + _SPARED_TOKENS
-        )

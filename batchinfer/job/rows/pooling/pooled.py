@@ -13,6 +13,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
 from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts, num_prefix_tokens
+from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests import PromptRow, pooling_request
 from batchinfer.text.children.child import Builder
@@ -22,8 +23,8 @@ Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
 """A hidden state [H] to a row's own columns."""
 
 
-class Pooled:
-    """One request a row, whose last hidden state makes its results (see ``LoadedTask``).
+class Pooled(LoadedTask):
+    """One request a row, whose last hidden state makes its results.
 
     Args:
         failed_results: of a row that failed.
@@ -47,17 +48,10 @@ class Pooled:
         self._include = include
         self._pooling = pooling
         self.result_bytes = result_bytes
-        """As ``LoadedTask``."""
 
     def requests(self, row: PromptRow) -> list[Request]:
         """One request: the prompt."""
         return [pooling_request(row, self._pooling)]
-
-    def follow_up_requests(
-        self, row: PromptRow, completions: Sequence[Completion]
-    ) -> list[Request]:
-        """No requests: a row is computed once."""
-        return []
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The row with its results."""
