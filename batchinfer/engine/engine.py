@@ -113,8 +113,9 @@ class Engine:
         One with a ``partial_output`` goes on from there, if that is whole; else it begins anew.
         """
         self._num_unfinished += 1
-        if self.observer is not None and request.partial_output is None:
-            request = replace(request, partial_output=self.observer.partial_output(request))
+        partial = None if self.observer is None else self.observer.partial_output(request)
+        if partial is not None:
+            request = replace(request, partial_output=partial)
         refusal = self.refusal(request)
         if refusal is not None:
             code, message = refusal
