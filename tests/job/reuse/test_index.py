@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.job.reuse.index import NOT_FOUND, KeyIndex
+from batchinfer.job.reuse.reuse import NOT_FOUND, KeyIndex
 from batchinfer.job.rows.row_key import KEYS_SCHEMA
 
 # Few halves, so that keys that share one of them are common, and bytes whose order as signed

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.job.reuse.index import NOT_FOUND, KeyIndex
+from batchinfer.job.reuse.reuse import NOT_FOUND, KeyIndex
 from tests.faults.random_edits import update_at_random
 from tests.faults.violation import ViolationError
 
