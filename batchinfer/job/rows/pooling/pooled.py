@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
+from batchinfer.errors import RowError
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
-from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts, num_prefix_tokens
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests import PromptRow, pooling_request
 from batchinfer.text.children.child import Builder
+from batchinfer.text.encode import RenderedText
+from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues
 from batchinfer.text.tokenizer import Tokenizer
 
 Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
@@ -98,5 +100,55 @@ def plain_prompts(
     prompts = FramedPromptBuilder(config, tokenizer, leaves_room=leaves_room, **others)
     if not prefix:
         return prompts
-    unpooled = 0 if pools_prefix else num_prefix_tokens(tokenizer, prefix)
-    return PrefixedPrompts(prompts, prefix, unpooled)
+    unpooled = 0 if pools_prefix else _num_prefix_tokens(tokenizer, prefix)
+    return _PrefixedPrompts(prompts, prefix, unpooled)
+
+
+class _PrefixedPrompts:
+    """A builder whose texts begin with ``prefix``; token ids, and what a chat template wrote, stay
+    as they are.
+
+    Args:
+        unpooled: tokens that such a text begins with and that its embedding leaves out.
+    """
+
+    def __init__(self, prompts: PromptBuilder, prefix: str, unpooled: int = 0) -> None:
+        self._prompts = prompts
+        self._prefix = prefix
+        self._unpooled = unpooled
+        self.columns = prompts.columns
+
+    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
+        return [
+            replace(item, text=self._prefix + item.text) if _begins_with_it(item) else item
+            for item in self._prompts.render(rows)
+        ]
+
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
+        prompts = self._prompts.tokenize(rendered)
+        if not self._unpooled:
+            return prompts
+        return [
+            self._without_prefix(prompt) if _begins_with_it(item) else prompt
+            for item, prompt in zip(rendered, prompts, strict=True)
+        ]
+
+    def _without_prefix(self, prompt: Prompt | RowError) -> Prompt | RowError:
+        if isinstance(prompt, RowError):
+            return prompt
+        if len(prompt.token_ids) <= self._unpooled:
+            what = f"nothing is left of the text behind the {self._unpooled} tokens of its prompt"
+            return RowError("prompt_too_long", what)
+        return replace(prompt, unpooled=self._unpooled)
+
+
+def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
+    return isinstance(item, RenderedText) and item.add_special_tokens
+
+
+def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
+    """Tokens of a text that are its prefix's, special ones before it among them, as
+    sentence-transformers counts them (base/modules/transformer.py, ``_get_prompt_length``)."""
+    (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
+    ends = len(ids) > 0 and tokenizer.num_control_ids(ids[-1:]) > 0
+    return len(ids) - ends
