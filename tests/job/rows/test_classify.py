@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
+from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.rows.tasks import TASKS
@@ -186,29 +186,6 @@ def test_only_equal_heads_and_rows_are_reused(tmp_path: Path, text_model: Path) 
         assert run_job(spec.model_copy(update=update), quiet=True) is ExitCode.OK
         summary = json.loads((tmp_path / name / "out" / "summary.json").read_bytes())
         assert summary["rows"]["reused"] == reused
-
-
-JOB = "task: classify\nmodel: {name: m}\ninput: {path: rows.parquet}\noutput: {path: out}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (JOB + "sampling: {max_tokens: 8}", "sampling has no part in task: classify"),
-        (JOB + "classify: {query_column: q}", "query_column needs document_column"),
-        (JOB + PAIRS + "prompt: {column: q}", "prompt.column: with classify.query_column"),
-        (JOB + PAIRS + "prompt: {on_too_long: truncate_left}", "would cut off the query"),
-        (JOB + "classify: {instruction: x}", "instruction needs query_column"),
-        (JOB + "classify: {tokens: [yes]}", "must be two or more tokens"),
-        (JOB + "classify: {labels: 3}", "labels"),
-        (JOB.replace("out}", "out, include: [logprobs]}"), "does not go with task: classify"),
-        (JOB.replace("task: classify", "task: embed\nclassify: {}"), "needs task: classify"),
-    ],
-)
-def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_job(write_job(tmp_path, text))
-    assert message in str(caught.value)
 
 
 def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:

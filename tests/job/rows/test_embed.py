@@ -40,12 +40,6 @@ PROMPTS = [
     "a long text about nothing at all, which fills some blocks and ends",
     "a long text about nothing at all, which fills some blocks and goes on",
 ]
-JOB = """\
-task: embed
-model: {name: some/model, dtype: float32}
-input: {path: rows.parquet}
-output: {path: out}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -214,23 +208,6 @@ def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> 
     assert good.answer is not None
     assert good.answer.startswith("[")
     assert (bad.answer, bad.facts) == (None, "0 tokens in")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (JOB + "sampling: {max_tokens: 8}", "sampling has no part in task: embed"),
-        (JOB.replace("task: embed", "embed: {}\nsampling: {max_tokens: 1}"), "needs task: embed"),
-        (JOB + "embed: {dimensions: 0}", "dimensions is 0; it must be 1 or more"),
-        (JOB + "embed: {pooling: sum}", 'embed.pooling is "sum"; it must be'),
-        (JOB + "accept: {min_tokens: 1}", "accept has no part in task: embed"),
-        (JOB.replace("out}", "out, include: [logprobs]}"), "logprobs does not go with task: embed"),
-    ],
-)
-def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_job(write_job(tmp_path, text))
-    assert message in str(caught.value)
 
 
 def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:

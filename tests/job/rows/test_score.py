@@ -246,24 +246,6 @@ def test_the_fingerprint_knows_what_is_scored(tmp_path: Path, model: Path) -> No
         run_job(load_job(changed), quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (SCORE + "sampling: {max_tokens: 8}", "line 6: sampling has no part in task: score"),
-        (SCORE.replace("task: score", "task: generate"), "score needs task: score"),
-        (SCORE.replace("out}", "out, include: [prompt_logprobs]}"), "goes with task: generate"),
-        (SCORE.replace("choices", "''"), "completions_column is empty"),
-        (SCORE.replace("completions_column", "completion_column"), "did you mean completions_col"),
-        (SCORE.replace("out}", "out, rename: {a: score}}"), '"score" is the name of an output'),
-        (SCORE.replace("parquet}", "parquet, keep_columns: [perplexity]}"), "output.rename"),
-    ],
-)
-def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_job(write_job(tmp_path, text.replace("task: generate", "sampling: {max_tokens: 1}")))
-    assert message in str(caught.value)
-
-
 def test_a_job_file_needs_no_sampling(tmp_path: Path) -> None:
     spec = load_job(write_job(tmp_path, SCORE))
     assert spec.sampling.params == SCORING

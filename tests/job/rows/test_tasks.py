@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.errors import ExitCode
+from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
@@ -22,7 +22,7 @@ from batchinfer.requests import PromptRow
 from tests.classifiers import make_classifier
 from tests.encoders import make_encoder
 from tests.job.datasets import write_parquet
-from tests.job.job_files import write_job
+from tests.job.job_files import SCORE, write_job
 from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
@@ -103,3 +103,44 @@ def test_a_plan_says_what_the_run_does(tmp_path: Path, kind: str, model: Path) -
     assert plan["time_s"] > 0
     size = sum(path.stat().st_size for path in (tmp_path / "out" / "data").iterdir())
     assert size / 5 < plan["output_bytes"] < size * 5
+
+
+EMBED = "task: embed\nmodel: {name: m}\ninput: {path: rows.parquet}\noutput: {path: out}\n"
+CLASSIFY = EMBED.replace("embed", "classify")
+PAIRS = "classify: {query_column: q, document_column: d}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SCORE + "sampling: {max_tokens: 8}", "line 6: sampling has no part in task: score"),
+        (SCORE.replace("task: score", "sampling: {max_tokens: 1}"), "score needs task: score"),
+        (SCORE.replace("out}", "out, include: [prompt_logprobs]}"), "goes with task: generate"),
+        (SCORE.replace("choices", "''"), "completions_column is empty"),
+        (SCORE.replace("completions_column", "completion_column"), "did you mean completions_col"),
+        (SCORE.replace("out}", "out, rename: {a: score}}"), '"score" is the name of an output'),
+        (SCORE.replace("parquet}", "parquet, keep_columns: [perplexity]}"), "output.rename"),
+        (EMBED + "sampling: {max_tokens: 8}", "sampling has no part in task: embed"),
+        (EMBED.replace("task: embed", "embed: {}\nsampling: {max_tokens: 1}"), "needs task: embed"),
+        (EMBED + "embed: {dimensions: 0}", "dimensions is 0; it must be 1 or more"),
+        (EMBED + "embed: {pooling: sum}", 'embed.pooling is "sum"; it must be'),
+        (EMBED + "accept: {min_tokens: 1}", "accept has no part in task: embed"),
+        (
+            EMBED.replace("out}", "out, include: [logprobs]}"),
+            "logprobs does not go with task: embed",
+        ),
+        (CLASSIFY + "sampling: {max_tokens: 8}", "sampling has no part in task: classify"),
+        (CLASSIFY + "classify: {query_column: q}", "query_column needs document_column"),
+        (CLASSIFY + PAIRS + "prompt: {column: q}", "prompt.column: with classify.query_column"),
+        (CLASSIFY + PAIRS + "prompt: {on_too_long: truncate_left}", "would cut off the query"),
+        (CLASSIFY + "classify: {instruction: x}", "instruction needs query_column"),
+        (CLASSIFY + "classify: {tokens: [yes]}", "must be two or more tokens"),
+        (CLASSIFY + "classify: {labels: 3}", "labels"),
+        (CLASSIFY.replace("out}", "out, include: [logprobs]}"), "does not go with task: classify"),
+        (CLASSIFY.replace("task: classify", "task: embed\nclassify: {}"), "needs task: classify"),
+    ],
+)
+def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path, text))
+    assert message in str(caught.value)
