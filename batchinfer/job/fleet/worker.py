@@ -28,7 +28,6 @@ from batchinfer.job.reuse.reuse import FoundRows, RowReuse, open_outputs
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.window import plan_windows
-from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.pipeline import QUARANTINED, fail_row, file_metadata, finish_row
@@ -145,7 +144,6 @@ class FleetWorker:
             # Nobody can take back what the engine has: half of what runs is queued, not twice it.
             max_waiting=max(1, spec.engine.max_num_seqs // 2),
             admit=in_flight.note,
-            deduplicator=RequestDeduplicator(),
         )
         try:
             with (
@@ -161,7 +159,7 @@ class FleetWorker:
                     with gc_frozen():
                         most = max(1, spec.engine.max_num_seqs // 4)
                         with self._tokens.observing(context.engine, writer.put):
-                            loop.run(_Admission(rows, self.admit, most), writer)
+                            loop.run(_Admission(rows, self.admit, most), writer.put)
                 finally:
                     self._stop.set()
                     self._loaded.processes.stop()

@@ -38,14 +38,6 @@ class RowSource(Protocol):
         ...
 
 
-class TurnWriter(Protocol):
-    """Takes what the engine's turns come to, and writes it."""
-
-    def put(self, item: TurnResult) -> None:
-        """Hand over a turn's rows."""
-        ...
-
-
 @dataclass(slots=True)
 class RowResult:
     """A row, and what came of its requests so far; nothing for one that could not run."""
@@ -78,27 +70,26 @@ class EngineLoop:
     """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
     admit: Callable[[list[int]], None]
     """Called with the rows that are about to be given to the engine."""
-    deduplicator: RequestDeduplicator
-    """Finds rows that need not run, because an equal one does."""
 
     def __post_init__(self) -> None:
+        self._deduplicator = RequestDeduplicator()
         self._taken = deque[PromptRow]()
         """Rows that the engine has not got yet."""
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
         """What is to be told with the next step."""
 
-    def run(self, rows: RowSource, writer: TurnWriter) -> bool:
+    def run(self, rows: RowSource, hand_over: Callable[[TurnResult], None]) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
         Returns:
-            Whether all rows are finished and handed to ``writer``.
+            Whether all rows are finished and handed over.
         """
         complete = False
         while not complete and not self.stop.is_set():
             failed = self._feed(rows)
             if self.engine.num_unfinished or failed:
-                writer.put(self._step(failed))
+                hand_over(self._step(failed))
             else:
                 # In this order: a stop is what may have ended the rows.
                 complete = not self._taken and rows.exhausted and not self.stop.is_set()
@@ -127,7 +118,7 @@ class EngineLoop:
         self.admit([row.row_id for row in rows])
         for row in rows:
             failpoint(f"row-{row.row_id}")
-        for row in self.deduplicator.leaders(rows):
+        for row in self._deduplicator.leaders(rows):
             result = self._in_flight[row.row_id] = RowResult(row, [])
             self._request(result, self.task.requests(row), begun=1)
 
@@ -178,7 +169,7 @@ class EngineLoop:
         del self._in_flight[row_id]
         drawn = sum(map(_drawn_tokens, result.completions))
         self._added += Counts(ended=1, settled_tokens=drawn)
-        waited = self.deduplicator.release(row_id)
+        waited = self._deduplicator.release(row_id)
         return [result, *(RowResult(row, copy_result(row, result.completions)) for row in waited)]
 
 

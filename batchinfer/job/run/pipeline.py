@@ -42,7 +42,6 @@ from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.window import plan_windows
-from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
@@ -169,7 +168,6 @@ class RowPipeline:
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.in_flight.note,
-            deduplicator=RequestDeduplicator(),
         )
 
         def write(finished: TurnResult | FoundRows | TokenUpdate) -> None:
@@ -210,7 +208,7 @@ class RowPipeline:
                     with phase("reading and planning rows"):
                         rows.wait(self.stop)
                     with self.tokens.observing(context.engine, writer.put):
-                        complete = loop.run(rows, writer)
+                        complete = loop.run(rows, writer.put)
             finally:
                 ending.set()
                 if not complete:

@@ -8,7 +8,6 @@ from batchinfer.console.bar import make_progress
 from batchinfer.console.meter import Meter
 from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
-from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.requests import PromptRow, RequestMaker
@@ -41,10 +40,9 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
         stop,
         max_waiting=4,
         admit=lambda row_ids: None,
-        deduplicator=RequestDeduplicator(),
     )
     written: list[TurnResult] = []
     with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:
         while not rows.exhausted:  # the thread has nothing to do but to end
             pass
-        assert not loop.run(rows, writer)
+        assert not loop.run(rows, writer.put)
