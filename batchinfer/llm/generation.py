@@ -17,7 +17,6 @@ from batchinfer.llm.arguments import SchemaDefaults
 from batchinfer.llm.beam_outputs import BeamSearchOutput, beam_search_output
 from batchinfer.llm.calls import OneCall
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.defaults import default_sampling_params
 from batchinfer.llm.lora import Adapters, LoRARequest, requests_of_each
 from batchinfer.llm.outputs import RequestOutput
 from batchinfer.llm.params import check_priority, params_of_each
@@ -37,6 +36,17 @@ from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 _ANY_LENGTH = 2**31
 """Of conversations written out: the engine says which are too long."""
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
+_FROM_GENERATION_CONFIG: Mapping[str, str] = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of ``generation_config.json`` that are parameters, as in vLLM's
+``ModelConfig.get_diff_sampling_param`` (vllm/config/model.py)."""
+_NEUTRAL = "vllm"
 
 
 class GenerationCalls:
@@ -224,7 +234,7 @@ class GenerationCalls:
 
     @cached_property
     def _default_params(self) -> SamplingParams:
-        return default_sampling_params(*self._generation_config)
+        return _recommended_params(*self._generation_config)
 
     def _prompts(self, items: Sequence[str | Prompt]) -> list[Prompt | RowError]:
         texts = [{"text": item} for item in items if isinstance(item, str)]
@@ -276,3 +286,39 @@ class GenerationCalls:
 def _check_errors(errors: object) -> None:
     if errors not in ("raise", "return"):
         raise ValueError(f"errors is {errors!r}; it must be 'raise' or 'return'")
+
+
+def _recommended_params(
+    model: str, revision: str | None, generation_config: str, overrides: Mapping[str, Any]
+) -> SamplingParams:
+    """The parameters of a call that gives none.
+
+    Args:
+        model: hub id or folder.
+        revision: of the hub's.
+        generation_config: ``auto``: what the model's ``generation_config.json`` says where that
+            differs from transformers' defaults; ``vllm``: neutral ones; else another folder.
+        overrides: keys of that file, which win.
+
+    Raises:
+        TypeError, ValueError: what the file or ``overrides`` say is out of range.
+    """
+    found: dict[str, Any] = {}
+    if generation_config == "auto":
+        found = _read(model, revision)
+    elif generation_config != _NEUTRAL:
+        found = _read(generation_config, None)
+    found |= overrides
+    named = {ours: found.get(theirs) for theirs, ours in _FROM_GENERATION_CONFIG.items()}
+    return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+
+
+def _read(folder: str, revision: str | None) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(folder, revision=revision)
+    except OSError:  # the model has none
+        return {}
+    found: dict[str, Any] = config.to_diff_dict()
+    return found
