@@ -20,6 +20,7 @@ from typing import Any
 from engines import ENGINES
 from models import make_small
 from peers import python_of
+from result_files import write_results
 
 HERE = Path(__file__).resolve().parent
 DTYPES = ("float32", "bfloat16")
@@ -108,7 +109,7 @@ def keep(runs: list[Run], args: argparse.Namespace) -> Path:
     settings = {"scale": args.scale, "rounds": args.rounds, "batch": args.batch}
     path = HERE / "results" / f"cpu-{where['date']}-scale-{args.scale:g}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": where, "settings": settings, "runs": runs}, indent=1))
+    write_results(path, {"machine": where, "settings": settings, "runs": runs})
     return path
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_files import write_results
 
 SHAPES = {
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12},
@@ -199,7 +200,7 @@ def main() -> None:
     if args.json is not None:
         facts = {"date": str(date.today()), "threads": args.threads, "texts": args.texts}
         facts |= {"seconds": time.perf_counter() - began}
-        args.json.write_text(json.dumps({**facts, "runs": runs}, indent=1))
+        write_results(args.json, {**facts, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 from cpu import _cpu_name
 from models import make_large, make_small
 from peers import python_of
+from result_files import write_results
 
 HERE = Path(__file__).resolve().parent
 ENGINES = {
@@ -94,7 +95,7 @@ def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None =
     where = {"date": date.today().isoformat(), "cpu": _cpu_name(), "threads": args.threads}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": where, "runs": runs, "quickstart": accuracy or []}
-    args.json.write_text(json.dumps(results, indent=1))
+    write_results(args.json, results)
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:

@@ -28,6 +28,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from million_rows import PROMPT, ROWS_PER_FILE, SwappingStub, build
+from result_files import write_results
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.job import Job
@@ -214,7 +215,7 @@ def main() -> None:
             shutil.rmtree(folder)
     found["load_average"] = round(os.getloadavg()[0], 2)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_results(options.json, found)
 
 
 if __name__ == "__main__":

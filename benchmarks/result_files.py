@@ -1,0 +1,20 @@
+"""Result files of benchmarks: JSON with one measurement a line, which stays short and diffs well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Write ``results`` as JSON: one line for each key, and for each entry of a list of records."""
+    lines = ",\n".join(f" {json.dumps(key)}: {_value(value)}" for key, value in results.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"  {json.dumps(record)}" for record in value) + "\n ]"
+    return json.dumps(value)
