@@ -1,4 +1,4 @@
-"""Result files of benchmarks: JSON with one measurement a line, which stays short and diffs well."""
+"""Result files of benchmarks: JSON with one measurement a line, short and easy to compare."""
 
 from __future__ import annotations
 
