@@ -5,12 +5,13 @@ Nothing here needs a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from batchinfer.console.format import printable
-from batchinfer.errors import DataError, NotYetError, UsageError
+from batchinfer.errors import DataError, JobError, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
@@ -52,32 +53,43 @@ class RunOptions:
         return self.if_exists == "overwrite"
 
 
-def check_options(options: RunOptions, *, has_fleet: bool) -> None:
-    """Refuse what excludes one another.
+REFUSED: Mapping[tuple[str, str], JobError] = {
+    ("--retry-errors", "--overwrite"): UsageError(
+        "--retry-errors keeps the good rows, --overwrite keeps none: choose one"
+    ),
+    ("--update", "--overwrite"): UsageError(
+        "--update keeps the good rows, --overwrite keeps none: choose one"
+    ),
+    ("--shard", "--workers"): NotYetError("--shard with scale.workers over 1"),
+    ("--retry-errors", "--shard"): UsageError(
+        "--retry-errors cannot be combined with --shard: another shard could end the job before "
+        "this one has reopened its failed rows",
+        hint="run it without --shard: it runs only the rows that ended in an error",
+    ),
+    ("--update", "--shard"): UsageError(
+        "--update cannot be combined with --shard: the new output replaces the old one as a whole",
+        hint="run it without --shard: it runs only the rows that differ",
+    ),
+}
+"""Pairs of options that cannot be combined, and the error that says why."""
+
+
+def refuse_combinations(options: RunOptions, *, has_fleet: bool) -> None:
+    """Check that the options can be combined.
 
     Raises:
-        UsageError: two options do.
-        NotYetError: shards with several workers.
+        UsageError, NotYetError: two of them cannot, see ``REFUSED``.
     """
-    for option, is_given in {
+    given = {
+        "--overwrite": options.overwrites,
         "--retry-errors": options.retry_errors,
         "--update": options.update,
-    }.items():
-        if is_given and options.overwrites:
-            raise UsageError(f"{option} keeps the good rows, --overwrite keeps none: choose one")
-    if has_fleet and options.shard is not None:
-        raise NotYetError("--shard with scale.workers over 1")
-    if options.retry_errors and options.shard is not None:
-        raise UsageError(
-            "--retry-errors is not for a shard: its siblings would end the job before theirs are "
-            "open again",
-            hint="run it without --shard: it runs the rows alone that ended in an error",
-        )
-    if options.update and options.shard is not None:
-        raise UsageError(
-            "--update is not for a shard: the output is put in place as a whole",
-            hint="run it without --shard: it runs the rows alone that differ",
-        )
+        "--shard": options.shard is not None,
+        "--workers": has_fleet,
+    }
+    for pair, error in REFUSED.items():
+        if all(given[option] for option in pair):
+            raise error.with_traceback(None)
 
 
 def open_output_job(

@@ -41,10 +41,10 @@ _OF_STEP = {
 """Name: field of ``StepStats``, and what it is."""
 
 
-def told_metrics(
+def serve_metrics(
     where: str | None, watched: WatchedRun, display: Display
 ) -> AbstractContextManager[None]:
-    """Give metrics of a run while this is entered.
+    """Serve metrics of a run, or write them to a file, while this is entered.
 
     Args:
         where: a port of this machine alone, ``host:port``, or a file; None: nowhere.

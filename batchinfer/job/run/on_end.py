@@ -9,8 +9,8 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, Queue
 from threading import Thread
@@ -55,39 +55,36 @@ class RunEnd:
     """What went wrong, of a run that failed."""
 
 
-def telling_at_end(
-    spec: JobSpec,
-    watched: WatchedRun,
-    display: Display,
-    run: Callable[[], ExitCode],
-    *,
-    alone: bool,
-) -> ExitCode:
-    """Run, and tell who asked for it how that ended.
+@contextmanager
+def notify_on_end(
+    spec: JobSpec, watched: WatchedRun, display: Display, *, alone: bool
+) -> Iterator[Callable[[ExitCode], None]]:
+    """Send ``on_end``'s notification once the run inside has ended.
 
-    A run that finds nothing to do tells nothing. Of several beside each other the one does that
-    ends the job, and no other.
+    A run that finds nothing to do sends none. Of several processes that share a job, only the one
+    that ends the job sends one.
 
     Args:
-        run: runs the job.
-        alone: whether no others run beside it.
+        alone: whether no other process works on the job.
 
-    Raises:
-        JobError: what ``run`` raises.
+    Yields:
+        Takes the run's exit code; errors that leave the block give their own.
     """
     asked = spec.on_end
     if asked.webhook is None and asked.command is None:
-        return run()
+        yield lambda _: None
+        return
+    codes: list[ExitCode] = []
     try:
-        code = run()
+        yield codes.append
     except Exception as error:
         if alone or watched.summary is not None:
             code = error.exit_code if isinstance(error, JobError) else ExitCode.BUG
-            _tell(asked, _run_end(spec, watched, code, error), display)
+            _send(asked, _run_end(spec, watched, code, error), display)
         raise
-    if watched.summary is not None or (alone and code is ExitCode.INTERRUPTED):
-        _tell(asked, _run_end(spec, watched, code), display)
-    return code
+    was_stopped = alone and codes == [ExitCode.INTERRUPTED]
+    if codes and (watched.summary is not None or was_stopped):
+        _send(asked, _run_end(spec, watched, codes[0]), display)
 
 
 def _run_end(
@@ -119,8 +116,8 @@ def _reason(error: Exception | None) -> str | None:
     return str(error) if isinstance(error, JobError) else "a bug of batchinfer; see its crash log"
 
 
-def _tell(asked: OnEndSpec, end: RunEnd, display: Display) -> None:
-    """Tell; what goes wrong is a warning."""
+def _send(asked: OnEndSpec, end: RunEnd, display: Display) -> None:
+    """Send the notification; a failure is shown and changes nothing."""
     message = json.dumps(asdict(end)).encode()
     if asked.webhook is not None:
         problem = _within_limit(_poster(asked.webhook, message))

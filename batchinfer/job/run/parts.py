@@ -73,6 +73,9 @@ def run_parts(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
+    if not resume.todo:
+        with stop_signals() as stop:
+            return end_run(job, claim, reporter, stop, overwrites=overwrites)
     recovered = _recovered(job, resume)
     with phase("checking ids"):
         job = with_id_errors(job, reads_stored=not resume.starts_over)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import PurePath
 
 from batchinfer.console.display import Display, TextDisplay
 from batchinfer.console.phases import Phases
 from batchinfer.errors import ExitCode
-from batchinfer.job.job import BuildEngine, OutputJob
+from batchinfer.job.job import BuildEngine
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.recovery.retry import reopen
 from batchinfer.job.output.resume import plan_resume
@@ -18,13 +18,12 @@ from batchinfer.job.reuse.reuse import open_outputs
 from batchinfer.job.run.begin import (
     RunOptions,
     check_folders,
-    check_options,
     claim_parts,
     open_output_job,
+    refuse_combinations,
 )
-from batchinfer.job.run.end import end_run
-from batchinfer.job.run.metrics import told_metrics
-from batchinfer.job.run.on_end import telling_at_end
+from batchinfer.job.run.metrics import serve_metrics
+from batchinfer.job.run.on_end import notify_on_end
 from batchinfer.job.run.parts import RunFleet, run_parts
 from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
@@ -32,7 +31,6 @@ from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.job.update.claim import NextGeneration
-from batchinfer.process import stop_signals
 
 
 def run_job(
@@ -81,59 +79,44 @@ def run_job(
     options = RunOptions(
         "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, shard
     )
+    refuse_combinations(options, has_fleet=fleet is not None)
     display = display or TextDisplay(quiet=quiet, result_on_stdout=not as_json)
-    with Phases(display.phases) as phases:
+    with ExitStack() as stack:
+        phases = stack.enter_context(Phases(display.phases))
         watched = WatchedRun(spec.name, phases)
-        with told_metrics(metrics, watched, display):
-            reporter = RunReporter(watched, display, as_json, report)
-
-            def run() -> ExitCode:
-                job = open_output_job(spec, combined_output, options)
-                return _run_opened(job, options, reporter, build, fleet)
-
-            return telling_at_end(spec, watched, display, run, alone=shard is None)
-
-
-def _run_opened(
-    job: OutputJob,
-    options: RunOptions,
-    reporter: RunReporter,
-    build: BuildEngine | None,
-    fleet: RunFleet | None,
-) -> ExitCode:
-    """Run what is left of a job."""
-    check_options(options, has_fleet=fleet is not None)
-    claim = claim_parts(job, options)
-    if claim is None:
-        reporter.nothing_to_do(job.out)
-        return ExitCode.OK
-    num_parts, shard = len(job.manifest.parts()), options.shard
-    if shard is not None and not shard.parts(num_parts):
-        reporter.shard_without_parts(str(shard), num_parts)
-        return ExitCode.OK
-    outputs = open_outputs(job.spec.output.reuse, job.out)
-    # a generation's folder goes in the end
-    told_in = job.out if isinstance(claim, NextGeneration) else claim.out
-    overwrites = options.overwrites
-    with (
-        claim.begun(job.manifest, options.if_exists) as resume,
-        _told_live(told_in, reporter.watched),
-    ):
+        reporter = RunReporter(watched, display, as_json, report)
+        stack.enter_context(serve_metrics(metrics, watched, display))
+        ended = stack.enter_context(notify_on_end(spec, watched, display, alone=shard is None))
+        job = open_output_job(spec, combined_output, options)
+        claim = claim_parts(job, options)
+        if claim is None:
+            reporter.nothing_to_do(job.out)
+            return ExitCode.OK
+        num_parts = len(job.manifest.parts())
+        if shard is not None and not shard.parts(num_parts):
+            reporter.shard_without_parts(str(shard), num_parts)
+            return ExitCode.OK
+        outputs = open_outputs(job.spec.output.reuse, job.out)
+        # an updated output's own folder is deleted once it has replaced the old one
+        live_in = job.out if isinstance(claim, NextGeneration) else claim.out
+        resume = stack.enter_context(claim.begun(job.manifest, options.if_exists))
+        stack.enter_context(_write_live_status(live_in, watched))
         job = replace(job, manifest=resume.manifest, out=claim.out)
-        if options.retry_errors:
+        if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
             reopened = plan_resume(job.out, job.manifest, "resume")
             resume = replace(reopened, takes_over=resume.takes_over)
         check_folders(job, resume)
-        if not resume.todo:
-            with stop_signals() as stop:
-                return end_run(job, claim, reporter, stop, overwrites=overwrites)
-        return run_parts(job, claim, resume, reporter, build, fleet, outputs, overwrites=overwrites)
+        code = run_parts(
+            job, claim, resume, reporter, build, fleet, outputs, overwrites=options.overwrites
+        )
+        ended(code)
+        return code
 
 
 @contextmanager
-def _told_live(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
-    """Write how far the run is every few seconds, for whoever looks."""
+def _write_live_status(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
+    """Write how far the run is every few seconds, for ``batchinfer status``."""
     file = LiveFile(out, watched)
     try:
         with Repeater(file.write, file.every_s):

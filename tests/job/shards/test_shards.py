@@ -475,7 +475,9 @@ def test_shards_that_begin_before_a_row_is_finished_have_one_plan(spec: JobSpec)
 
 
 def test_what_failed_is_not_run_again_by_a_shard(spec: JobSpec) -> None:
-    with pytest.raises(UsageError, match=r"--retry-errors is not for a shard.*\nrun it without"):
+    with pytest.raises(
+        UsageError, match=r"--retry-errors cannot be combined with --shard.*\nrun it without"
+    ):
         run_shard(spec, 0, retry_errors=True)
 
 

@@ -170,7 +170,7 @@ def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shard_is_refused_and_says_what_to_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="--update is not for a shard"):
+    with pytest.raises(UsageError, match="--update cannot be combined with --shard"):
         run(spec_of(folder), update=True, shard=Shard(0, 2))
     half_way(folder, monkeypatch)
     with pytest.raises(LockedError, match=r"is being updated.*\n.*without --shard"):
