@@ -1,40 +1,29 @@
 """YAML 1.2 as plain data, with the line of every key, and bounded whatever the text says.
 
-Built on ruamel.yaml's event stream, because events know their lines and need no recursion: the
-limits below hold before anything large is made. What a plain scalar means is the core schema of
-YAML 1.2.2 (section 10.3.2): ``1e-5`` is a number, ``no`` is a text.
+ruamel.yaml composes the nodes, which know their lines. Their values are read here: a plain scalar
+means what the core schema of YAML 1.2.2 (section 10.3.2) says, so that ``1e-5`` is a number and
+``no`` a string, and aliases are written out within the limits below.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    MappingEndEvent,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-    StreamEndEvent,
-    StreamStartEvent,
-)
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
 
 from batchinfer.console.format import near_path, printable
 from batchinfer.errors import UsageError
-from batchinfer.job.spec.yaml_remedies import PLAIN_KEY, with_remedy
 
 Scalar = str | int | float | bool | None
 
@@ -52,8 +41,28 @@ MAX_CHARACTERS = 2 * MAX_BYTES
 MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""
 
+_NO_TAG = Tag(suffix="none")
+_QUOTES = 'needs quotes around it, as in "{{ column }}"'
+# Of ``template: {{ column }}``, which YAML takes for a mapping whose key is a mapping.
+_PLAIN_KEY = f"a key must be plain text, and a string that starts with a brace or bracket {_QUOTES}"
+_REMEDIES = (
+    (r"(found|got) '<scalar>'", "inside quotes use the other kind: \"{{ row['a name'] }}\""),
+    (r"got '\{'", f"a string with braces {_QUOTES}"),
+    (r"found character '\\t'", "indent with spaces"),
+    (r"found character '(.)'", rf"a string that starts with \1 {_QUOTES}"),
+    ("found another document", "a job file is one document"),
+    ("undefined alias", "a string that starts with * needs quotes"),
+    (
+        "mapping values are not allowed",
+        "a string with a colon needs quotes, and keys of one section need the same indent",
+    ),
+    ("found '(<block mapping start>|-)'", "keys of one section need the same indent"),
+    ("unexpected end of stream", "a quote is not closed"),
+    ("got ':'", "a brace or bracket before it is not closed"),
+)
+"""What to do about text that is not YAML, by patterns of the parser's words for it."""
+
 KeyPath = tuple[str | int, ...]
-_T = TypeVar("_T")
 
 
 def dotted(path: KeyPath) -> str:
@@ -149,135 +158,129 @@ def parse_yaml(text: str, source: str) -> YamlText:
         UsageError: naming ``source`` and the line.
     """
     try:
-        return _Builder(text, source).build()
+        return _read(text, source)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        problem = with_remedy(printable(str(error.problem or error.context)))
+        problem = _with_remedy(printable(str(error.problem or error.context)))
         raise UsageError(f"{source}{line}: not valid YAML: {problem}") from None
     except ReaderError as error:
         place = f"{source}, line {text.count(chr(10), 0, error.position) + 1}"
         what = f"U+{error.character:04X}"
         raise UsageError(f"{place}: a text file does not hold the character {what}") from None
+    except RecursionError:
+        raise UsageError(f"{source}: nested more than {MAX_DEPTH} deep") from None
     except YAMLError as error:
         raise UsageError(f"{source}: not valid YAML: {printable(str(error))}") from None
 
 
-@dataclass(frozen=True)
-class _Node:
-    value: Any
-    size: int
-    """Characters and nodes, aliases written out."""
-    height: int
-    """Levels of lists and mappings in it."""
+def _with_remedy(problem: str) -> str:
+    """The parser's ``problem``, and what is most likely to mend it, if that is known."""
+    for pattern, remedy in _REMEDIES:
+        if match := re.search(pattern, problem):
+            return f"{problem}; {match.expand(remedy)}"
+    return problem
 
 
-class _Builder:
-    """Parser events to data; a method per kind of node, nested at most MAX_DEPTH deep."""
+class _NoTagResolver(VersionedResolver):
+    """Guesses no tags, so that a node has one only where it is written."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self._events: Iterator[Any] = iter(YAML(typ="safe", pure=True).parse(text))
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:
+        return _NO_TAG
+
+
+def _read(text: str, source: str) -> YamlText:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver = _NoTagResolver
+    yaml.composer.warn_double_anchors = False
+    root = yaml.compose(text)
+    if root is None:
+        return YamlText(None, {})
+    reader = _NodeReader(source)
+    if (version := yaml.doc_infos[-1].doc_version) is not None and version != (1, 2):
+        raise reader.error(root.start_mark.line, "only YAML 1.2 is read; drop the %YAML line")
+    return YamlText(reader.value(root, (), root.start_mark.line), reader.lines)
+
+
+class _NodeReader:
+    """Turns nodes into plain data, and notes the line of each key and list item."""
+
+    def __init__(self, source: str) -> None:
+        self.lines: dict[KeyPath, int] = {}
         self._source = source
-        self._anchors: dict[str, _Node] = {}
-        self._lines: dict[KeyPath, int] = {}
+        self._seen: set[int] = set()
         self._size = 0
 
-    def build(self) -> YamlText:
-        event = next(self._events)
-        assert isinstance(event, StreamStartEvent)
-        start = next(self._events)
-        if isinstance(start, StreamEndEvent):
-            return YamlText(None, {})
-        if start.version not in (None, (1, 2)):
-            raise self._error(start, "only YAML 1.2 is read; drop the %YAML line")
-        node = self._node(next(self._events), ())
-        next(self._events)  # the document's end
-        after = next(self._events)
-        if isinstance(after, DocumentStartEvent):
-            raise self._error(after, "a second document starts here; one is expected")
-        return YamlText(node.value, self._lines)
+    def value(self, node: Node, path: KeyPath, line: int) -> Any:
+        """The data of ``node`` at ``path``.
 
-    def _node(self, event: NodeEvent, path: KeyPath) -> _Node:
-        if isinstance(event, AliasEvent):
-            return self._alias(event, path)
-        tag = getattr(event, "tag", None)
-        if tag is not None:
-            raise self._error(
-                event, f"tags such as {printable(str(tag), 40)} are not read; leave it out"
-            )
-        if isinstance(event, ScalarEvent):
-            node = self._scalar(event, path)
-        elif len(path) >= MAX_DEPTH:
-            raise self._error(event, f"nested more than {MAX_DEPTH} deep")
-        elif isinstance(event, SequenceStartEvent):
-            node = self._sequence(path)
-        else:
-            assert isinstance(event, MappingStartEvent)
-            node = self._mapping(path)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = node
-        return node
+        Args:
+            line: where ``path`` was written, from 0; what an alias stands for is elsewhere.
+        """
+        is_copy = id(node) in self._seen
+        self._seen.add(id(node))
+        if node.ctag is not _NO_TAG:
+            problem = f"tags such as {printable(str(node.ctag), 40)} are not read; leave it out"
+            raise self.error(line, problem)
+        self._grow(node, line)
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path, line)
+        if len(path) >= MAX_DEPTH:
+            raise self.error(line, f"nested more than {MAX_DEPTH} deep")
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path, line, is_copy)
+        assert isinstance(node, SequenceNode)
+        items = []
+        for index, item in enumerate(node.value):
+            place = (*path, index)
+            at = line if is_copy or id(item) in self._seen else item.start_mark.line
+            self._note(place, at, is_copy)
+            items.append(self.value(item, place, at))
+        return items
 
-    def _alias(self, event: AliasEvent, path: KeyPath) -> _Node:
-        node = self._anchors.get(event.anchor)
-        if node is None:
-            name = printable(event.anchor, 40)
-            problem = f"*{name} stands for nothing above it; a text that starts with * needs quotes"
-            raise self._error(event, problem)
-        if len(path) + node.height > MAX_DEPTH:
-            raise self._error(event, f"nested more than {MAX_DEPTH} deep")
-        self._grow(event, node.size)
-        return _Node(copy.deepcopy(node.value), node.size, node.height)
-
-    def _sequence(self, path: KeyPath) -> _Node:
-        items: list[_Node] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
-            place = (*path, len(items))
-            self._lines[place] = event.start_mark.line + 1
-            items.append(self._node(event, place))
-        return self._collection([item.value for item in items], items)
-
-    def _mapping(self, path: KeyPath) -> _Node:
-        entries: dict[str, _Node] = {}
-        while not isinstance(event := next(self._events), MappingEndEvent):
-            key = self._key(event)
-            place = (*path, key)
+    def _mapping(
+        self, node: MappingNode, path: KeyPath, line: int, is_copy: bool
+    ) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            at = line if is_copy else key_node.start_mark.line
+            key = self._key(key_node, at)
             if key in entries:
-                first = self._lines[place]
-                raise self._error(
-                    event, f"{printable(key, 60)} is already given on line {first}; keep one"
+                problem = (
+                    f"{printable(key, 60)} is already given on line {first[key] + 1}; keep one"
                 )
-            self._lines[place] = event.start_mark.line + 1
-            entries[key] = self._node(next(self._events), place)
-        return self._collection({k: node.value for k, node in entries.items()}, entries.values())
+                raise self.error(at, problem)
+            first[key] = at
+            place = (*path, key)
+            self._note(place, at, is_copy)
+            entries[key] = self.value(value_node, place, at)
+        return entries
 
-    def _collection(self, value: Any, nodes: Any) -> _Node:
-        size = 1 + sum(node.size for node in nodes)
-        return _Node(value, size, 1 + max((node.height for node in nodes), default=0))
+    def _note(self, place: KeyPath, line: int, is_copy: bool) -> None:
+        if not is_copy:
+            self.lines[place] = line + 1
 
-    def _key(self, event: NodeEvent) -> str:
-        if not isinstance(event, ScalarEvent) or event.tag is not None:
-            raise self._error(event, PLAIN_KEY)
-        self._grow(event, 1 + len(event.value))
-        return self._value(event, valid_text)
-
-    def _scalar(self, event: ScalarEvent, path: KeyPath) -> _Node:
-        size = 1 + len(event.value)
-        self._grow(event, size)
-        read: Callable[[str], Scalar] = plain_scalar if event.implicit[0] else valid_text
-        return _Node(self._value(event, read, path), size, 0)
-
-    def _value(self, event: ScalarEvent, read: Callable[[str], _T], path: KeyPath = ()) -> _T:
+    def _key(self, node: Node, line: int) -> str:
+        if not isinstance(node, ScalarNode) or node.ctag is not _NO_TAG:
+            raise self.error(line, _PLAIN_KEY)
+        self._grow(node, line)
         try:
-            return read(event.value)
+            return valid_text(node.value)
+        except ValueError as error:
+            raise self.error(line, str(error)) from None
+
+    def _scalar(self, node: ScalarNode, path: KeyPath, line: int) -> Scalar:
+        try:
+            return plain_scalar(node.value) if node.style is None else valid_text(node.value)
         except ValueError as error:
             name = f"{dotted(path)}: " if path else ""
-            raise self._error(event, f"{name}{error}") from None
+            raise self.error(line, f"{name}{error}") from None
 
-    def _grow(self, event: NodeEvent, size: int) -> None:
-        self._size += size
+    def _grow(self, node: Node, line: int) -> None:
+        self._size += 1 + (len(node.value) if isinstance(node, ScalarNode) else 0)
         if self._size > MAX_CHARACTERS:
-            raise self._error(event, "aliases stand for too much text")
+            raise self.error(line, "aliases stand for too much text")
 
-    def _error(self, event: Any, problem: str) -> UsageError:
-        return UsageError(f"{self._source}, line {event.start_mark.line + 1}: {problem}")
+    def error(self, line: int, problem: str) -> UsageError:
+        return UsageError(f"{self._source}, line {line + 1}: {problem}")

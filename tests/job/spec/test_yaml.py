@@ -34,6 +34,7 @@ def value_of(text: str) -> object:
         ("-3", -3),
         ("0o17", 15),
         ("0x1F", 31),
+        ("07", 7),
         ("1_000", "1_000"),
         ("2026-11-20", "2026-11-20"),
         ("12:30", "12:30"),
@@ -101,11 +102,11 @@ DEEP_BY_ALIAS = "".join(
         ("? !k a\n: 1", 1, "key"),
         ("a: [1\nb: 2", 2, "not valid YAML"),
         ("a: 1\n\tb: 2", 2, "not valid YAML"),
-        ("path: *.parquet", 1, "a text that starts with * needs quotes"),
-        ("a: &a [*a]", 1, "stands for nothing"),
+        ("path: *.parquet", 1, "a string that starts with * needs quotes"),
+        ("a: &a [*a]", 1, f"more than {MAX_DEPTH} deep"),
         ("[1]: 2", 1, "key"),
-        ("a: 1\n---\nb: 2", 2, "second document"),
-        ("%YAML 1.1\n---\na: no", 2, "only YAML 1.2"),
+        ("a: 1\n---\nb: 2", 2, "found another document; a job file is one document"),
+        ("%YAML 1.1\n---\na: no", 3, "only YAML 1.2"),
         ("a: 1\nb: .nan", 2, ".nan is not a number"),
         ("a: -.inf", 1, "-.inf is not a number"),
         ("a: 1e999", 1, "too large"),
@@ -115,9 +116,8 @@ DEEP_BY_ALIAS = "".join(
         (BOMB, 6, "aliases"),
         (LONG_TEXT_BOMB, 2, "aliases"),
         (DEEP_BY_ALIAS, 4, f"more than {MAX_DEPTH} deep"),
-        ("\n" + "[" * 500, 2, f"more than {MAX_DEPTH} deep"),
-        ("{a: " * 500, 1, f"more than {MAX_DEPTH} deep"),
-        ("- " * 500, 1, f"more than {MAX_DEPTH} deep"),
+        ("\n" + "[" * 50 + "]" * 50, 2, f"more than {MAX_DEPTH} deep"),
+        ("- " * 50, 1, f"more than {MAX_DEPTH} deep"),
     ],
 )
 def test_what_is_refused_names_file_line_and_reason(text: str, line: int, says: str) -> None:
@@ -133,12 +133,12 @@ def test_what_is_refused_names_file_line_and_reason(text: str, line: int, says: 
     ("text", "says"),
     [
         ("a: {{ body }}", 'needs quotes around it, as in "{{ column }}"'),
-        ("a: {b: Say {{ body }}}", "a text with braces needs quotes"),
-        ("a: Say {{ body }}: now", "a text with a colon needs quotes"),
-        ("a: {% if b %}c{% endif %}", "a text that starts with % needs quotes"),
-        ('a: "{{ row["b c"] }}"', "within quotes write those of the other kind"),
-        ('a: {b: "{{ row["b c"] }}"}', "within quotes write those of the other kind"),
-        ("a: 1\n\tb: 2", "indent with blanks"),
+        ("a: {b: Say {{ body }}}", "a string with braces needs quotes"),
+        ("a: Say {{ body }}: now", "a string with a colon needs quotes"),
+        ("a: {% if b %}c{% endif %}", "a string that starts with % needs quotes"),
+        ('a: "{{ row["b c"] }}"', "inside quotes use the other kind"),
+        ('a: {b: "{{ row["b c"] }}"}', "inside quotes use the other kind"),
+        ("a: 1\n\tb: 2", "indent with spaces"),
         ("a:\n  b: 1\n c: 2", "the same indent"),
         ('a: "b\nc: 1', "a quote is not closed"),
         ("a: [1\nb: 2", "is not closed"),
@@ -148,6 +148,12 @@ def test_common_slips_come_with_what_to_do(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_yaml(text, "job.yaml")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 500, "{a: " * 500, "- " * 500, "[" * MAX_BYTES])
+def test_what_is_nested_without_end_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=rf"^job\.yaml: nested more than {MAX_DEPTH} deep$"):
+        parse_yaml(text, "job.yaml")
 
 
 def test_control_characters_are_refused_and_not_printed() -> None:
