@@ -16,7 +16,6 @@ from batchinfer.job.fleet.files.access import worker_output
 from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.messages import (
     Access,
-    Answer,
     Assignment,
     Failure,
     Ready,
@@ -81,7 +80,7 @@ class WorkerProcess:
         phases = Phases()
         try:
             with phases, gc_paused():
-                job, access = _open(self._setup, self._name, self._run_id, self._outbox)
+                job, access = _open(self._setup, self._name, self._run_id)
                 loaded = load(job, self._builder())
         except JobError as error:
             return Failure(type(error).__name__, str(error))
@@ -99,10 +98,6 @@ class WorkerProcess:
         """Take a lease."""
         assert self._worker is not None
         self._worker.give(assignment)
-
-    def supply(self, answer: Answer) -> None:
-        """Take what was wanted of a file."""
-        self._outbox.take_answer(answer)
 
     def take_back(self, everything: bool) -> None:
         """Give rows back."""
@@ -131,7 +126,7 @@ def _keep_to(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _open(setup: WorkerSetup, worker: str, run_id: str, outbox: Outbox) -> tuple[OutputJob, Access]:
+def _open(setup: WorkerSetup, worker: str, run_id: str) -> tuple[OutputJob, Access]:
     """The job as it is found here, which must be as the driver found it; which way its files go.
 
     Raises:
@@ -141,7 +136,7 @@ def _open(setup: WorkerSetup, worker: str, run_id: str, outbox: Outbox) -> tuple
     for name, version in setup.versions.items():
         if here[name] != version:
             raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
-    out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id, outbox)
+    out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id)
     source = identified(open_input(setup.spec), setup.manifest)
     if not same_files(setup.manifest.inputs, source.files):
         raise DataError("the input is another on this node than on the driver's")

@@ -142,8 +142,7 @@ class Boots:
         self._nodes.came_up(event.node)
         self._node_of[event.worker] = event.node
         ready = event.ready
-        way = ", whose files come by the driver" if ready.access == "driver" else ""
-        self._log(f"{event.worker} is up on {ready.host}{way}: {ready.device}")
+        self._log(f"{event.worker} is up on {ready.host}: {ready.device}")
         if self._agrees(event.worker, ready):
             return True
         self._log(f"{event.worker} is started again: the first has found other kernels")

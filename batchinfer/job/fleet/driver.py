@@ -17,7 +17,6 @@ from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError, StorageError
 from batchinfer.job.fleet.boots import Boots, FleetSize
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
-from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.fleet.lease import Ranges
 from batchinfer.job.fleet.leases import LeaseLedger
@@ -97,7 +96,6 @@ class FleetDriver:
         self._dispatcher.suspects.adopt(self.recovered.crash_history)
         self._losses = Losses(self.job.out, self.recovered, self._ledger, self.run_number)
         self._publisher = PartPublisher(self.job.out)
-        self._inboxes = Inboxes(self.job.out)
 
     def run(self) -> bool:
         """Have all parts made and published.
@@ -182,8 +180,6 @@ class FleetDriver:
             self.workers.kill(worker)
 
     def _hear(self, worker: str, report: WorkerReport) -> None:
-        if not self._take_files(worker, report):
-            return
         for name, groups in report.segments.items():
             self._segments.note(self.job.out.segments / name, groups)
         for draft in report.drafts:
@@ -213,18 +209,6 @@ class FleetDriver:
                 why = "it was told to stop" if report.failure is None else report.failure.text
                 self.log(f"{worker} has ended: {why}")
                 self.workers.kill(worker)  # its process; that it is gone comes as an event
-
-    def _take_files(self, worker: str, report: WorkerReport) -> bool:
-        """Exchange files with a worker that does not see this disk; False where that went wrong."""
-        try:
-            self._inboxes.take(run_id(self.run_number, worker), report.changes)
-            for wanted in report.wanted:
-                self.workers.supply(worker, read_wanted(self.job.out, wanted))
-        except ValueError as error:
-            self.log(f"{worker} is killed: {error}")
-            self.workers.kill(worker)
-            return False
-        return True
 
     def _fail(self, worker: str, failure: Failure) -> None:
         """Go on without a worker that failed of what may be its own: a bug that a row has hit, a
@@ -273,7 +257,6 @@ class FleetDriver:
             died_of_row: whether one that it ran may be what it died of.
         """
         self.log(f"{worker} is gone: {reason}")
-        self._inboxes.close(run_id(self.run_number, worker))
         self.progress.update(Counts.lost_with(self._counted.pop(worker, Counts())), None)
         in_flight, finished = self._losses.of(worker, tells_late=worker in self._tells_late)
         in_flight = in_flight if died_of_row else NO_ROWS

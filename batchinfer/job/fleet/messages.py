@@ -13,9 +13,8 @@ from batchinfer.job.fleet.lease import Lease
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.row_ids import RowIds
 
-Access = Literal["disk", "store", "driver"]
-"""Which way a worker's files go: over a disk that it shares with the driver, to the store, or with
-its reports to the driver."""
+Access = Literal["disk", "store"]
+"""Where a worker writes its files: to a disk that it shares with the driver, or to the store."""
 
 
 @dataclass(frozen=True)
@@ -57,55 +56,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The next bytes of a file; a worker's files come one after the other."""
-
-    path: str
-    """Below ``OutputDir.state``, as that of other changes is."""
-    data: bytes
-    sha256: str = ""
-    """Of the whole file, with its last piece."""
-
-
-@dataclass(frozen=True)
-class Appended:
-    """Bytes at the end of a log."""
-
-    path: str
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Deleted:
-    """A file that is to go."""
-
-    path: str
-    data: bytes = b""
-
-
-FileChange = Piece | Appended | Deleted
-"""What a worker that does not see the driver's disk has done to a file there."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A file on the driver's disk that such a worker needs, from an offset on."""
-
-    path: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Bytes of a file that was wanted."""
-
-    data: bytes | None
-    """None: there is no such file."""
-    size: int = 0
-    """Of the whole file."""
-
-
-@dataclass(frozen=True)
 class WorkerReport:
     """What a worker has done since its last report, and where it is."""
 
@@ -125,9 +75,6 @@ class WorkerReport:
     """Answers to requests for rows, each: rows by fence, perhaps none."""
     ended: tuple[int, ...] = ()
     """Fences of leases whose rows are on disk."""
-    changes: tuple[FileChange, ...] = ()
-    """To be made before all else here counts."""
-    wanted: tuple[Wanted, ...] = ()
     failure: Failure | None = None
     is_over: bool = False
     """Whether it has stopped and put everything on disk."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,6 @@ class Workers(Protocol):
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         """Ask for rows."""
-        ...
-
-    def supply(self, worker: str, answer: Answer) -> None:
-        """Send what a worker wants of a file."""
         ...
 
     def look(self, worker: str) -> None:

@@ -37,15 +37,11 @@ def why_not(setup: WorkerSetup) -> Failure:
     return found
 
 
-def test_a_disk_that_is_not_shared(setup: WorkerSetup) -> None:
-    worker = WorkerProcess(replace(setup, nonce=b"of another one"), "w01", "run-00001-w01")
-    ready = worker.load()
-    assert isinstance(ready, Ready)
-    assert ready.access == "driver"
-    worker.stop()
-    while not (report := worker.report(60.0)).is_over:
-        pass
-    assert report.failure is None
+def test_a_disk_that_is_not_shared_is_named_with_what_to_do(setup: WorkerSetup) -> None:
+    failure = why_not(replace(setup, nonce=b"of another one"))
+    assert failure.kind == "StorageError"
+    assert "another output is at" in failure.text
+    assert "a disk that all nodes share" in failure.text
 
 
 def test_a_copy_of_the_input_may_have_another_time(setup: WorkerSetup) -> None:

@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 
 from batchinfer.console.bar import make_progress
-from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.meter import Meter
 from batchinfer.errors import DeviceError, JobError, ModelError, RowError, StorageError
 from batchinfer.job.fleet.boots import FleetSize
 from batchinfer.job.fleet.driver import FleetDriver
 from batchinfer.job.fleet.messages import (
     Access,
-    Answer,
     Assignment,
     Failure,
-    Piece,
     Ready,
-    Wanted,
     WorkerReport,
 )
 from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Told, Unheard, Up, WorkerEvent
@@ -67,8 +64,6 @@ class Script:
     avoided: list[frozenset[str]] = field(default_factory=list)
     """Nodes that each worker was not to be started on."""
     on_start: Callable[[str], None] = lambda run_id: None
-    supply_s: float = 0.0
-    """How long the driver is kept by what a worker wants of a file."""
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         self.started.append(worker)
@@ -82,9 +77,6 @@ class Script:
         self.given.append(assignment)
 
     def take_back(self, worker: str, *, everything: bool) -> None: ...
-
-    def supply(self, worker: str, answer: Answer) -> None:
-        self.now += self.supply_s
 
     def look(self, worker: str) -> None: ...
 
@@ -267,22 +259,6 @@ def test_clusters_that_are_lost_one_after_another_end_the_job(run: Callable[...,
         run(script, FleetSize(2, start_timeout_s=60.0))
 
 
-def test_workers_are_not_silent_while_their_driver_does_not_listen(
-    run: Callable[[Script], bool],
-) -> None:
-    wants = WorkerReport(wanted=(Wanted("segments/none", 0),))
-    script = Script(
-        [
-            *(up("w01"), up("w02"), Told("w01", wants), Told("w02", WorkerReport())),
-            *(Gone("w01", "it died"), Gone("w02", "it died")),
-        ],
-        supply_s=20.0,
-    )
-    with pytest.raises(DeviceError, match="no worker has been up"):
-        run(script)
-    assert not script.killed
-
-
 def test_workers_are_not_silent_while_nobody_hears_them(run: Callable[[Script], bool]) -> None:
     script = Script([up("w01"), *(Unheard(1.0) for _ in range(40)), Gone("w01", "it died")])
     with pytest.raises(DeviceError, match="no worker has been up"):
@@ -382,7 +358,7 @@ def test_a_worker_that_has_found_other_kernels_than_the_first_is_started_again(
     assert script.started[:3] == ["w01", "w02", "w03"]
 
 
-@pytest.mark.parametrize("access", ["disk", "store", "driver"])
+@pytest.mark.parametrize("access", ["disk", "store"])
 def test_all_rows_of_a_worker_whose_log_is_behind_may_be_what_it_died_of(
     run: Callable[[Script], bool], access: Access
 ) -> None:
@@ -399,16 +375,3 @@ def test_all_rows_of_a_worker_whose_log_is_behind_may_be_what_it_died_of(
         for worker in ("w01", "w03")
     }
     assert (rows["w03"] < rows["w01"]) == (access != "disk"), "suspects run by halves"
-
-
-def test_a_worker_whose_file_comes_with_other_bytes_is_killed(
-    run: Callable[[Script], bool],
-) -> None:
-    piece = Piece("segments/segment-000000-w01-0-0-0.parquet", b"x", "of other bytes")
-    told = Told(
-        "w01", WorkerReport(counts=Counts(rows=7), changes=(piece,), segments={"s": {0: 0}})
-    )
-    script = Script([up("w01", access="driver"), told, Gone("w01", "it was killed")])
-    with pytest.raises(DeviceError, match="no worker has been up"):
-        run(script)
-    assert script.killed == ["w01"]

@@ -12,7 +12,6 @@ import pytest
 from batchinfer.errors import LockedError, StorageError
 from batchinfer.job.fleet.files.access import lent, worker_output
 from batchinfer.job.fleet.files.driver_log import DriverLog
-from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import Draft, hand_over, stage
@@ -52,7 +51,7 @@ def driver(url: str) -> Iterator[tuple[OutputDir, bytes]]:
 
 
 def of_worker(url: str, nonce: bytes, worker: str) -> OutputDir:
-    return worker_output(url, nonce, worker, f"run-00001-{worker}", Outbox())[0]
+    return worker_output(url, nonce, worker, f"run-00001-{worker}")[0]
 
 
 def drafted(own: OutputDir, lease: int, text: str = "a", part: Part = PART) -> Draft:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import DeviceError, ModelError, UsageError
-from batchinfer.job.fleet.messages import Answer, Failure
+from batchinfer.job.fleet.messages import Failure
 from batchinfer.job.fleet.on_ray import joiner as joiners
 from batchinfer.job.fleet.on_ray import ray_process
 from batchinfer.job.fleet.on_ray.joiner import Joiner, begun_ahead
@@ -62,7 +62,7 @@ def test_one_that_takes_nothing_holds_nobody_up(
     """A pipe is full after some messages that nobody reads: who writes then waits without end."""
     workers = joined(joiner)
     for _ in range(20):
-        workers.supply("w01", Answer(bytes(10**6)))
+        workers.kill("w" * 10**6)
     assert not process.poll()
     monkeypatch.setattr(ray_process, "HUNG_S", -1.0)
     assert workers.wait(0.0) == [Lost("its process does not answer any more")]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePosixPath
 
 from batchinfer.errors import StorageError
-from batchinfer.job.fleet.files.outbox import Outbox
-from batchinfer.job.fleet.files.relay import RelayedFiles
 from batchinfer.job.fleet.messages import Access
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import lent_output, output_at
@@ -29,34 +26,29 @@ def lent(out: OutputDir) -> Iterator[bytes]:
             out.files.delete(out.permit)
 
 
-def worker_output(
-    path: str, nonce: bytes, worker: str, run_id: str, outbox: Outbox
-) -> tuple[OutputDir, Access]:
-    """The output as a worker writes to it, and how what it writes gets there.
+def worker_output(path: str, nonce: bytes, worker: str, run_id: str) -> tuple[OutputDir, Access]:
+    """Open the output as a worker writes to it, and say where its files go.
 
     Args:
         path: ``output.path``.
         nonce: what its driver has written there.
-        outbox: takes what the worker writes where it does not see the driver's disk.
 
     Raises:
-        StorageError: another store is there on this node.
+        StorageError: this node has another disk, or another store, there than the driver.
     """
     out = output_at(path)
     try:
         found = read_file(out.files, out.permit)
     except OSError:
         found = b""
+    if found != nonce:
+        raise StorageError(
+            f"another output is at {out.root} on this node than on the driver's",
+            hint="give all nodes the same endpoint and credentials of the store"
+            if is_url(path)
+            else "put output.path on a disk that all nodes share, or into an object store",
+        )
     if is_url(path):
-        if found != nonce:
-            raise StorageError(
-                f"another output is at {out.root} on this node than on the driver's",
-                hint="give all nodes the same endpoint and credentials of the store",
-            )
         lent_out = lent_output(path, out.permit, nonce)
         return lent_out.for_writer(worker, staging=run_id), "store"
-    if found == nonce:
-        return out.for_writer(worker, staging=run_id), "disk"
-    elsewhere = OutputDir(PurePosixPath(path))
-    files = RelayedFiles(elsewhere, outbox)
-    return elsewhere.for_writer(worker, files, staging=run_id), "driver"
+    return out.for_writer(worker, staging=run_id), "disk"

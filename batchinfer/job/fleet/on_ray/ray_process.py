@@ -17,7 +17,7 @@ from typing import Any
 
 from batchinfer.errors import DeviceError, UsageError, install_command
 from batchinfer.job.fleet.boot import WorkerSetup
-from batchinfer.job.fleet.messages import Answer, Assignment, Failure
+from batchinfer.job.fleet.messages import Assignment, Failure
 from batchinfer.job.fleet.on_ray.joiner import END_S, Joiner, begun, is_installed
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
 from batchinfer.job.fleet.workers import Lost, Unheard, WorkerEvent
@@ -122,9 +122,6 @@ class RayProcess:
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         self._call("take_back", worker, everything=everything)
-
-    def supply(self, worker: str, answer: Answer) -> None:
-        self._call("supply", worker, answer)
 
     def look(self, worker: str) -> None:
         self._call("look", worker)

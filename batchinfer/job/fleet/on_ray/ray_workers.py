@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready
 from batchinfer.job.fleet.on_ray.pulse import computes
 from batchinfer.job.fleet.workers import Gone, NotUp, Seen, Told, Up, WorkerEvent
 
@@ -132,9 +132,6 @@ class RayWorkers:
         there = NodeAffinitySchedulingStrategy(place.node, soft=False)
         looks = ray.remote(computes).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         self._looks[looks.remote(place.pid)] = worker
-
-    def supply(self, worker: str, answer: Answer) -> None:
-        self._send(worker, "supply", answer)
 
     def stop(self, worker: str) -> None:
         self._send(worker, "stop")
