@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.config import attends_both_ways
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.guess_columns import Guess, guess_columns
-from batchinfer.job.init.model_task import task_of
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.spec.json_schema import json_schema
-from batchinfer.job.spec.tasks import TASK_SPECS, TaskSpec
+from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec
 from batchinfer.job.storage.urls import is_url
 
 SCHEMA_FILE = "job.schema.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMENT_AT = 34
+_WITH_OUTPUT_HEAD = "LMHeadModel"
+"""The end of the name of GPT-2's class that writes text; classes without a head end in Model."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
@@ -92,52 +94,72 @@ def _open(data: str) -> tuple[Source, bool]:
 
 
 def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
-    yield f"wrote    {printable(str(asked.job), 200)}"
+    job = printable(str(asked.job), 200)
+    yield f"wrote    {job}"
     for title, lines in (("prompt", guess.prompt_reasons), ("note", guess.notes)):
         for number, line in enumerate(lines):
             yield f"{'' if number else title:<9}{line}"
     found = "none" if guess.id_column is None else printable(guess.id_column, 60)
     yield f"id       {found}: {guess.id_reason}"
-    task, why = task_of(asked.model)
+    task, why = _task_of(asked.model)
     if why:
         yield f"task     {task}: {printable(why, 200)}"
     if asked.model is None:
         yield f"model    {DEFAULT_MODEL}; another: --model, or model.name in the file"
-    yield f"run it   batchinfer run {printable(str(asked.job), 200)}"
+    yield f"run it   batchinfer run {job}"
+
+
+def _task_of(model: str | None) -> tuple[TaskName, str]:
+    """The task that a model is for, and why: ``generate``, unless the config in its folder says
+    that it writes no text. A hub id is not fetched for this, and the run reports bad folders."""
+    config = Path(os.path.expanduser(model or ""), "config.json")
+    try:
+        values = json.loads(config.read_bytes())
+        name = str(values["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "generate", ""
+    if name.endswith("ForSequenceClassification"):
+        return "classify", f"the model is a {name}, which has a head that classifies"
+    if name.endswith("Model") and not name.endswith(_WITH_OUTPUT_HEAD):
+        return "embed", f"the model is a {name}, which has no output head"
+    if attends_both_ways(values):
+        return "embed", f"the model is a {name}, which reads texts whole"
+    return "generate", ""
 
 
 def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Iterator[str]:
+    task = TASK_SPECS[_task_of(asked.model)[0]]
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
-    yield "# batchinfer plan says what the job takes; batchinfer run runs it, or goes on with it."
+    yield "# batchinfer plan says what the job takes; batchinfer run runs or resumes it."
     yield "version: 1"
-    task = TASK_SPECS[task_of(asked.model)[0]]
     if not task.draws:
         yield f"task: {task.name}"
     yield "model:"
-    name = DEFAULT_MODEL if asked.model is None else _model(asked)
-    yield _key("name", name, "a hub id or a local directory, in safetensors")
+    yield _key("name", _model(asked), "a hub id or a local directory, in safetensors")
     yield _key("dtype", "auto", "what the checkpoint says; on a CPU float32 is the most exact")
     yield "input:"
     yield _key("path", _from_job(asked, asked.data), "a file, list, glob or directory")
     if is_united:
         yield _key("schema", "union", "its files differ in columns: what is missing is null")
     if source.version is not None:
-        yield f"  # version: {source.version}                      # of the table; else the latest"
+        yield _key("# version", source.version, "of the table; else the latest")
     if guess.id_column is None:
         yield f"  # id_column: {guess.id_reason}"
     else:
         yield _key("id_column", guess.id_column, guess.id_reason)
-    yield "  # limit: 100                    # only the first rows, for a try; or: run --limit 100"
+    yield _key("# limit", 100, "only the first rows, for a try; or: run --limit 100")
     yield "prompt:"
     yield from (f"  # {line}" for line in (*guess.prompt_reasons, *guess.notes))
     yield from _prompt_lines(guess.prompt)
     if task.draws:
-        yield from _sampling_lines()
+        yield "sampling:"
+        yield _key("max_tokens", 256, "the most tokens an answer may have")
+        yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
+        yield _key("# n", 8, "samples for each row; with a temperature above 0")
     yield "output:"
     yield _key("path", _output(asked), "data/, stats/ and summary.json go there")
-    renamed = _renamed(source, task)
-    if renamed:
+    if renamed := _renamed(source, task):
         yield "  rename:                         # input columns named like columns of the output"
         yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
 
@@ -152,34 +174,23 @@ def _prompt_lines(keys: Mapping[str, Any]) -> Iterator[str]:
             yield f"    - {{role: {message['role']}, content: {_text(message['content'])}}}"
 
 
-def _sampling_lines() -> Iterator[str]:
-    yield "sampling:"
-    yield _key("max_tokens", 256, "the most tokens an answer may have")
-    yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
-    yield "  # n: 8                          # samples for each row; with a temperature above 0"
-
-
 def _key(key: str, value: object, comment: str) -> str:
     written = _text(value) if isinstance(value, str) else str(value)
     return f"{f'  {key}: {written} ':<{_COMMENT_AT}}# {comment}"
 
 
 def _text(value: str) -> str:
-    """A text as YAML: in quotes unless it is plain beyond doubt."""
-    is_plain = _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false")
-    return value if is_plain else _quoted(value)
-
-
-def _quoted(value: str) -> str:
+    """A string as YAML: in quotes unless it is plain beyond doubt."""
+    if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false"):
+        return value
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _model(asked: Starter) -> str:
     """The model's folder, relative to the job file; anything else is a hub id."""
-    assert asked.model is not None
-    if not os.path.isdir(os.path.expanduser(asked.model)):
-        return asked.model
+    if asked.model is None or not os.path.isdir(os.path.expanduser(asked.model)):
+        return asked.model or DEFAULT_MODEL
     path = _from_job(asked, asked.model)
     return path if path.startswith((".", "/", "~")) else f"./{path}"
 
