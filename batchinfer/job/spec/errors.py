@@ -5,41 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from batchinfer.config import (
-    SAMPLING_ALIASES,
-    AcceptConfig,
-    ClassifyConfig,
-    EmbedConfig,
-    EngineConfig,
-    PromptConfig,
-    ScoreConfig,
-    field_names,
-)
 from batchinfer.console.format import format_value, listed, near_name, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument
-from batchinfer.job.spec.on_end import HIDDEN, OnEndSpec
-from batchinfer.job.spec.sampling import JobSampling
-from batchinfer.job.spec.spec import (
-    ErrorsSpec,
-    InputSpec,
-    JobSpec,
-    ModelSpec,
-    OutputSpec,
-    ReasoningSpec,
-    ScaleSpec,
-    StatsSpec,
-)
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.on_end import HIDDEN
 from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.near_names import nearest
 
 _MOST_SHOWN = 8
-_BRANCHES = (ReasoningSpec.__name__,)
-"""Branches of unions that are keys and values, as pydantic's locations name them."""
 _NOT_YET = re.compile(r"not yet: (.*) is not supported by this version")
 
 _EXPECTED: Mapping[str, str] = {
@@ -69,30 +49,22 @@ _LIKE = {
 """Sections that a job needs, as they may look."""
 
 
-def _names(record: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(field.alias or name for name, field in record.model_fields.items())
-
-
-def known_keys() -> dict[str, tuple[str, ...]]:
+@cache
+def known_keys() -> Mapping[str, tuple[str, ...]]:
     """Keys a user may write, by section; "" is the top level."""
-    return {
-        "": _names(JobSpec),
-        "model": _names(ModelSpec),
-        "input": _names(InputSpec),
-        "prompt": field_names(PromptConfig),
-        "sampling": (*field_names(JobSampling), *SAMPLING_ALIASES),
-        "accept": field_names(AcceptConfig),
-        "score": field_names(ScoreConfig),
-        "embed": field_names(EmbedConfig),
-        "classify": field_names(ClassifyConfig),
-        "engine": ("preset", *field_names(EngineConfig)),
-        "output": _names(OutputSpec),
-        "output.reasoning": _names(ReasoningSpec),
-        "errors": _names(ErrorsSpec),
-        "stats": _names(StatsSpec),
-        "scale": _names(ScaleSpec),
-        "on_end": _names(OnEndSpec),
-    }
+    schema = json_schema()
+    return dict(_sections("", schema, schema["$defs"]))
+
+
+def _sections(
+    name: str, value: Mapping[str, Any], records: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for choice in (value, *value.get("anyOf", ())):
+        record = records[choice["$ref"].rpartition("/")[2]] if "$ref" in choice else choice
+        if keys := record.get("properties"):
+            yield name, tuple(keys)
+            for key, held in keys.items():
+                yield from _sections(f"{name}.{key}".lstrip("."), held, records)
 
 
 def usage_error(error: ValidationError, document: JobDocument) -> UsageError:
@@ -131,15 +103,12 @@ def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_P
 
 
 def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
-    """The key an error is about: its location, up to a union's branch that has no keys."""
+    """The key an error is about: its location, without the names of a union's branches."""
     path: KeyPath = ()
     for part in detail["loc"]:
-        if part in _BRANCHES:
-            continue
-        if not document.has((*path, part)):
-            return (*path, part) if detail["type"] == "missing" else path
-        path = (*path, part)
-    return path
+        if document.has((*path, part)):
+            path = (*path, part)
+    return (*path, detail["loc"][-1]) if detail["type"] == "missing" else path
 
 
 def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument) -> _Problem:
@@ -152,7 +121,7 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
         return _Problem(origin, f"{key} is required{like}")
     if is_unknown_key(found[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
-    expected = " or ".join(dict.fromkeys(_expectations(found)))
+    expected = " or ".join(dict.fromkeys(map(expectation, found)))
     given = document.get(path)
     value = HIDDEN if path[:1] == ("on_end",) else format_value(given)
     near = near_name(given, _choices(found)) if isinstance(given, str) else ""
@@ -163,14 +132,6 @@ def _choices(found: Sequence[ErrorDetails]) -> list[str]:
     """Texts that a value may be."""
     written = (detail["ctx"]["expected"] for detail in found if detail["type"] == "literal_error")
     return [text for one in written for text in re.findall(r"'([^']*)'", one)]
-
-
-def _expectations(found: Sequence[ErrorDetails]) -> Iterator[str]:
-    for detail in found:
-        if any(str(part).startswith("tuple[") for part in detail["loc"]):
-            yield "a list of texts"
-        else:
-            yield expectation(detail)
 
 
 def expectation(detail: ErrorDetails) -> str:
@@ -189,11 +150,12 @@ def _said_by_record(section: KeyPath, message: str, document: JobDocument) -> _P
     """A problem found by a record's own check, whose message names the key."""
     match = _NOT_YET.fullmatch(message)
     text = match.group(1) if match else message
+    origin = document.origin(_key_named(section, text, document))
     prefix = dotted(section)
-    path = _key_named(section, text, document)
     if prefix and not re.match(rf"{prefix}\b", text):
-        text = f"{prefix}.{text}" if _starts_with_key(prefix, text) else f"{prefix}: {text}"
-    return _Problem(document.origin(path), text, not_yet=match is not None)
+        is_key = re.split(r"\W", text)[0] in known_keys().get(prefix, ())
+        text = f"{prefix}.{text}" if is_key else f"{prefix}: {text}"
+    return _Problem(origin, text, not_yet=match is not None)
 
 
 def _key_named(section: KeyPath, text: str, document: JobDocument) -> KeyPath:
@@ -205,11 +167,6 @@ def _key_named(section: KeyPath, text: str, document: JobDocument) -> KeyPath:
     return section
 
 
-def _starts_with_key(section: str, text: str) -> bool:
-    match = re.match(r"\w+", text)
-    return match is not None and match.group() in known_keys().get(section, ())
-
-
 def _nearest_key(path: KeyPath) -> KeyPath | None:
     """The known key of its section that an unknown one is most like."""
     near = nearest(str(path[-1]), known_keys().get(dotted(path[:-1]), ()))
@@ -218,10 +175,10 @@ def _nearest_key(path: KeyPath) -> KeyPath | None:
 
 def _suggestion(path: KeyPath) -> str:
     """The nearest known key: in its section, else the same name in another."""
-    sections = known_keys()
-    name, known = str(path[-1]), sections.get(dotted(path[:-1]), ())
-    elsewhere = (f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys)
+    name, known = str(path[-1]), known_keys().get(dotted(path[:-1]), ())
     if near := near_name(name, known):
         return near
-    there = next(elsewhere, None)
-    return f"; did you mean {there}?" if there else f"; known here: {listed(known)}"
+    for section, keys in known_keys().items():
+        if name in keys:
+            return f"; did you mean {f'{section}.{name}'.lstrip('.')}?"
+    return f"; known here: {listed(known)}"
