@@ -38,6 +38,7 @@ from batchinfer.config import ModelConfig, sampling
 from batchinfer.config.types import parse_size
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm.arguments import engine_config
+from batchinfer.llm.compatibility import settle
 from batchinfer.llm.pooling.choose import choose_runner
 from tests.lora import make_adapter
 from tests.models import make_text_model
@@ -95,6 +96,21 @@ def test_an_argument_without_effect_is_warned_of_by_name(
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(InterruptedError):
         LLM(model, **{name: None})  # not given, so nothing is said
+
+
+def test_arguments_without_effect_are_named_in_one_warning() -> None:
+    given = {"max_loras": 2, "enforce_eager": True, "trust_remote_code": False, "priority": None}
+    with pytest.warns(UserWarning, match=r"^LLM: max_loras, enforce_eager have no effect here$"):
+        settle("LLM", given, ())
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "cpu_offload_gb", "prompt_embeds"])
+def test_arguments_that_are_not_built_are_refused_but_with_their_default(name: str) -> None:
+    settle("LLM", {name: 1 if name == "pipeline_parallel_size" else 0}, ())
+    settle("LLM", {name: None}, ())
+    for value in (2, torch.ones(3)):
+        with pytest.raises(NotYetError, match=name):
+            settle("LLM", {name: value}, ())
 
 
 def test_arguments_without_effect_of_calls_are_warned_of_once_for_each_place(llm: LLM) -> None:

@@ -21,6 +21,8 @@ from batchinfer.llm.vllm.names import (
     NO_EFFECT,
     NO_EFFECT_PREFIXES,
     NOT_YET,
+    NOT_YET_OVER_ONE,
+    ONLY_VALUES,
     QUIET,
     VALUES_ELSEWHERE,
 )
@@ -31,7 +33,7 @@ _Record = TypeVar("_Record")
 def settle(
     call: str, given: Mapping[str, object], known: Sequence[str], *, stacklevel: int = 3
 ) -> None:
-    """Warn of arguments that ``call`` takes without effect, and refuse the others it lacks.
+    """Warn once of the arguments that have no effect, and refuse those that ``call`` does not have.
 
     Args:
         given: by name; None is as if left out.
@@ -43,25 +45,29 @@ def settle(
         TypeError: one is had in another way, or unknown.
         ValueError: a value is had in another way.
     """
+    ignored = []
     for name, value in given.items():
-        if name in NOT_YET:
-            if value is not None and value != NOT_YET[name]:
+        if name in NOT_YET or name in NOT_YET_OVER_ONE:
+            default = int(name in NOT_YET_OVER_ONE)
+            if value is not None and not (isinstance(value, int | float) and value == default):
                 raise NotYetError(f"{call}({name}=...)")
         elif name in ELSEWHERE:
             if value is not None and value is not False:
                 raise TypeError(f"{call} has no argument {name}; {ELSEWHERE[name]}")
-        elif name in NO_EFFECT or name.startswith(NO_EFFECT_PREFIXES):
-            if value is None or QUIET.get(name) == value:
+        elif name in ONLY_VALUES or name in NO_EFFECT or name.startswith(NO_EFFECT_PREFIXES):
+            if value is None or (name in QUIET and value == QUIET[name]):
                 continue
             instead = VALUES_ELSEWHERE.get((name, value)) if isinstance(value, str) else None
             if instead is not None:
                 raise ValueError(f"{call}({name}={value!r}) is not there; {instead}")
-            meant = NO_EFFECT.get(name)
-            if meant and value not in meant:
+            if name in ONLY_VALUES and value not in ONLY_VALUES[name]:
                 raise NotYetError(f"{call}({name}={value!r})")
-            warnings.warn(f"{call}: {name} has no effect here", stacklevel=stacklevel)
+            ignored.append(name)
         else:
             raise TypeError(f"{call} has no argument {name}{did_you_mean(name, known)}")
+    if ignored:
+        has = "has" if len(ignored) == 1 else "have"
+        warnings.warn(f"{call}: {', '.join(ignored)} {has} no effect here", stacklevel=stacklevel)
 
 
 def missing_attribute(name: str) -> Callable[..., NoReturn]:

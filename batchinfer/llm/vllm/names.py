@@ -4,166 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NO_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "additional_config": (),
-    "aggregate_engine_logging": (),
-    "all2all_backend": (),
-    "allow_deprecated_quantization": (),
-    "async_scheduling": (),
-    "attention_backend": (),
-    "attention_config": (),
-    "aux_output_config": (),
-    "cache_salt": (),
-    "chat_template_content_format": (),
-    "code_revision": (),
-    "collect_detailed_traces": (),
-    "compilation_config": (),
-    "compilation_level": (),
-    "concurrency_limit": (),
+_NO_EFFECT = """
+additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization
+async_scheduling attention_backend attention_config aux_output_config cache_salt
+chat_template_content_format code_revision collect_detailed_traces compilation_config
+compilation_level concurrency_limit cp_kv_cache_interleave_size cuda_graph_sizes
+cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets disable_async_output_proc
+disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce
+disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_mm_preprocessor_cache
+disable_nccl_for_dp_synchronization distributed_executor_backend distributed_timeout_seconds
+download_dir dp_sync_interval enable_batch_sharded_sampling enable_chunked_prefill
+enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_eplb enable_fault_tolerance
+enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
+enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
+enable_mm_processor_stats enable_moe_shared_loras enable_multimodal_encoder_data_parallel
+enable_nccl_comm_suspend enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
+enforce_eager engram_config expert_placement_strategy fail_on_environ_validation
+fault_tolerance_config fully_sharded_loras gdn_prefill_backend guided_decoding_backend
+guided_decoding_disable_fallback ignore_patterns interleave_mm_strings ir_op_priority
+kda_decode_backend kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample
+kv_events_config kv_offloading_backend kv_sharing_fast_prefill language_model_only
+limit_mm_per_prompt linear_backend log_config_file log_level logging_config logits_processor_pattern
+long_prefill_token_threshold lora_extra_vocab_size lora_target_modules max_cpu_loras
+max_cudagraph_capture_size max_long_partial_prefills max_lora_cls_labels max_lora_rank max_loras
+max_num_active_seqs max_num_partial_prefills max_num_queued_reqs max_num_queued_tokens
+max_num_scheduled_tokens max_parallel_loading_workers max_seq_len_to_capture media_io_kwargs
+model_loader_extra_config moe_backend monokernel multi_step_stream_outputs num_redundant_experts
+num_scheduler_steps optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
+performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
+prefix_match_unit priority profiler_config pt_load_map_location ray_workers_use_nsight
+renderer_num_workers scheduler_reserve_full_isl scheduling_policy served_model_name
+show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling skip_reading_prefix_cache
+spaces_between_special_tokens sparse_indexer_topk_backend spec_method spec_model spec_tokens
+specialize_active_lora speculative_config stream_interval structured_outputs_backend
+structured_outputs_disable_fallback structured_outputs_enable_in_reasoning swa_bounded_replay
+tokenizer_pool_size ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load use_v2_block_manager
+watchdog_config watermark worker_cls worker_extension_cls worker_use_ray
+"""
+NO_EFFECT = frozenset(_NO_EFFECT.split())
+"""Arguments for what is done here in one way, or not at all: any value is taken."""
+
+ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
-    "cp_kv_cache_interleave_size": (),
-    "cuda_graph_sizes": (),
-    "cudagraph_capture_sizes": (),
-    "cudagraph_metrics": (),
-    "custom_histogram_buckets": (),
-    "disable_async_output_proc": (),
-    "disable_cascade_attn": (),
-    "disable_chunked_mm_input": (),
-    "disable_custom_all_reduce": (),
-    "disable_hybrid_kv_cache_manager": (),
-    "disable_log_requests": (),
-    "disable_log_stats": (),
-    "disable_mm_preprocessor_cache": (),
-    "disable_nccl_for_dp_synchronization": (),
-    "distributed_executor_backend": (),
-    "distributed_timeout_seconds": (),
-    "download_dir": (),
-    "dp_sync_interval": (),
-    "enable_batch_sharded_sampling": (),
-    "enable_chunked_prefill": (),
-    "enable_cumem_allocator": (),
-    "enable_dbo": (),
-    "enable_ep_weight_filter": (),
-    "enable_eplb": (),
-    "enable_fault_tolerance": (),
-    "enable_flashinfer_autotune": (),
-    "enable_hc_sp": (),
-    "enable_layerwise_nvtx_tracing": (),
-    "enable_log_requests": (),
-    "enable_logging_iteration_details": (),
-    "enable_mamba_cache_stochastic_rounding": (),
-    "enable_mamba_shared_prefix_checkpoint": (),
-    "enable_mfu_metrics": (),
-    "enable_mixed_moe_lora_format": (),
-    "enable_mm_processor_stats": (),
-    "enable_moe_shared_loras": (),
-    "enable_multimodal_encoder_data_parallel": (),
-    "enable_nccl_comm_suspend": (),
-    "enable_shm_tensor_arena": (),
-    "enable_sleep_mode": (),
-    "enable_tower_connector_lora": (),
-    "enforce_eager": (),
-    "engram_config": (),
-    "expert_placement_strategy": (),
-    "fail_on_environ_validation": (),
-    "fault_tolerance_config": (),
-    "fully_sharded_loras": (),
-    "gdn_prefill_backend": (),
-    "guided_decoding_backend": (),
-    "guided_decoding_disable_fallback": (),
-    "ignore_patterns": (),
-    "interleave_mm_strings": (),
-    "ir_op_priority": (),
-    "kda_decode_backend": (),
-    "kda_prefill_backend": (),
-    "kernel_config": (),
-    "kv_cache_metrics": (),
-    "kv_cache_metrics_sample": (),
-    "kv_events_config": (),
-    "kv_offloading_backend": (),
-    "kv_sharing_fast_prefill": (),
-    "language_model_only": (),
-    "limit_mm_per_prompt": (),
-    "linear_backend": (),
     "load_format": ("auto", "safetensors", "hf", "fastsafetensors", "runai_streamer"),
-    "log_config_file": (),
-    "log_level": (),
-    "logging_config": (),
-    "logits_processor_pattern": (),
-    "long_prefill_token_threshold": (),
     "lora_dtype": ("auto",),
-    "lora_extra_vocab_size": (),
-    "lora_target_modules": (),
-    "max_cpu_loras": (),
-    "max_cudagraph_capture_size": (),
-    "max_long_partial_prefills": (),
-    "max_lora_cls_labels": (),
-    "max_lora_rank": (),
-    "max_loras": (),
-    "max_num_active_seqs": (),
-    "max_num_partial_prefills": (),
-    "max_num_queued_reqs": (),
-    "max_num_queued_tokens": (),
-    "max_num_scheduled_tokens": (),
-    "max_parallel_loading_workers": (),
-    "max_seq_len_to_capture": (),
-    "media_io_kwargs": (),
     "model_impl": ("auto", "transformers"),
-    "model_loader_extra_config": (),
-    "moe_backend": (),
-    "monokernel": (),
-    "multi_step_stream_outputs": (),
-    "num_redundant_experts": (),
-    "num_scheduler_steps": (),
-    "optimization_level": (),
-    "otlp_traces_endpoint": (),
-    "per_request_spec_decode_metrics": (),
-    "performance_mode": (),
-    "prefill_schedule_interval": (),
-    "prefix_cache_retention_interval": (),
-    "prefix_caching_hash_algo": (),
-    "prefix_match_unit": (),
-    "priority": (),
-    "profiler_config": (),
-    "pt_load_map_location": (),
-    "ray_workers_use_nsight": (),
-    "renderer_num_workers": (),
-    "scheduler_reserve_full_isl": (),
-    "scheduling_policy": (),
-    "served_model_name": (),
-    "show_hidden_metrics_for_version": (),
-    "shutdown_timeout": (),
-    "skip_mm_profiling": (),
-    "skip_reading_prefix_cache": (),
-    "spaces_between_special_tokens": (),
-    "sparse_indexer_topk_backend": (),
-    "spec_method": (),
-    "spec_model": (),
-    "spec_tokens": (),
-    "specialize_active_lora": (),
-    "speculative_config": (),
-    "stream_interval": (),
-    "structured_outputs_backend": (),
-    "structured_outputs_disable_fallback": (),
-    "structured_outputs_enable_in_reasoning": (),
-    "swa_bounded_replay": (),
     "tokenizer_mode": ("auto", "hf", "slow"),
-    "tokenizer_pool_size": (),
     "trust_remote_code": (True,),
-    "ubatch_size": (),
-    "use_fp64_gumbel": (),
-    "use_replayssm": (),
-    "use_tqdm_on_load": (),
-    "use_v2_block_manager": (),
-    "watchdog_config": (),
-    "watermark": (),
-    "worker_cls": (),
-    "worker_extension_cls": (),
-    "worker_use_ray": (),
 }
-"""Arguments for what is done here in one way, or not at all; the values that mean no more than
-that, () = any."""
+"""Arguments of which only these values have no effect here; other values are not built."""
 
 NO_EFFECT_PREFIXES = (
     "cpu_distributed_",
@@ -191,52 +82,30 @@ NO_EFFECT_PREFIXES = (
 QUIET: Mapping[str, object] = {"trust_remote_code": False}
 """Values of these that go without saying."""
 
-NOT_YET: Mapping[str, object] = {
-    "calculate_kv_scales": False,
-    "cpu_offload_gb": 0,
-    "cpu_offload_params": None,
-    "data_parallel_size": 1,
-    "decode_context_parallel_size": 1,
-    "default_mm_loras": None,
-    "diffusion_config": None,
-    "disable_sliding_window": False,
-    "ec_transfer_config": None,
-    "enable_elastic_ep": False,
-    "enable_expert_parallel": False,
-    "enable_mm_embeds": False,
-    "enable_prompt_embeds": False,
-    "enable_return_routed_experts": False,
-    "enable_trace_replay": False,
-    "guided_decoding_disable_additional_properties": False,
-    "hf_config_path": None,
-    "io_processor_plugin": None,
-    "kv_cache_dtype_skip_layers": None,
-    "kv_transfer_config": None,
-    "mm_processor_kwargs": None,
-    "model_class_overrides": None,
-    "multi_modal_data": None,
-    "multi_modal_uuids": None,
-    "nnodes": 1,
-    "offload_group_size": 0,
-    "override_attention_dtype": None,
-    "override_pooler_config": None,
-    "pipeline_parallel_size": 1,
-    "pooler_config": None,
-    "prefill_context_parallel_size": 1,
-    "preset": None,
-    "prompt_adapter_request": None,
-    "prompt_embeds": None,
-    "quantization_config": None,
-    "return_sampling_mask": False,
-    "rope_scaling": None,
-    "rope_theta": None,
-    "scheduler_cls": None,
-    "token_type_ids": None,
-    "watermark_config": None,
-    "watermarking": None,
-    "weight_transfer_config": None,
-}
-"""Arguments of job files and of vLLM that are not built, with their defaults."""
+_NOT_YET = """
+calculate_kv_scales cpu_offload_gb cpu_offload_params default_mm_loras diffusion_config
+disable_sliding_window ec_transfer_config enable_elastic_ep enable_expert_parallel enable_mm_embeds
+enable_prompt_embeds enable_return_routed_experts enable_trace_replay
+guided_decoding_disable_additional_properties hf_config_path io_processor_plugin
+kv_cache_dtype_skip_layers kv_transfer_config mm_processor_kwargs model_class_overrides
+multi_modal_data multi_modal_uuids offload_group_size override_attention_dtype
+override_pooler_config pooler_config preset prompt_adapter_request prompt_embeds quantization_config
+return_sampling_mask rope_scaling rope_theta scheduler_cls token_type_ids watermark_config
+watermarking weight_transfer_config
+"""
+NOT_YET = frozenset(_NOT_YET.split())
+"""Arguments of job files and of vLLM that are not built; None, False and 0 leave them out."""
+
+NOT_YET_OVER_ONE = frozenset(
+    (
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "nnodes",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+    )
+)
+"""Arguments that are not built for more than one of what they count."""
 
 ELSEWHERE: Mapping[str, str] = {
     "allowed_local_media_path": "only text can be given",
