@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import glob
 import os.path
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -16,16 +17,18 @@ from batchinfer.config import PromptConfig
 from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.document import JobDocument
+from batchinfer.job.spec.files import text_of
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.grammar import check_structured_outputs
 from batchinfer.text.prompt_sources import conflicts
-from batchinfer.text.sample_filter import AcceptError, Judge
-from batchinfer.text.structured.grammar_source import GrammarError
+from batchinfer.text.sample_filter import Judge
 from batchinfer.text.template import compile_template
 
+_LONGEST = 300
+"""Most characters of another module's message."""
 _WRITTEN = ("data", "part-00000.parquet")
 
 
@@ -41,14 +44,43 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
         problem = ": model.name is a local folder, which has no revisions; leave the key out"
         raise document.error(("model", "revision"), problem)
     _check_adapters(spec, document)
-    _check_filter(spec.input.filter, document)
+    if spec.input.filter is not None:
+        from batchinfer.job.input.filter import parsed  # imports pyarrow and Polars
+
+        with _errors_at(("input", "filter"), document, names_key=True):
+            parsed(spec.input.filter)
     for key, problem in conflicts(spec.prompt):
         raise document.error(tuple(key.split(".")), f" {problem}")
-    _check_chat_template_file(spec.prompt.chat_template, document)
-    _check_templates(spec.prompt, document)
-    _check_grammar(spec, document)
-    _check_accept(spec, document)
+    if spec.prompt.chat_template not in ("auto", "none"):
+        with _errors_at(("prompt", "chat_template"), document):
+            where = printable(spec.prompt.chat_template, 200)
+            compile_chat_template(text_of(spec.prompt.chat_template), UsageError, where)
+    for path, template in _templates(spec.prompt):
+        with _errors_at(path, document, names_key=True):
+            compile_template(template, dotted(path))
+    if spec.sampling.structured_outputs is not None:
+        with _errors_at(("sampling", "structured_outputs"), document):
+            check_structured_outputs(spec.sampling.structured_outputs)
+    if spec.accept is not None:
+        with _errors_at(("accept",), document):
+            Judge(spec.accept)
     _check_output_names(spec, document)
+
+
+@contextmanager
+def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
+    """Say of errors within where ``key`` was written.
+
+    Args:
+        names_key: the errors name the key themselves.
+    """
+    try:
+        yield
+    except (UsageError, ValueError) as error:
+        problem = "\n".join(printable(line) for line in str(error).splitlines())
+        if names_key:
+            raise UsageError(f"{document.origin(key)}: {problem}") from None
+        raise document.error(key, f": {problem[:_LONGEST]}") from None
 
 
 def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
@@ -65,18 +97,6 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
         problem = " are given, but no row runs through them: set prompt.adapter, for all rows, "
         problem += "or prompt.adapter_column"
         raise document.error(("model", "adapters"), problem)
-
-
-def _check_filter(condition: str | None, document: JobDocument) -> None:
-    if condition is None:
-        return
-    from batchinfer.job.input.filter import parsed  # imports pyarrow and Polars
-
-    try:
-        parsed(condition)
-    except UsageError as error:
-        where = document.origin(("input", "filter"))
-        raise UsageError(f"{where}: {error}") from None
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:
@@ -113,50 +133,6 @@ def _would_match(pattern: str, output: str) -> bool:
     if "**" in wanted:
         return fnmatchcase(written[-1], wanted[-1])
     return len(wanted) <= len(written) and all(map(fnmatchcase, written, wanted))
-
-
-def _check_chat_template_file(path: str, document: JobDocument) -> None:
-    if path in ("auto", "none"):
-        return
-    key, where = ("prompt", "chat_template"), printable(path, 200)
-    if not os.path.isfile(path):
-        raise document.error(key, f": there is no file {where}")
-    try:
-        compile_chat_template(Path(path).read_text(encoding="utf-8"), UsageError, where)
-    except (OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise document.error(key, f": {where} cannot be read: {problem}") from None
-    except UsageError as error:
-        raise document.error(key, f": {printable(str(error))}") from None
-
-
-def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
-    for path, template in _templates(prompt):
-        try:
-            compile_template(template, dotted(path))
-        except UsageError as error:
-            problem = "\n".join(map(printable, str(error).splitlines()))
-            raise UsageError(f"{document.origin(path)}: {problem}") from None
-
-
-def _check_grammar(spec: JobSpec, document: JobDocument) -> None:
-    asked = spec.sampling.structured_outputs
-    if asked is None:
-        return
-    try:
-        check_structured_outputs(asked)
-    except GrammarError as error:
-        key = ("sampling", "structured_outputs")
-        raise document.error(key, f": {printable(str(error), 200)}") from None
-
-
-def _check_accept(spec: JobSpec, document: JobDocument) -> None:
-    if spec.accept is None:
-        return
-    try:
-        Judge(spec.accept)
-    except AcceptError as error:
-        raise document.error(("accept",), f": {printable(str(error), 200)}") from None
 
 
 def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:

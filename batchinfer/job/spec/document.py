@@ -33,7 +33,7 @@ class JobDocument:
         self._origins: dict[KeyPath, str] = {
             path: f"{source}, line {line}" for path, line in text.lines.items()
         }
-        self._write_out_names()
+        self._write_out_shorthands()
         self._write_out_aliases()
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
@@ -91,7 +91,7 @@ class JobDocument:
         if len(path) == 2 and path[0] == "sampling":
             path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
         self.set(path, _set_value(value.strip(), origin), origin)
-        self._write_out_names()
+        self._write_out_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
         """Put ``keys`` of another file under those of ``section`` that are given already."""
@@ -112,13 +112,17 @@ class JobDocument:
         """A mistake at ``path``, with its place."""
         return UsageError(f"{self.origin(path)}: {dotted(path)}{problem}")
 
-    def _write_out_names(self) -> None:
+    def _write_out_shorthands(self) -> None:
         for section, key in _NAMED_BY.items():
             name = self.data.get(section)
             is_list = section == "input" and isinstance(name, list)
             if isinstance(name, str) or is_list:
                 self.data[section] = {key: name}
                 self._origins[(section, key)] = self.origin((section,))
+        sampling = self.data.get("sampling")
+        for key in ("stop", "bad_words"):
+            if isinstance(sampling, dict) and isinstance(sampling.get(key), str):
+                sampling[key] = [sampling[key]]
 
     def _write_out_aliases(self) -> None:
         sampling = self.data.get("sampling")

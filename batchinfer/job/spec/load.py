@@ -12,12 +12,11 @@ import json
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from batchinfer.config import PromptConfig
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.checks import check_conflicts
@@ -152,14 +151,17 @@ def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
         UsageError, NotYetError: as ``load_job``.
     """
     _apply_preset(document, base_dir)
-    _list_single_texts(document)
     spec = _with_absolute_paths(_check(document), base_dir, document)
     check_conflicts(spec, document)
     return spec
 
 
 def _check(document: JobDocument) -> JobSpec:
-    _check_biases(document)
+    biases: KeyPath = ("sampling", "logit_bias")
+    try:
+        check_token_keys(document.get(biases))
+    except ValueError as error:
+        raise UsageError(f"{document.origin(biases)}: sampling.{error}") from None
     _fill_in_sampling(document)
     # JSON mode, because only there strict still takes lists for tuples.
     try:
@@ -184,14 +186,6 @@ def _fill_in_sampling(document: JobDocument) -> None:
             problem = f" has no part in task: {name}, which draws no tokens; leave it out"
             raise document.error(("sampling",), problem)
         document.data["sampling"] = asdict(task.sampling)
-
-
-def _check_biases(document: JobDocument) -> None:
-    biases: KeyPath = ("sampling", "logit_bias")
-    try:
-        check_token_keys(document.get(biases))
-    except ValueError as error:
-        raise UsageError(f"{document.origin(biases)}: sampling.{error}") from None
 
 
 def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
@@ -262,46 +256,31 @@ def _apply_preset(document: JobDocument, base_dir: Path) -> None:
     document.underlay("engine", text.data, text, source)
 
 
-def _list_single_texts(document: JobDocument) -> None:
-    """Write ``stop: TEXT`` out as the list of one text it means."""
-    for name in ("stop", "bad_words"):
-        text = document.get(("sampling", name))
-        if isinstance(text, str):
-            document.data["sampling"][name] = [text]
-
-
 def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -> JobSpec:
-    inputs = tuple(_absolute(path, base_dir) for path in spec.input.paths)
-    prompt = spec.prompt
+    model, prompt = spec.model, spec.prompt
     if prompt.chat_template not in ("auto", "none"):
-        values = {**prompt.__dict__, "chat_template": _absolute(prompt.chat_template, base_dir)}
-        prompt = PromptConfig(**values)
+        prompt = replace(prompt, chat_template=_absolute(prompt.chat_template, base_dir))
     if isinstance(prompt.tools, str):
         try:
-            tools = tools_file(_absolute(prompt.tools, base_dir))
+            prompt = replace(prompt, tools=tools_file(_absolute(prompt.tools, base_dir)))
         except ValueError as error:
             raise document.error(("prompt", "tools"), f": {error}") from None
-        prompt = PromptConfig(**{**prompt.__dict__, "tools": tools})
-    model = {
-        "name": _local_or_hub(spec.model.name, base_dir),
-        "tokenizer": spec.model.tokenizer and _local_or_hub(spec.model.tokenizer, base_dir),
-        "adapters": {
-            name: _local_or_hub(path, base_dir) for name, path in spec.model.adapters.items()
+    sections = {
+        "model": {
+            "name": _local_or_hub(model.name, base_dir),
+            "tokenizer": model.tokenizer and _local_or_hub(model.tokenizer, base_dir),
+            "adapters": {
+                name: _local_or_hub(path, base_dir) for name, path in model.adapters.items()
+            },
+        },
+        "input": {"path": tuple(_absolute(path, base_dir) for path in spec.input.paths)},
+        "output": {
+            "path": _absolute(spec.output.path, base_dir),
+            "reuse": tuple(_absolute(path, base_dir) for path in spec.output.reuse),
         },
     }
-    return spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update=model),
-            "input": spec.input.model_copy(update={"path": inputs}),
-            "prompt": prompt,
-            "output": spec.output.model_copy(
-                update={
-                    "path": _absolute(spec.output.path, base_dir),
-                    "reuse": tuple(_absolute(path, base_dir) for path in spec.output.reuse),
-                }
-            ),
-        }
-    )
+    changed = {name: getattr(spec, name).model_copy(update=keys) for name, keys in sections.items()}
+    return spec.model_copy(update={**changed, "prompt": prompt})
 
 
 def _absolute(path: str, base_dir: Path) -> str:

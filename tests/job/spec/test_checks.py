@@ -200,7 +200,7 @@ def test_settings_of_the_prompt_that_do_not_go_together(
     [
         (b"fine\n{% if %}", "is not a valid Jinja2 template (line 2)"),
         (b"{{ ''.__class__ }}", "private attribute __class__"),
-        (b"\xff", "cannot be read: it is not UTF-8 text"),
+        (b"\xff", "is not UTF-8 text; save it as such"),
     ],
 )
 def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, message: str) -> None:
