@@ -26,7 +26,7 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
-from batchinfer.config.types import parse_size
+from batchinfer.config.types import Record, parse_size
 
 __all__ = [
     "EMBEDDING",
@@ -56,15 +56,6 @@ __all__ = [
 ]
 
 
-def field_names(
-    record: type[SamplingParams]
-    | type[PromptConfig]
-    | type[EngineConfig]
-    | type[ModelConfig]
-    | type[ScoreConfig]
-    | type[EmbedConfig]
-    | type[ClassifyConfig]
-    | type[AcceptConfig],
-) -> tuple[str, ...]:
+def field_names(record: type[Record]) -> tuple[str, ...]:
     """Names a user may write for ``record``, in order."""
-    return tuple(entry.name for entry in fields(record))
+    return tuple(entry.name for entry in fields(record))  # type: ignore[arg-type]

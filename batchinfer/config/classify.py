@@ -10,12 +10,7 @@ from batchinfer.config.types import Record, coerce_fields
 
 @dataclass(frozen=True)
 class ClassifyConfig(Record):
-    """What ``task: classify`` classifies, and by what.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when it cannot be used.
-    """
+    """What ``task: classify`` classifies, and by what."""
 
     query_column: str | None = None
     """A column of queries, for a reranker: each is scored with the document of its row. null: the

@@ -17,12 +17,7 @@ Pooling = Literal["auto", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_toke
 
 @dataclass(frozen=True)
 class EmbedConfig(Record):
-    """What ``task: embed`` makes of a prompt's hidden states.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when it cannot be used.
-    """
+    """What ``task: embed`` makes of a prompt's hidden states."""
 
     pooling: Pooling = "auto"
     """How hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json says,

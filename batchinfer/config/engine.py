@@ -13,12 +13,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """How the engine uses its device. Frozen: nothing found at run time is written back.
-
-    Raises:
-        TypeError: naming the key, when a value is of another type.
-        ValueError: naming the key, when a value is out of range or not supported yet.
-    """
+    """How the engine uses its device. Frozen: nothing found at run time is written back."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batchinfer.config.types import coerce_fields
+from batchinfer.config.types import Record, coerce_fields
 
 Runner = Literal["generate", "pooling", "whole_texts"]
 """What a model is run for, as vLLM names it: to write text, or for its hidden states; whole_texts:
@@ -14,13 +14,8 @@ for those of all tokens of a text, which is then computed at once, without a KV 
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Which model to load, and how: keys of the job file's ``model`` section.
-
-    Raises:
-        TypeError: naming the key, when a value is of another type.
-        ValueError: ``max_model_len`` is not positive.
-    """
+class ModelConfig(Record):
+    """Which model to load, and how: keys of the job file's ``model`` section."""
 
     name: str
     """Hub id or local directory."""
@@ -47,5 +42,5 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len is {self.max_model_len}; it must be 1 or more")
+        length = self.max_model_len
+        self._require("max_model_len", length is None or length >= 1, "1 or more")

@@ -19,12 +19,7 @@ SCORING = SamplingParams(
 
 @dataclass(frozen=True)
 class PromptConfig(Record):
-    """How a row becomes a prompt. One source; default: column ``messages``, else ``prompt``.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when more than one source is given.
-    """
+    """How a row becomes a prompt. One source; default: column ``messages``, else ``prompt``."""
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
@@ -81,12 +76,7 @@ class PromptConfig(Record):
 
 @dataclass(frozen=True)
 class ScoreConfig(Record):
-    """What ``task: score`` scores.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when it is empty.
-    """
+    """What ``task: score`` scores."""
 
     completions_column: str | None = None
     """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
@@ -104,10 +94,6 @@ class AcceptConfig(Record):
 
     Samples are judged in the order of their indices, and the first that pass are kept: which these
     are depends on nothing that ran beside them.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when a value is out of range.
     """
 
     regex: str | None = None

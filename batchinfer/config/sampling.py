@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from batchinfer.config.structured import normalised
-from batchinfer.config.types import coerce_fields, format_value
+from batchinfer.config.types import Record, coerce_fields
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
@@ -41,18 +41,8 @@ _NOT_WITH_BEAMS = (
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's.
-
-    Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when a value is out of range or not supported yet.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "use_attribute_docstrings": True,
-    }
+class SamplingParams(Record):
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
 
     max_tokens: int = 16
     """Most tokens a sample may have."""
@@ -201,10 +191,6 @@ class SamplingParams:
                 object.__setattr__(self, name, ())
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", normalised(self.structured_outputs))
-
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, for a token id that is not below ``vocab_size``."""

@@ -29,7 +29,12 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class Record:
-    """A frozen dataclass of settings: no other keys, and docstrings of fields describe them."""
+    """A frozen dataclass of settings: no other keys, and docstrings of fields describe them.
+
+    Raises:
+        TypeError: naming the field, when a value is of another type.
+        ValueError: naming the field, when a value is out of range or does not go with another.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
