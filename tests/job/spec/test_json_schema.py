@@ -84,8 +84,3 @@ def test_keys_are_described() -> None:
     for name in ("ModelSpec", "InputSpec", "JobSampling", "OutputSpec", "ErrorsSpec", "StatsSpec"):
         for key, value in records[name]["properties"].items():
             assert value.get("description"), f"{name}.{key}"
-
-
-def test_the_shipped_presets_are_offered() -> None:
-    preset = json_schema()["$defs"]["EngineConfig"]["properties"]["preset"]
-    assert "h200" in preset["examples"]

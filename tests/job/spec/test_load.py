@@ -116,38 +116,23 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("zork: 1", "unknown key zork; known here: version, name, task"),
-        ("max_tokens: 3", "unknown key max_tokens; did you mean sampling.max_tokens?"),
-        ("engin: {}", "unknown key engin; did you mean engine?"),
-        ("engine: {blok_size: 16}", "unknown key engine.blok_size; did you mean block_size?"),
-        ("prompt: {templat: x}", "unknown key prompt.templat; did you mean template?"),
-        ("errors: {max_rate: 1}", "unknown key errors.max_rate; did you mean max_error_rate?"),
-        ("version: 2", "version is 2; this batchinfer knows version 1"),
         ("version: 0", "version is 0; this batchinfer knows version 1"),
         ("version: true", "version is true; it must be a whole number"),
         ("name: 3", "name is 3; it must be a text"),
         ("engine: 3", "engine is 3; it must be keys and values"),
         ("stats: [1]", "stats is [1]; it must be keys and values"),
-        ("engine: {block_size: '16'}", 'engine.block_size is "16"; it must be a whole number'),
-        ("engine: {block_size: 0}", "engine.block_size is 0; it must be 1 to 1024"),
         ("engine: {block_size: 1.5}", "engine.block_size is 1.5; it must be a whole number"),
         ("engine: {order: up}", "engine.order is \"up\"; it must be 'prefix' or 'input'"),
         ("engine: {device: no}", 'engine.device is "no"; it must be'),
         ("engine: {kv_cache_memory: true}", "engine.kv_cache_memory is true; it must be a text or"),
-        ("engine: {kv_cache_memory: much}", 'engine.kv_cache_memory: "much" is not a size'),
-        ("engine: {preset: h300}", "shipped: a100-80g, cpu"),
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
-        ("prompt: {column: a, template: b}", "prompt: give one source of the prompt"),
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
         ("prompt: {messages: hi}", 'prompt.messages is "hi"; it must be a list'),
-        ("prompt: {template: '{{ a'}", "prompt.template is not a valid Jinja2 template (line 1)"),
         ("prompt: {template: '{{ a b }}'}", "\na column with a blank in its name is row['"),
         ("prompt: {system: '{% if %}'}", "prompt.system is not a valid Jinja2 template (line 1)"),
-        ("prompt: {chat_template: no.jinja}", "prompt.chat_template: there is no file"),
         ("errors: {max_error_rate: 2}", "errors.max_error_rate is 2; it must be 1.0 or less"),
         ("vars: [x]", "vars must be names with texts"),
         ("vars: {day: 07}", "vars.day must be a text; write it in quotes"),
-        ("vars: {ds: null}", "vars.ds must be given: --var ds=VALUE"),
-        ("name: '{{ ds }}'", "name: {{ ds }} is not a variable; vars has: none"),
     ],
 )
 def test_a_mistake_names_file_line_key_value_and_remedy(
@@ -178,7 +163,6 @@ def test_a_mistake_in_keys_that_may_be_a_word_names_them(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("temprature: 1", "unknown key sampling.temprature; did you mean temperature?"),
         ("top_p: 2.0", "sampling.top_p is 2.0; it must be over 0 and at most 1"),
         ("top_p: '1'", 'sampling.top_p is "1"; it must be a number'),
         ("n: true", "sampling.n is true; it must be a whole number"),
@@ -189,7 +173,6 @@ def test_a_mistake_in_keys_that_may_be_a_word_names_them(
         ("logit_bias: {5: 100, +5: -100}", 'sampling.logit_bias has the key "+5"'),
         ("logit_bias: {5: x}", 'sampling.logit_bias.5 is "x"; it must be a number'),
         ("min_tokens: 9", "sampling.min_tokens is 9; min_tokens must be less than or equal"),
-        ("max_new_tokens: 3", "sampling.max_new_tokens means max_tokens, which is given too"),
     ],
 )
 def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
@@ -202,29 +185,18 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("was", "becomes", "message"),
     [
-        ("model: some/model\n", "", "job.yaml: model is required, like model: Qwen/"),
         (
             "sampling: {max_tokens: 8}\n",
             "",
             "sampling is required, like sampling: {max_tokens: 64}",
         ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
-        ("{max_tokens: 8}", "{}", "job.yaml, line 3: sampling.max_tokens is required"),
-        ("{max_tokens: 8}", "{max_token: 8}", "unknown key sampling.max_token; did you mean"),
         ("prompts.parquet", "3", "input.path is 3; it must be a text or a list"),
         ("prompts.parquet", "[a, 3]", "input.path[1] is 3; it must be a text"),
         ("prompts.parquet", "[]", "input.path is an empty list"),
-        ("8}", "8, logprobs: 2}", "add to the output section: include: [logprobs]"),
         ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
-        ("8}", "8, seed: null}", "line 3: sampling.seed is null; a job has a seed"),
         ("8}", "8, stop_token_ids: [-1]}", "sampling.stop_token_ids is [-1]; it must be 0 or"),
         ("8}", "8, stop: ['']}", 'sampling.stop is [""]; it must be texts'),
-        (
-            "8}",
-            "8, beam_width: 2, n: 3}",
-            "sampling.n is 3; it must be at most beam_width, which is 2",
-        ),
-        ("8}", "8, length_penalty: 2}", "sampling.length_penalty is 2.0; it must be left out, or"),
         (
             "8}",
             "8, beam_width: 4}\nengine: {max_num_batched_tokens: 3}",
@@ -233,8 +205,6 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
         ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
         ("prompts.parquet", "x, keep_columns: a", "input.keep_columns is \"a\"; it must be '*' or"),
-        ("prompts.parquet", "out", "output.path is in the input's folder"),
-        ("prompts.parquet", ".", "output.path is in the input's folder"),
         ("{path: out}", "{path: o, rows_per_part: 0}", "output.rows_per_part is 0; it must be 1"),
         ("{path: out}", "{path: o, include: [prompts]}", 'output.include[0] is "prompts"'),
         ("{path: out}", "{path: o, include: [prompt, prompt]}", "output.include names something"),
@@ -262,13 +232,6 @@ def test_all_mistakes_are_told_at_once_but_not_endlessly(tmp_path: Path) -> None
 def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
     found = complaint(tmp_path, MINIMAL + '"\\e[31m\\u202e": 1\nname: ["\\a"]')
     assert found.isprintable() or found.replace("\n", "").isprintable()
-
-
-@pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "3"])
-def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
-    assert complaint(tmp_path, text) == (
-        "job.yaml: a job file is keys and values; `batchinfer schema` lists them"
-    )
 
 
 def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
@@ -350,22 +313,7 @@ def test_set_changes_adds_and_reads_yaml(tmp_path: Path) -> None:
     assert spec.errors.max_error_rate == 0.1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ x }}",
-        "{% if x %}y{% endif %}",
-        "a: b",
-        "# x",
-        "x # y",
-        "- a",
-        "*",
-        "&a",
-        "!x",
-        "a: [",
-        "%",
-    ],
-)
+@pytest.mark.parametrize("text", ["{{ x }}", "{% if x %}y{% endif %}", "a: b", "# x", "*", "a: ["])
 def test_a_set_without_quotes_or_brackets_is_taken_whole(tmp_path: Path, text: str) -> None:
     assert load(tmp_path, overrides=[f"prompt.template={text}"]).prompt.template == text
 
@@ -386,16 +334,9 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
     [
         ("sampling.top_p=2.0", "--set sampling.top_p=2.0: sampling.top_p is 2.0; it must be"),
         ("sampling.n='2'", "--set sampling.n='2': sampling.n is \"2\"; it must be a whole number"),
-        ("sampling.tpo_p=1", "--set sampling.tpo_p=1: unknown key sampling.tpo_p; did you mean"),
-        ("sampling", "has no =; write --set sampling=VALUE"),
-        ("=3", "has no key before the =; write --set section.key=VALUE"),
         ("a..b=3", "has no key before the =; write --set section.key=VALUE"),
-        ("sampling.stop=[", "--set sampling.stop=[, line 1: not valid YAML"),
         ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
-        ("sampling.stop=", "--set sampling.stop=: the value is empty; write '', [] or null"),
-        ("samplng.n=1", "--set samplng.n=1: unknown key samplng; did you mean sampling?"),
         ("sampling.seed=" + "9" * 30, "is too large a number"),
-        ("version.a=1", "--set version.a=1: version has no keys to set"),
         ("name=\udcff", "not valid"),
     ],
 )
@@ -446,11 +387,6 @@ output: {path: "out/{{ ds }}"}
     assert spec.output.path == str(tmp_path / "out/x")
     assert spec.prompt.template == "{{ ds }}"
     assert spec.sampling.stop == ("{{ ds }}",)
-
-
-def test_an_unknown_variable_is_refused(tmp_path: Path) -> None:
-    found = complaint(tmp_path, MINIMAL + "vars: {ds: x}", variables={"dt": "1"})
-    assert found == "--var dt: the job has no such var; vars: ds"
 
 
 # Presets
@@ -605,8 +541,3 @@ def test_a_misspelt_value_has_a_near_one(tmp_path: Path, line: str, near: str) -
     section = line.partition(":")[0]
     kept = re.sub(rf"(?m)^{section}:.*\n", "", MINIMAL)
     assert near in complaint(tmp_path, kept + line)
-
-
-def test_a_misspelt_var_has_a_near_one(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has no such var; did you mean day\?"):
-        load_job(write_job(tmp_path, MINIMAL + "vars: {day: x}"), variables={"dya": "1"})

@@ -11,23 +11,12 @@ from batchinfer.errors import UsageError
 from batchinfer.job.spec.presets import read_preset, shipped_presets
 
 
-def test_the_shipped_names() -> None:
-    expected = ("a100-80g", "cpu", "h100", "h200", "l40s", "rtx-4090")
-    assert shipped_presets() == expected
-
-
 @pytest.mark.parametrize("name", shipped_presets())
 def test_every_shipped_preset_is_a_valid_engine(name: str, tmp_path: Path) -> None:
     text, source = read_preset(name, tmp_path)
     engine = EngineConfig(**text.data)
     assert engine.device == ("cpu" if name == "cpu" else "cuda")
     assert name in source
-
-
-def test_a_file_beside_the_job(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("max_num_seqs: 7\n")
-    text, _ = read_preset("mine.yaml", tmp_path)
-    assert text.data == {"max_num_seqs": 7}
 
 
 @pytest.mark.parametrize("name", ["h300", "no/such.yaml", "nul\0", "", "x" * 5000])
