@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 TaskName = Literal["generate", "score", "embed", "classify"]
 
+_WRITTEN_WITH: Mapping[str, str] = {
+    "reasoning": "reasoning",
+    "num_reasoning_tokens": "reasoning",
+    "tool_calls": "tool_calls",
+    "prompt_logprobs": "prompt_logprobs",
+}
+"""Columns that are only written where ``JobSpec.written`` has the value beside them."""
 _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 
@@ -24,8 +31,8 @@ class TaskSpec:
     """A task as the job file sees it."""
 
     name: TaskName
-    results: Callable[[Collection[str]], tuple[str, ...]]
-    """Its own output columns, in order, given ``JobSpec.written``."""
+    results: tuple[str, ...]
+    """Its own output columns, in order, those of ``_WRITTEN_WITH`` included."""
     check: Callable[[JobSpec], None]
     """Raises ValueError where other keys do not go with it."""
     sampling: SamplingParams | None = None
@@ -47,16 +54,8 @@ class TaskSpec:
             include: ``JobSpec.written``.
         """
         prompt = ("prompt",) if "prompt" in include else ()
-        return ("row_id", *prompt, *self.results(include), "status", "error")
-
-
-def _generate_results(include: Collection[str]) -> tuple[str, ...]:
-    logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
-    thought = ("reasoning",) if "reasoning" in include else ()
-    calls = ("tool_calls",) if "tool_calls" in include else ()
-    thoughts = ("num_reasoning_tokens",) if "reasoning" in include else ()
-    counts = ("num_prompt_tokens", "num_output_tokens", *thoughts, "truncated")
-    return ("generated_text", *thought, *calls, "outputs", *logprobs, *counts)
+        results = (name for name in self.results if _WRITTEN_WITH.get(name) in (None, *include))
+        return ("row_id", *prompt, *results, "status", "error")
 
 
 def _check_generate(job: JobSpec) -> None:
@@ -77,10 +76,6 @@ def _check_generate(job: JobSpec) -> None:
         raise ValueError("sampling.beam_width is more than engine.max_num_batched_tokens; lower it")
 
 
-def _score_results(include: Collection[str]) -> tuple[str, ...]:
-    return ("score", "perplexity", "num_prompt_tokens", "truncated")
-
-
 def _check_score(job: JobSpec) -> None:
     if job.input.format == "openai-batch":
         raise ValueError("task: score: requests of OpenAI batch files are answered, not scored")
@@ -90,18 +85,6 @@ def _check_score(job: JobSpec) -> None:
             "output.include: prompt_logprobs goes with task: generate; with task: score "
             "logprobs are those of what is scored"
         )
-
-
-def _embed_results(include: Collection[str]) -> tuple[str, ...]:
-    return ("embedding", "num_prompt_tokens", "truncated")
-
-
-def _check_embed(job: JobSpec) -> None:
-    _check_pools(job)
-
-
-def _classify_results(include: Collection[str]) -> tuple[str, ...]:
-    return ("label", "score", "scores", "num_prompt_tokens", "truncated")
 
 
 def _check_classify(job: JobSpec) -> None:
@@ -145,19 +128,32 @@ def _check_draws_nothing(job: JobSpec) -> None:
         raise ValueError("output.reasoning goes with task: generate; leave it out")
 
 
-GENERATE = TaskSpec("generate", _generate_results, _check_generate)
-SCORE = TaskSpec("score", _score_results, _check_score, sampling=SCORING, section="score")
+GENERATE = TaskSpec(
+    "generate",
+    (
+        *("generated_text", "reasoning", "tool_calls", "outputs", "prompt_logprobs"),
+        *("num_prompt_tokens", "num_output_tokens", "num_reasoning_tokens", "truncated"),
+    ),
+    _check_generate,
+)
+SCORE = TaskSpec(
+    "score",
+    ("score", "perplexity", "num_prompt_tokens", "truncated"),
+    _check_score,
+    sampling=SCORING,
+    section="score",
+)
 EMBED = TaskSpec(
     "embed",
-    _embed_results,
-    _check_embed,
+    ("embedding", "num_prompt_tokens", "truncated"),
+    _check_pools,
     sampling=EMBEDDING,
     section="embed",
     runner="pooling",
 )
 CLASSIFY = TaskSpec(
     "classify",
-    _classify_results,
+    ("label", "score", "scores", "num_prompt_tokens", "truncated"),
     _check_classify,
     sampling=EMBEDDING,
     section="classify",

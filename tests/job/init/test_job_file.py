@@ -129,10 +129,18 @@ def test_no_prompt_is_said_with_the_columns(
     assert not (tmp_path / "job.yaml").exists()
 
 
-@pytest.mark.parametrize("asked", [{"prompt_column": "promt"}, {"id_column": "promt"}])
-def test_a_misspelt_column_gets_the_nearest(tmp_path: Path, asked: dict[str, str]) -> None:
-    with pytest.raises(DataError, match="did you mean prompt"):
-        starter(tmp_path, {"prompt": ["a"]}, **asked)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt_column": "promt"}, "did you mean prompt"),
+        ({"id_column": "promt"}, "did you mean prompt"),
+        ({"prompt_column": "id"}, "column id is int64; a prompt is"),
+        ({"id_column": "id"}, "row 1: .*row 0 has the same"),
+    ],
+)
+def test_a_named_column_is_checked(tmp_path: Path, asked: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, **asked)
 
 
 def test_files_that_differ_are_united(tmp_path: Path) -> None:
@@ -145,18 +153,6 @@ def test_files_that_differ_are_united(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["c"], "n": ["x"]}), folder / "2.parquet")
     with pytest.raises(DataError, match=r'differ in column "n"'):
         write_starter(Starter(str(folder), job=file, force=True))
-
-
-def test_a_csv_file_is_data(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("id,prompt\n1,a\n2,b\n")
-    write_starter(Starter(str(tmp_path / "x.csv"), job=tmp_path / "job.yaml"))
-    spec = load_job(tmp_path / "job.yaml")
-    assert (spec.prompt.column, spec.input.id_column) == ("prompt", "id")
-
-
-def test_an_id_that_is_named_must_differ(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 1: .*row 0 has the same"):
-        starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, id_column="id")
 
 
 def test_conversations_with_answers_are_noted(tmp_path: Path) -> None:
