@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -26,6 +26,7 @@ from batchinfer.console.format import near_path, printable
 from batchinfer.errors import UsageError
 
 Scalar = str | int | float | bool | None
+_T = TypeVar("_T")
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"(true|True|TRUE)|false|False|FALSE")
@@ -122,7 +123,7 @@ class YamlText:
 
     data: Any
     lines: Mapping[KeyPath, int]
-    """Line, from 1, of each key and list item; what an alias stands for has no lines of its own."""
+    """Line, from 1, of each key and list item; what an alias stands for is where its anchor is."""
 
 
 def read_yaml(path: Path, source: str) -> YamlText:
@@ -198,8 +199,8 @@ def _read(text: str, source: str) -> YamlText:
         return YamlText(None, {})
     reader = _NodeReader(source)
     if (version := yaml.doc_infos[-1].doc_version) is not None and version != (1, 2):
-        raise reader.error(root.start_mark.line, "only YAML 1.2 is read; drop the %YAML line")
-    return YamlText(reader.value(root, (), root.start_mark.line), reader.lines)
+        raise reader.error(root, "only YAML 1.2 is read; drop the %YAML line")
+    return YamlText(reader.value(root, ()), reader.lines)
 
 
 class _NodeReader:
@@ -208,79 +209,59 @@ class _NodeReader:
     def __init__(self, source: str) -> None:
         self.lines: dict[KeyPath, int] = {}
         self._source = source
-        self._seen: set[int] = set()
         self._size = 0
 
-    def value(self, node: Node, path: KeyPath, line: int) -> Any:
-        """The data of ``node`` at ``path``.
-
-        Args:
-            line: where ``path`` was written, from 0; what an alias stands for is elsewhere.
-        """
-        is_copy = id(node) in self._seen
-        self._seen.add(id(node))
+    def value(self, node: Node, path: KeyPath) -> Any:
+        """The data of ``node`` at ``path``, aliases written out."""
         if node.ctag is not _NO_TAG:
             problem = f"tags such as {printable(str(node.ctag), 40)} are not read; leave it out"
-            raise self.error(line, problem)
-        self._grow(node, line)
+            raise self.error(node, problem)
         if isinstance(node, ScalarNode):
-            return self._scalar(node, path, line)
+            return self._scalar(node, plain_scalar if node.style is None else valid_text, path)
+        self._grow(node, 1)
         if len(path) >= MAX_DEPTH:
-            raise self.error(line, f"nested more than {MAX_DEPTH} deep")
+            raise self.error(node, f"nested more than {MAX_DEPTH} deep")
         if isinstance(node, MappingNode):
-            return self._mapping(node, path, line, is_copy)
+            return self._mapping(node, path)
         assert isinstance(node, SequenceNode)
         items = []
         for index, item in enumerate(node.value):
             place = (*path, index)
-            at = line if is_copy or id(item) in self._seen else item.start_mark.line
-            self._note(place, at, is_copy)
-            items.append(self.value(item, place, at))
+            self.lines[place] = _line(item)
+            items.append(self.value(item, place))
         return items
 
-    def _mapping(
-        self, node: MappingNode, path: KeyPath, line: int, is_copy: bool
-    ) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        first: dict[str, int] = {}
         for key_node, value_node in node.value:
-            at = line if is_copy else key_node.start_mark.line
-            key = self._key(key_node, at)
-            if key in entries:
-                problem = (
-                    f"{printable(key, 60)} is already given on line {first[key] + 1}; keep one"
-                )
-                raise self.error(at, problem)
-            first[key] = at
+            if not isinstance(key_node, ScalarNode) or key_node.ctag is not _NO_TAG:
+                raise self.error(key_node, _PLAIN_KEY)
+            key = self._scalar(key_node, valid_text)
             place = (*path, key)
-            self._note(place, at, is_copy)
-            entries[key] = self.value(value_node, place, at)
+            if key in entries:
+                first = self.lines[place]
+                known = f"is already given on line {first}; keep one"
+                raise self.error(key_node, f"{printable(key, 60)} {known}")
+            self.lines[place] = _line(key_node)
+            entries[key] = self.value(value_node, place)
         return entries
 
-    def _note(self, place: KeyPath, line: int, is_copy: bool) -> None:
-        if not is_copy:
-            self.lines[place] = line + 1
-
-    def _key(self, node: Node, line: int) -> str:
-        if not isinstance(node, ScalarNode) or node.ctag is not _NO_TAG:
-            raise self.error(line, _PLAIN_KEY)
-        self._grow(node, line)
+    def _scalar(self, node: ScalarNode, read: Callable[[str], _T], path: KeyPath = ()) -> _T:
+        self._grow(node, 1 + len(node.value))
         try:
-            return valid_text(node.value)
-        except ValueError as error:
-            raise self.error(line, str(error)) from None
-
-    def _scalar(self, node: ScalarNode, path: KeyPath, line: int) -> Scalar:
-        try:
-            return plain_scalar(node.value) if node.style is None else valid_text(node.value)
+            return read(node.value)
         except ValueError as error:
             name = f"{dotted(path)}: " if path else ""
-            raise self.error(line, f"{name}{error}") from None
+            raise self.error(node, f"{name}{error}") from None
 
-    def _grow(self, node: Node, line: int) -> None:
-        self._size += 1 + (len(node.value) if isinstance(node, ScalarNode) else 0)
+    def _grow(self, node: Node, size: int) -> None:
+        self._size += size
         if self._size > MAX_CHARACTERS:
-            raise self.error(line, "aliases stand for too much text")
+            raise self.error(node, "aliases stand for too much text")
 
-    def error(self, line: int, problem: str) -> UsageError:
-        return UsageError(f"{self._source}, line {line + 1}: {problem}")
+    def error(self, node: Node, problem: str) -> UsageError:
+        return UsageError(f"{self._source}, line {_line(node)}: {problem}")
+
+
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
