@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from batchinfer.config.classify import ClassifyConfig
-from batchinfer.config.embed import EMBEDDING, EmbedConfig
 from batchinfer.config.encoder import (
     attends_both_ways,
     is_encoder,
@@ -17,7 +15,7 @@ from batchinfer.config.encoder import (
 )
 from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
 from batchinfer.config.model import ModelConfig, Runner
-from batchinfer.config.prompt import SCORING, AcceptConfig, PromptConfig, ScoreConfig
+from batchinfer.config.prompt import AcceptConfig, PromptConfig
 from batchinfer.config.sampling import (
     HUGE,
     MAX_BEAMS,
@@ -26,6 +24,7 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
+from batchinfer.config.tasks import EMBEDDING, SCORING, ClassifyConfig, EmbedConfig, ScoreConfig
 from batchinfer.config.types import Record, parse_size
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Settings of prompts, of scoring and of which samples are kept, checked when made."""
+"""Settings of prompts and of which samples are kept, checked when made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from batchinfer.config.regex import has_match
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
 from batchinfer.config.structured import schema_text
 from batchinfer.config.types import Record, coerce_fields
-
-SCORING = SamplingParams(
-    max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
-)
-"""Sampling of a score job's requests: nothing is drawn, every token asked for is judged."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +67,6 @@ class PromptConfig(Record):
         """Whether rows have tools that they may call."""
         is_given = self.tools is not None or self.tools_column is not None
         return is_given and self.tool_choice != "none"
-
-
-@dataclass(frozen=True)
-class ScoreConfig(Record):
-    """What ``task: score`` scores."""
-
-    completions_column: str | None = None
-    """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
-    null: the prompt's own text is scored."""
-
-    def __post_init__(self) -> None:
-        coerce_fields(self)
-        if self.completions_column == "":
-            raise ValueError("completions_column is empty; name a column, or leave it out")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,62 @@
-"""Settings of classification, checked when made."""
+"""Settings of tasks that draw no samples: scoring, embedding, classification."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from batchinfer.config.sampling import SamplingParams
 from batchinfer.config.types import Record, coerce_fields
+
+SCORING = SamplingParams(
+    max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
+)
+"""Sampling of a score job's requests: nothing is drawn, every token asked for is judged."""
+EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+"""Sampling of an embed job's requests: the one token that is drawn means nothing."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig(Record):
+    """What ``task: score`` scores."""
+
+    completions_column: str | None = None
+    """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
+    null: the prompt's own text is scored."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.completions_column == "":
+            raise ValueError("completions_column is empty; name a column, or leave it out")
+
+
+Pooling = Literal["auto", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"]
+
+
+@dataclass(frozen=True)
+class EmbedConfig(Record):
+    """What ``task: embed`` makes of a prompt's hidden states."""
+
+    pooling: Pooling = "auto"
+    """How hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json says,
+    else mean for a model that attends both ways and lasttoken for one that does not; with any other
+    its texts are computed whole and share no prefixes. cls: that of the first token; the others as
+    sentence-transformers has them."""
+    prompt_name: str | None = None
+    """Name of the prompt that is put before each text, by the model's
+    config_sentence_transformers.json. null: the one that it names as its default, if it does and
+    prompt.template is not given; "": none."""
+    normalize: bool = True
+    """Make every embedding of length 1."""
+    dimensions: int | None = None
+    """Keep so many of the first numbers, then normalise (Matryoshka); null: all."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Type of the numbers that are written."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.dimensions is not None:
+            self._require("dimensions", self.dimensions >= 1, "1 or more")
 
 
 @dataclass(frozen=True)
