@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from batchinfer import cli
-from batchinfer.job.spec.spec import ScaleSpec
+from batchinfer.job.spec.sections import ScaleSpec
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.docs.pages import ROOT, Block, blocks
 

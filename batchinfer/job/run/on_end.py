@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from batchinfer.console.display import Display
 from batchinfer.errors import ExitCode, JobError
-from batchinfer.job.spec.on_end import OnEndSpec
+from batchinfer.job.spec.sections import OnEndSpec
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.live import WatchedRun
 

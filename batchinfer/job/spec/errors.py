@@ -15,7 +15,7 @@ from batchinfer.console.format import format_value, listed, near_name, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.json_schema import json_schema
-from batchinfer.job.spec.on_end import HIDDEN
+from batchinfer.job.spec.sections import HIDDEN
 from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.near_names import nearest
 

@@ -22,8 +22,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.spec.checks import check_conflicts
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.errors import usage_error
-from batchinfer.job.spec.files import tools_file
-from batchinfer.job.spec.presets import read_preset
+from batchinfer.job.spec.files import read_preset, tools_file
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import TASK_SPECS
 from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text

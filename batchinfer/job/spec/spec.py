@@ -27,23 +27,26 @@ from batchinfer.config import (
     field_names,
 )
 from batchinfer.console.format import did_you_mean, printable
-from batchinfer.job.spec.on_end import OnEndSpec
-from batchinfer.job.spec.sampling import JobSampling
-from batchinfer.job.spec.section import Section
+from batchinfer.job.spec.sections import (
+    ErrorsSpec,
+    JobSampling,
+    OnEndSpec,
+    ReasoningSpec,
+    ScaleSpec,
+    Section,
+    StatsSpec,
+    Text,
+)
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
 from batchinfer.text.tools.formats import FORMATS
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HOST_PORT = re.compile(r"[^\s/:]+:[0-9]+|\[[0-9a-fA-F:]+\]:[0-9]+")
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 _PROMPT_COLUMNS = (
     *("column", "template", "messages", "token_ids_column", "adapter", "adapter_column"),
     *("tools", "tools_column"),
 )
 _PLANNED_STORES = (*STORES, "hf")
-
-Text = Annotated[str, Field(min_length=1)]
 
 
 def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
@@ -175,15 +178,6 @@ class InputSpec(Section):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class ReasoningSpec(Section):
-    """The markers around a model's thinking."""
-
-    start: Text
-    """What begins it, like <think>; the chat template may have written it."""
-    end: Text
-    """What ends it, like </think>."""
-
-
 class OutputSpec(Section):
     """Where the answers go and what comes with them."""
 
@@ -249,61 +243,6 @@ class OutputSpec(Section):
         """``reasoning`` as plain data."""
         asked = self.reasoning
         return asked if isinstance(asked, str) else asked.model_dump()
-
-
-class ErrorsSpec(Section):
-    """How many bad rows are too many."""
-
-    max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of rows that may end in an error; more: the job ends with exit code 3."""
-    min_rows: int | None = Field(default=None, ge=0)
-    """So many rows at least must end without an error, and with ``accept`` so many samples be kept;
-    fewer: the job ends with exit code 3. null: where there is no row, a filter selects none, or
-    ``accept`` keeps no sample, that is warned of."""
-
-
-class StatsSpec(Section):
-    """What is recorded about the run."""
-
-    every_steps: int = Field(default=1, ge=1)
-    """Write every so manieth engine step to stats/steps.parquet."""
-
-
-class ScaleSpec(Section):
-    """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
-
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Engines, each with a device of its own; without GPUs they share the cores. auto: as many as
-    there are GPUs."""
-    min_workers: int = Field(default=1, ge=1)
-    """Begin when so many are up; the others join when there is room for them."""
-    cluster: Text = "local"
-    """local: a Ray cluster of this machine's own, for this job. auto: the one that RAY_ADDRESS
-    names. Else its host:port."""
-    start_timeout: Text = "10m"
-    """How long min_workers may take to come up, like 90s or 10m."""
-    resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources to set aside for each worker, like {"spot": 1}; num_cpus and num_gpus are
-    Ray's own."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.start_timeout_s  # noqa: B018 - raises
-        if self.cluster not in ("local", "auto") and not _HOST_PORT.fullmatch(self.cluster):
-            raise ValueError("cluster must be local, auto or host:port")
-        if self.workers != "auto" and self.min_workers > self.workers:
-            raise ValueError("min_workers is more than workers; lower it")
-        if self.cluster != "local" and "workers" not in self.model_fields_set:
-            raise ValueError("cluster is where workers run; say how many, or auto")
-        return self
-
-    @property
-    def start_timeout_s(self) -> float:
-        """``start_timeout`` in seconds."""
-        match = _DURATION.fullmatch(self.start_timeout)
-        if match is None:
-            raise ValueError(f"start_timeout: {self.start_timeout!r}; write it like 90s or 10m")
-        return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def _seeded(sampling: JobSampling) -> JobSampling:

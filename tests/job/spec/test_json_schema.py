@@ -15,7 +15,7 @@ from batchinfer.config import EngineConfig, PromptConfig
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.load import load_job
-from batchinfer.job.spec.sampling import JobSampling
+from batchinfer.job.spec.sections import JobSampling
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.job.job_files import EVERY_KEY, MINIMAL, SCORE, write_job
 

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.config import EngineConfig
 from batchinfer.errors import UsageError
-from batchinfer.job.spec.presets import read_preset, shipped_presets
+from batchinfer.job.spec.files import read_preset, shipped_presets
 
 
 @pytest.mark.parametrize("name", shipped_presets())

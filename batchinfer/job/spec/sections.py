@@ -1,0 +1,175 @@
+"""Sections of the job file without checks against other sections.
+
+A URL or an argument in ``on_end`` may be a secret as a whole (a chat's webhook is). No message and
+no record has more of it than its host or program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+
+from batchinfer.config import SamplingParams
+from batchinfer.console.format import printable
+
+_HOST_PORT = re.compile(r"[^\s/:]+:[0-9]+|\[[0-9a-fA-F:]+\]:[0-9]+")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
+
+HIDDEN = "\N{HORIZONTAL ELLIPSIS}"
+"""Stands for what is not told."""
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
+    )
+
+
+@dataclass(frozen=True)
+class JobSampling(SamplingParams):
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's.
+
+    Raises:
+        TypeError, ValueError: as ``SamplingParams``.
+    """
+
+    key: Literal["position", "id"] = "position"
+    """What a row's random numbers are keyed by beside the seed: its position in the input, or its
+    value of input.id_column, so that its samples stay the same when it moves."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters of a row that has none of its own."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(SamplingParams)}
+        return SamplingParams(**values)
+
+
+class ReasoningSpec(Section):
+    """The markers around a model's thinking."""
+
+    start: Text
+    """What begins it, like <think>; the chat template may have written it."""
+    end: Text
+    """What ends it, like </think>."""
+
+
+class ErrorsSpec(Section):
+    """How many bad rows are too many."""
+
+    max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of rows that may end in an error; more: the job ends with exit code 3."""
+    min_rows: int | None = Field(default=None, ge=0)
+    """So many rows at least must end without an error, and with ``accept`` so many samples be kept;
+    fewer: the job ends with exit code 3. null: where there is no row, a filter selects none, or
+    ``accept`` keeps no sample, that is warned of."""
+
+
+class StatsSpec(Section):
+    """What is recorded about the run."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Write every so manieth engine step to stats/steps.parquet."""
+
+
+class ScaleSpec(Section):
+    """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
+
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Engines, each with a device of its own; without GPUs they share the cores. auto: as many as
+    there are GPUs."""
+    min_workers: int = Field(default=1, ge=1)
+    """Begin when so many are up; the others join when there is room for them."""
+    cluster: Text = "local"
+    """local: a Ray cluster of this machine's own, for this job. auto: the one that RAY_ADDRESS
+    names. Else its host:port."""
+    start_timeout: Text = "10m"
+    """How long min_workers may take to come up, like 90s or 10m."""
+    resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
+    """Ray resources to set aside for each worker, like {"spot": 1}; num_cpus and num_gpus are
+    Ray's own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.start_timeout_s  # noqa: B018 - raises
+        if self.cluster not in ("local", "auto") and not _HOST_PORT.fullmatch(self.cluster):
+            raise ValueError("cluster must be local, auto or host:port")
+        if self.workers != "auto" and self.min_workers > self.workers:
+            raise ValueError("min_workers is more than workers; lower it")
+        if self.cluster != "local" and "workers" not in self.model_fields_set:
+            raise ValueError("cluster is where workers run; say how many, or auto")
+        return self
+
+    @property
+    def start_timeout_s(self) -> float:
+        """``start_timeout`` in seconds."""
+        match = _DURATION.fullmatch(self.start_timeout)
+        if match is None:
+            raise ValueError(f"start_timeout: {self.start_timeout!r}; write it like 90s or 10m")
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+class OnEndSpec(Section):
+    """Who is told, once, when a run ends: well, with too many errors, stopped or failed. What goes
+    wrong with that is a warning and changes no exit code. At most one of the two keys."""
+
+    webhook: Text | None = None
+    """An http:// or https:// URL that the outcome is posted to, as JSON."""
+    command: tuple[Text, ...] | None = None
+    """A program and its arguments, run without a shell, with the outcome on stdin, as JSON."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.webhook is not None and self.command is not None:
+            raise ValueError("webhook and command are both given; keep one")
+        if self.command is not None and (not self.command or "\0" in "".join(self.command)):
+            raise ValueError("command must be a program and its arguments, like [notify, done]")
+        if self.webhook is not None and not _is_web_address(self.webhook):
+            raise ValueError("webhook must be an http:// or https:// URL")
+        return self
+
+    @property
+    def named(self) -> str:
+        """What is called, without what may be secret."""
+        if self.webhook is not None:
+            return f"on_end.webhook {_host_of(self.webhook)}"
+        program = self.command[0] if self.command else ""
+        return f"on_end.command {printable(program, 80)}"
+
+    @field_serializer("webhook")
+    def _hide_webhook(self, webhook: str | None) -> str | None:
+        return None if webhook is None else _host_of(webhook)
+
+    @field_serializer("command")
+    def _hide_arguments(self, command: tuple[str, ...] | None) -> list[str] | None:
+        if command is None:
+            return None
+        return [command[0], HIDDEN] if len(command) > 1 else list(command)
+
+
+def _is_web_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+            and url.isprintable()
+            and " " not in url
+        )
+    except ValueError:  # no such port, or host
+        return False
+
+
+def _host_of(url: str) -> str:
+    parts = urlsplit(url)
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{printable(parts.hostname or '', 80)}{port}/{HIDDEN}"
