@@ -44,9 +44,10 @@ _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
     "sampling": "{max_tokens: 64}",
+    "sampling.max_tokens": "64, the most tokens of an answer",
     "output": "{path: out/answers}",
 }
-"""Sections that a job needs, as they may look."""
+"""Keys that a job needs, as they may look."""
 
 
 @cache

@@ -20,7 +20,8 @@ def json_schema() -> dict[str, Any]:
     records = schema["$defs"]
     sampling = records["JobSampling"]["properties"]
     # Pydantic reads the docstrings of a class's own fields alone.
-    sampling |= TypeAdapter(SamplingParams).json_schema()["properties"]
+    own = {name: value for name, value in sampling.items() if "description" in value}
+    sampling |= TypeAdapter(SamplingParams).json_schema()["properties"] | own
     _accept_aliases(records["JobSampling"])
     records["EngineConfig"]["properties"]["preset"] = {
         "type": ["string", "null"],
@@ -59,11 +60,10 @@ def _task_rule(task: TaskSpec) -> dict[str, Any]:
 
 def _accept_aliases(sampling: dict[str, Any]) -> None:
     keys = sampling["properties"]
-    keys["seed"] = {"type": "integer", "default": 0, "description": "Same seed, same tokens."}
     for name in ("stop", "bad_words"):
         keys[name]["anyOf"] = [{"type": "string"}, {"type": "array", "items": keys[name]["items"]}]
         del keys[name]["type"], keys[name]["items"]
-    del keys["max_tokens"]["default"]
+    del sampling["required"]
     ways = ["max_tokens"]
     for alias, name in SAMPLING_ALIASES.items():
         keys[alias] = {**keys[name], "title": alias, "description": f"Same as {name}."}

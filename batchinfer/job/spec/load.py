@@ -162,18 +162,14 @@ def _check(document: JobDocument) -> JobSpec:
     except ValueError as error:
         raise UsageError(f"{document.origin(biases)}: sampling.{error}") from None
     _fill_in_sampling(document)
+    seed: KeyPath = ("sampling", "seed")
+    if document.get(seed, 0) is None:
+        raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
     # JSON mode, because only there strict still takes lists for tuples.
     try:
-        spec = JobSpec.model_validate_json(json.dumps(document.data), strict=True)
+        return JobSpec.model_validate_json(json.dumps(document.data), strict=True)
     except ValidationError as error:
         raise usage_error(error, document) from None
-    max_tokens: KeyPath = ("sampling", "max_tokens")
-    if spec.task_spec.draws and not document.has(max_tokens):
-        raise document.error(max_tokens, " is required: the most tokens an answer may have")
-    seed: KeyPath = ("sampling", "seed")
-    if document.has(seed) and document.get(seed) is None:
-        raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
-    return spec
 
 
 def _fill_in_sampling(document: JobDocument) -> None:

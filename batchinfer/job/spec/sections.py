@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -42,6 +42,10 @@ class JobSampling(SamplingParams):
         TypeError, ValueError: as ``SamplingParams``.
     """
 
+    max_tokens: int = field()
+    """Most tokens a sample may have."""
+    seed: int = 0
+    """Same seed, same tokens."""
     key: Literal["position", "id"] = "position"
     """What a row's random numbers are keyed by beside the seed: its position in the input, or its
     value of input.id_column, so that its samples stay the same when it moves."""

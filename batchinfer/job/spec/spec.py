@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -245,11 +244,6 @@ class OutputSpec(Section):
         return asked if isinstance(asked, str) else asked.model_dump()
 
 
-def _seeded(sampling: JobSampling) -> JobSampling:
-    """A job can be repeated: its seed is 0 where none is given."""
-    return sampling if sampling.seed is not None else replace(sampling, seed=0)
-
-
 def _check_version(version: int) -> int:
     if version != 1:
         raise ValueError(f"version is {version}; this batchinfer knows version 1")
@@ -280,7 +274,7 @@ class JobSpec(Section):
     model: ModelSpec
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
-    sampling: Annotated[JobSampling, AfterValidator(_seeded)]
+    sampling: JobSampling
     """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
     out with the other tasks, which choose none."""
     accept: AcceptConfig | None = None
