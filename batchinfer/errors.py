@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -83,7 +84,7 @@ class RowError(Exception):
         self.code = code
         self.message = message
 
-    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[RowError], tuple[Any, ...]]:
         return RowError, (self.code, self.message)
 
 

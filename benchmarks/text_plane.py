@@ -45,6 +45,7 @@ class NoEngine:
     max_model_len: int = 1 << 20
     vocab_size: int = 1 << 20
     adapters: dict[str, int] = field(default_factory=dict)
+    warm_up: None = None
 
 
 def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
@@ -61,7 +62,8 @@ def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 def rows_per_second(spec: JobSpec, seconds: float) -> str:
     """What reading a job's rows again and again comes to in so many seconds."""
     job = open_job(spec, open_input(spec))
-    loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(make_tokenizer(spec.model)))
+    tokenizer = make_tokenizer(spec.model.config())
+    loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(tokenizer))
     assert loaded is not None
     with closing(loaded) if hasattr(loaded, "close") else nullcontext():
         reader, parts = loaded.reader, job.manifest.parts()

@@ -27,7 +27,7 @@ import torch
 
 from batchinfer.console import phases
 from batchinfer.process import UNUSED, gc_paused
-from tests import interpreter, spawners
+from tests import fork_servers, interpreter
 
 try:
     from hypothesis import settings
@@ -83,7 +83,7 @@ def nothing_waits_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def prompts_are_soon_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where tests are about the processes that make them: there this is a fixture of theirs."""
-    spawners.fork_spawners(monkeypatch)
+    fork_servers.fork_servers(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.options import BatchOptions
-from batchinfer.text.children.limits import Limits
-from batchinfer.text.children.pool import TextProcesses
+from batchinfer.text.processes.limits import Limits
+from batchinfer.text.processes.pool import TextProcesses
 from tests.job.datasets import write_parquet
 from tests.models import CHAT_TEMPLATE, make_text_model
 

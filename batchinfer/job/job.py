@@ -31,10 +31,10 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
-from batchinfer.text.children.child import Recipe
-from batchinfer.text.children.limits import BOUNDS_MEMORY
-from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.processes.limits import BOUNDS_MEMORY
+from batchinfer.text.processes.pool import TextProcesses
+from batchinfer.text.processes.worker import BuilderFactory
 from batchinfer.text.prompts import PromptBuilder, RawTexts
 from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import RowToolsReader
@@ -248,7 +248,7 @@ def _request_reader(
     from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader
 
     spec, task = job.spec, TASKS[job.spec.task]
-    make: Recipe = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
+    make: BuilderFactory = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
     if params is None:
         make = task.prompt_builder(spec)
     return OpenAIReader(
@@ -284,7 +284,7 @@ def _prompts(
     job: Job,
     context: EngineContext,
     processes: TextProcesses,
-    make: Recipe,
+    make: BuilderFactory,
     config: PromptConfig,
     columns: Sequence[str],
     conversation_columns: Sequence[str] = (),

@@ -30,7 +30,7 @@ from batchinfer.llm.prompts import (
     read_prompts,
 )
 from batchinfer.llm.run import CallRunner, OnError, ProgressBar, PromptRequest
-from batchinfer.text.children.pool import ChildPrompts, TextProcesses
+from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 
 _ANY_LENGTH = 2**31
@@ -242,7 +242,7 @@ class GenerationCalls:
         return [next(made) if isinstance(item, str) else item for item in items]
 
     @cached_property
-    def _raw_texts(self) -> ChildPrompts:
+    def _raw_texts(self) -> WorkerPrompts:
         return self._processes.prompts(RawTexts)
 
     def _items(

@@ -33,7 +33,7 @@ from batchinfer.llm.pooling.runner import PoolingRunner
 from batchinfer.llm.run import CallRunner
 from batchinfer.llm.vllm.engine_view import engine_view
 from batchinfer.report.sanitize import without_secrets
-from batchinfer.text.children.pool import TextProcesses
+from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.tokenizer import no_tokenizer
 from batchinfer.text.tools.formats import find_tool_format

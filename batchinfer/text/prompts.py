@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,29 @@ class Prompt:
         """Tokens that are computed after it and given with it."""
         return 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        ids = self.token_ids.tobytes()  # an array's own pickle takes seven times as long
+        kind = self.truncated, self.has_control_text
+        return _unpickled, (ids, self.text, *kind, self.first_segment, self.unpooled)
+
+
+def _unpickled(
+    ids: bytes,
+    text: str | None,
+    truncated: bool,
+    has_control_text: bool,
+    first_segment: int | None,
+    unpooled: int,
+) -> Prompt:
+    return Prompt(
+        np.frombuffer(ids, dtype=np.int32),
+        text,
+        truncated,
+        has_control_text,
+        first_segment=first_segment,
+        unpooled=unpooled,
+    )
+
 
 Rendered = RenderedText | Prompt | RowError
 """A row's text; of a row that brings token ids, its prompt; or its error."""
@@ -54,6 +77,9 @@ class PromptTooLongError(RowError):
     def __init__(self, num_tokens: int, most: int, what: str = "the prompt has") -> None:
         super().__init__("prompt_too_long", f"{what} {num_tokens} tokens, over {most}")
         self.num_tokens, self.most, self.what = num_tokens, most, what
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[Any, ...]]:
+        return PromptTooLongError, (self.num_tokens, self.most, self.what)
 
 
 class PromptBuilder:

@@ -2,7 +2,7 @@
 
 Jinja2's own sandbox keeps a template from Python's internals, here also from chance and from
 changing a row. It bounds neither time nor memory: templates are rendered in processes that the
-system bounds (``batchinfer.text.children``).
+system bounds (``batchinfer.text.processes``).
 """
 
 from __future__ import annotations

@@ -42,6 +42,10 @@ class ScoredPrompt(Prompt):
         """Tokens computed after the prompt: of each completion all but the last."""
         return sum(len(completion) - 1 for completion in self.completions)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = self.token_ids, self.text, self.truncated, self.has_control_text, self.completions
+        return ScoredPrompt, facts
+
 
 class ScoringBuilder:
     """Builder of prompts with completions from rows. Thread-safe.

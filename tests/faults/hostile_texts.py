@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.text.children.limits import Limits
+from batchinfer.text.processes.limits import Limits
 from batchinfer.text.tokenizer import Tokenizer
 from tests.faults.child_peaks import ChildPeaks
 from tests.faults.children import Pace, start

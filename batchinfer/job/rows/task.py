@@ -16,8 +16,8 @@ from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import TaskSpec
 from batchinfer.requests import PromptRow
-from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -30,7 +30,7 @@ class Task:
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
     """Types of the output columns that not every task has."""
-    prompt_builder: Callable[[JobSpec], Recipe]
+    prompt_builder: Callable[[JobSpec], BuilderFactory]
     """What makes a job's prompts: called as ``PromptBuilder`` is."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """The task of a job on its model; the compiler has been asked for the grammars of all rows."""

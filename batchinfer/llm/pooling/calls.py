@@ -32,8 +32,8 @@ from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, re
 from batchinfer.llm.run import OnError, ProgressBar
 from batchinfer.pooling.classifier import Classifier
 from batchinfer.pooling.embedding import Embedder
-from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.pairs.joined import PairBuilder
+from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
 
 Float32 = npt.NDArray[np.float32]

@@ -23,7 +23,7 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests import PromptRow
-from batchinfer.text.children.pool import ChildPrompts
+from batchinfer.text.processes.pool import WorkerPrompts
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
@@ -160,7 +160,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     has_started, batches, hungry = Event(), [], []
-    start_prompts = ChildPrompts.start
+    start_prompts = WorkerPrompts.start
 
     def noting(
         *arguments: Any, is_starved: Callable[[], bool], **options: Any
@@ -168,7 +168,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
         hungry.append(is_starved)
         return plan_windows(*arguments, is_starved=is_starved, **options)
 
-    def start(self: ChildPrompts, rows: Any) -> Any:
+    def start(self: WorkerPrompts, rows: Any) -> Any:
         batches.append(len(rows))
         number, wait = len(batches), start_prompts(self, rows)
 
@@ -184,7 +184,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
         return made
 
     monkeypatch.setattr(pipeline, "plan_windows", noting)
-    monkeypatch.setattr(ChildPrompts, "start", start)
+    monkeypatch.setattr(WorkerPrompts, "start", start)
     texts(tmp_path, 2100)
     fake = FakeBuild(num_blocks=512)
     fake.before_step = lambda step: has_started.set()

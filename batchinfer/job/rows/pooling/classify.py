@@ -24,10 +24,10 @@ from batchinfer.pooling.classifier import (
     read_classifier,
     reads_whole_texts,
 )
-from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.pairs.joined import PairBuilder
 from batchinfer.text.pairs.questions import QuestionBuilder, with_both_columns, with_question
+from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -75,7 +75,7 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
     return with_question(job.prompt, config)
 
 
-def _prompt_builder(job: JobSpec) -> Recipe:
+def _prompt_builder(job: JobSpec) -> BuilderFactory:
     config = _config(job)
     leaves_room = not reads_whole_texts(job.model.name, job.model.revision)
     if config.query_column is None or config.document_column is None:

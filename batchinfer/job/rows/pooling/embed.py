@@ -17,8 +17,8 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import EMBED
 from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
-from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -92,7 +92,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     )
 
 
-def _prompt_builder(job: JobSpec) -> Recipe:
+def _prompt_builder(job: JobSpec) -> BuilderFactory:
     embedder, asked = _embedder(job), _config(job).prompt_name
     modules = embedder.modules
     if asked is None and job.prompt.template is None:

@@ -16,8 +16,8 @@ from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests import PromptRow, pooling_request
-from batchinfer.text.children.child import Builder
 from batchinfer.text.encode import RenderedText
+from batchinfer.text.processes.worker import Builder
 from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues
 from batchinfer.text.tokenizer import Tokenizer
 

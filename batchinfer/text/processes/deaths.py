@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from batchinfer.text.children.limits import Limits
+from batchinfer.text.processes.limits import Limits
 
 _MAX_TOLD_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"

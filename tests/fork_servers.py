@@ -1,8 +1,8 @@
-"""Spawners of prompts' children that are forked off a process that has imported what they need.
+"""Fork servers of text processes, forked off a process that has imported what they need.
 
 Each job and each `LLM` starts a Python, which imports for a sixth of a second; of a thousand of
-them in one test process only the first has to. What a spawner does then is what it does anywhere,
-and that one can be started is tested in `tests/text/children` and wherever a test runs the program.
+them in one test process only the first has to. Such a server does the same as any other. That one
+can be started is tested in `tests/text/processes`, and wherever a test runs the program.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from types import SimpleNamespace
 from typing import IO
 
 import pytest
 
-from batchinfer.text.children import messages, processes, spawner
-from batchinfer.text.children.limits import leave_signals_to_parent
+from batchinfer.text.processes import fork_server, server_process
+from batchinfer.text.processes.limits import leave_signals_to_parent
 
-_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from tests.spawners import serve; serve()"
+_SERVE = "import sys; sys.path[:] = sys.argv[1:]; from tests.fork_servers import serve; serve()"
 
 
-def fork_spawners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what is made of `TextProcesses` until the test ends fork its spawner."""
+def fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is made of `TextProcesses` until the test ends fork its server."""
     if hasattr(os, "pidfd_open"):
         known = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-        monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=_start, **known))
+        monkeypatch.setattr(server_process, "subprocess", SimpleNamespace(Popen=_start, **known))
 
 
 class _Forked:
-    """A spawner, with as much of `subprocess.Popen` as is asked of one."""
+    """A fork server, with as much of `subprocess.Popen` as is asked of one."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self._pid, self._status = pid, status
@@ -44,7 +47,7 @@ class _Forked:
     def wait(self, timeout: float) -> None:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a spawner", timeout)
+                raise subprocess.TimeoutExpired("a fork server", timeout)
             self.returncode = int(self._status.recv(16) or -signal.SIGKILL)
             self._status.close()
 
@@ -59,12 +62,12 @@ class _Forked:
 
 
 class _Server:
-    """The process that spawners are forked off; it ends with this one."""
+    """The process that fork servers are forked off; it ends with this one."""
 
     def __init__(self, paths: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
-        self._connection, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-c", _SERVE, *paths]
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
@@ -72,9 +75,10 @@ class _Server:
     def fork(self, environment: dict[str, str], stdin: int, stderr: int) -> _Forked:
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
-            messages.send(self._connection, environment)
-            socket.send_fds(self._connection, [b"\0"], [stdin, stderr, theirs.fileno()])
-            return _Forked(messages.receive(self._connection), ours)
+            self._connection.send(environment)
+            for descriptor in (stdin, stderr, theirs.fileno()):
+                send_handle(self._connection, descriptor, self._process.pid)
+            return _Forked(self._connection.recv(), ours)
 
 
 _server: _Server | None = None
@@ -83,7 +87,7 @@ _server: _Server | None = None
 def _start(
     command: list[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: dict[str, str]
 ) -> _Forked:
-    """As `subprocess.Popen` with what a spawner is started by; its stdout is nowhere anyway."""
+    """As `subprocess.Popen` with what a fork server is started by; its stdout is nowhere anyway."""
     global _server
     if _server is None or _server.owner != os.getpid():
         _server = _Server(command[3:], env)
@@ -91,9 +95,9 @@ def _start(
 
 
 def serve() -> None:
-    """Fork spawners for the process at the other end of stdin, a socket, until that is gone."""
+    """Fork servers for the process at the other end of stdin, a socket, until that is gone."""
     leave_signals_to_parent()
-    asked = socket.socket(fileno=os.dup(0))
+    asked = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     told: dict[int, tuple[int, int]] = {}  # of the descriptor of a process: its id, whom to tell
     while True:
@@ -106,19 +110,19 @@ def serve() -> None:
                 os.close(ready)
                 continue
             try:
-                environment = messages.receive(asked)
+                environment = asked.recv()
             except EOFError:
                 return
-            _, (stdin, stderr, status), _, _ = socket.recv_fds(asked, 1, 3)
+            stdin, stderr, status = (recv_handle(asked) for _ in range(3))
             if not (pid := os.fork()):
-                _be_spawner(environment, stdin, stderr)
+                _be_server(environment, stdin, stderr)
             os.close(stdin)
             os.close(stderr)
             told[os.pidfd_open(pid)] = pid, status
-            messages.send(asked, pid)
+            asked.send(pid)
 
 
-def _be_spawner(environment: dict[str, str], stdin: int, stderr: int) -> None:
+def _be_server(environment: dict[str, str], stdin: int, stderr: int) -> None:
     code = 1
     try:
         os.dup2(stdin, 0)
@@ -126,7 +130,7 @@ def _be_spawner(environment: dict[str, str], stdin: int, stderr: int) -> None:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(environment)
-        spawner.main()
+        fork_server.main()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -11,8 +11,8 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from batchinfer.config import PromptConfig
-from batchinfer.text.children.limits import Limits
-from batchinfer.text.children.pool import ChildPrompts, TextProcesses
+from batchinfer.text.processes.limits import Limits
+from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import PromptBuilder
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -60,7 +60,9 @@ def make_processes() -> Iterator[MakeProcesses]:
         processes.close()
 
 
-def prompts_of(processes: TextProcesses, template: str = "{{ text }}", **more: Any) -> ChildPrompts:
+def prompts_of(
+    processes: TextProcesses, template: str = "{{ text }}", **more: Any
+) -> WorkerPrompts:
     """Prompts of a template over column ``text``."""
     config = PromptConfig(template=template)
     facts: dict[str, Any] = {"max_model_len": 10**8, "columns": ["text"], **more}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,18 @@ import pytest
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DeviceError, ModelError, RowError, UsageError
-from batchinfer.text.children.limits import Limits
-from batchinfer.text.children.messages import Inbox, send
-from batchinfer.text.children.pool import TextProcesses
-from batchinfer.text.children.processes import ForkRefusedError, Spawner, StoppedError
+from batchinfer.text.processes.limits import Limits
+from batchinfer.text.processes.pool import TextProcesses
+from batchinfer.text.processes.server_process import (
+    ForkRefusedError,
+    ServerProcess,
+    StoppedError,
+)
 from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
-from tests.text.children.builders import Computing, Faulty, Killed, Waiting
-from tests.text.children.conftest import MakeProcesses, byte_level, prompts_of
+from tests.text.processes.builders import Computing, Faulty, Killed, Waiting
+from tests.text.processes.conftest import MakeProcesses, byte_level, prompts_of
 
 PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -220,7 +223,7 @@ def test_a_spawner_that_does_not_answer_is_an_error_and_the_next_call_has_anothe
     below[0].suspend()
 
     with monkeypatch.context() as patch:
-        patch.setattr("batchinfer.text.children.processes._ANSWER_S", 0.5)
+        patch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
         with pytest.raises(DeviceError, match=r"cannot run: it has not answered for 0\.5 s"):
             prompts.build([{"text": b"a"}] * 100)
 
@@ -278,7 +281,7 @@ def test_another_program_in_place_of_python_is_an_error_that_names_it(
     app.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(app))
     if "answered" in message:
-        monkeypatch.setattr("batchinfer.text.children.processes._ANSWER_S", 0.5)
+        monkeypatch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
 
     with pytest.raises(DeviceError, match=f"(?s){message}.*started as {app} -c"):
         make_processes(byte_level())
@@ -296,7 +299,9 @@ def test_a_spawner_that_cannot_be_started_is_an_error_that_says_so(
 def test_a_spawner_that_ends_while_it_starts_is_an_error_that_says_why(
     monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
 ) -> None:
-    monkeypatch.setattr("batchinfer.text.children.processes._BOOT", "import nothing_like_this")
+    monkeypatch.setattr(
+        "batchinfer.text.processes.server_process._BOOT", "import nothing_like_this"
+    )
 
     with pytest.raises(DeviceError, match="No module named 'nothing_like_this'"):
         prompts_of(make_processes(byte_level()))
@@ -306,7 +311,7 @@ def test_a_spawner_that_writes_much_starts_and_tells_what_it_ended_of(
     monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
 ) -> None:
     boot = "import sys; sys.stderr.write('told ' * 10**5 + chr(10)); raise ValueError('spawner')"
-    monkeypatch.setattr("batchinfer.text.children.processes._BOOT", boot)
+    monkeypatch.setattr("batchinfer.text.processes.server_process._BOOT", boot)
     until = threading.Timer(60, lambda: _spawner().kill())
     until.daemon = True
     until.start()
@@ -332,7 +337,7 @@ def test_a_row_that_is_too_large_is_never_sent(
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()))
     monkeypatch.setattr("batchinfer.text.row_values.MAX_TEXT_CHARS", 1000)
-    monkeypatch.setattr("batchinfer.text.children.lots.MAX_ROW_BYTES", 5000)
+    monkeypatch.setattr("batchinfer.text.processes.batches.MAX_ROW_BYTES", 5000)
     texts = [b"a", b"a" * 4004, b"b" * 3000, [b"a" * 3000, b"b" * 3000]]
 
     made = prompts.build([{"text": text} for text in texts])
@@ -356,8 +361,8 @@ def test_stopping_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcess
 
 def test_nothing_is_left_when_the_process_is_killed(make_processes: MakeProcesses) -> None:
     code = (
-        "from tests.text.children.test_pool import hang; "
-        "from batchinfer.text.children.pool import TextProcesses; hang(TextProcesses)"
+        "from tests.text.processes.test_pool import hang; "
+        "from batchinfer.text.processes.pool import TextProcesses; hang(TextProcesses)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -391,7 +396,7 @@ def test_after_an_interrupt_prompts_are_made_as_before(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("batchinfer.text.children.messages.receive", interrupted)
+        patch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prompts.build(rows)
     made: list[Prompt | RowError] = []
@@ -410,14 +415,15 @@ def test_after_an_interrupt_prompts_are_made_as_before(
 def test_calls_under_way_at_an_interrupt_fail(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = prompts_of(make_processes(byte_level(), most=1))
-    finish = prompts.start([{"text": b"a"}] * 100)
+    processes = make_processes(byte_level(), Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4))
+    finish = prompts_of(processes, ENDLESS).start([{"text": b"a"}])
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    prompts = prompts_of(processes)
     with monkeypatch.context() as patch:
-        patch.setattr("batchinfer.text.children.messages.Inbox.take_from", interrupted)
+        patch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prompts.build([{"text": b"b"}])
 
@@ -425,26 +431,20 @@ def test_calls_under_way_at_an_interrupt_fail(
         finish()
 
 
-def test_a_call_that_no_child_can_be_had_for_costs_no_other_a_row(
+def test_where_no_more_workers_can_be_forked_one_makes_all_prompts(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = prompts_of(make_processes(byte_level(), most=2))
+    prompts = prompts_of(make_processes(byte_level(), most=2))  # forks one
 
-    def raises(error: Exception) -> Callable[[Spawner], None]:
-        def fork(_: Spawner) -> None:
-            raise error
+    def refused(_: ServerProcess) -> None:
+        raise ForkRefusedError("full")
 
-        return fork
+    monkeypatch.setattr(ServerProcess, "fork", refused)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Spawner, "fork", raises(ForkRefusedError("full")))
-        finish = prompts.start([{"text": b"%d" % at} for at in range(100)])
-        patch.setattr(Spawner, "fork", raises(DeviceError("no child")))
-        with pytest.raises(DeviceError, match="no child"):
-            prompts.build([{"text": b"a"}])
-
-    texts = [getattr(result, "text", None) for result in finish()]
-    assert texts == [str(at) for at in range(100)]
+    made = prompts.build([{"text": b"%d" % at} for at in range(100)])
+    assert [getattr(result, "text", None) for result in made] == [str(at) for at in range(100)]
+    with pytest.raises(DeviceError, match="cannot run: full"):
+        prompts_of(make_processes(byte_level()))
 
 
 def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProcesses) -> None:
@@ -459,7 +459,7 @@ def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProc
 
 
 def test_closed_standard_streams_are_not_where_children_are_spoken_to() -> None:
-    code = "from tests.text.children.test_pool import print_astray; print_astray()"
+    code = "from tests.text.processes.test_pool import print_astray; print_astray()"
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
 
     assert subprocess.run(closed, timeout=100, check=False).returncode == 7
@@ -477,7 +477,7 @@ def print_astray() -> None:
 
 
 def test_a_forked_process_has_its_own_and_ends() -> None:
-    code = "from tests.text.children.test_pool import use_on_both_sides as use; use()"
+    code = "from tests.text.processes.test_pool import use_on_both_sides as use; use()"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
@@ -503,20 +503,10 @@ def use_on_both_sides() -> None:
     print("parent" if pid else "forked", "is right", flush=True)
 
 
-def test_a_child_cannot_have_this_process_make_anything() -> None:
-    import socket
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        send(theirs, ("results", os.system))
-        with pytest.raises(pickle.UnpicklingError, match="system"):
-            Inbox().take_from(ours)
-
-
 def _spawner() -> psutil.Process:
     """The one just started: engines of other tests may have theirs."""
     spawners = (
-        child for child in psutil.Process().children() if "spawner" in " ".join(child.cmdline())
+        child for child in psutil.Process().children() if "fork_server" in " ".join(child.cmdline())
     )
     return max(spawners, key=psutil.Process.create_time)
 

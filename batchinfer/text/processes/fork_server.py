@@ -1,0 +1,116 @@
+"""The process that forks workers: it has the tokenizer loaded, one thread, and no torch.
+
+A fork takes milliseconds, whatever the tokenizer's size, and workers share its memory. The server
+runs no row itself, so it always notices when the process that started it has gone, and then kills
+its workers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+
+from batchinfer.cpus import openmp_binds
+from batchinfer.text.processes.limits import Limits, bound_memory, leave_signals_to_parent
+from batchinfer.text.processes.worker import serve
+from batchinfer.text.tokenizer import Tokenizer
+
+GREETING = b"batchinfer: makes prompts\n"
+"""The first bytes that the server sends. Another program in place of a Python sends others."""
+_LOOK_S = 1.0  # a process that the parent forked may keep the parent's end of the pipe open
+_STDERR_BYTES = 4096
+"""The end of a worker's stderr, which says what native code died of."""
+_CRASHED = 70
+
+
+def main() -> None:
+    """Serve the process at the other end of stdin, a socket, until that is gone."""
+    leave_signals_to_parent()
+    # Else all workers share the one core that OpenMP has bound the parent's thread to.
+    if hasattr(os, "sched_setaffinity") and openmp_binds():
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    control = Connection(os.dup(0))
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 0)
+    try:
+        control.send_bytes(GREETING)
+        tokenizer, limits = control.recv()
+        gc.collect()
+        gc.freeze()  # a collection in a worker would copy all pages
+        _ForkServer(control, tokenizer, limits).run()
+    except (EOFError, OSError):
+        pass  # the parent has gone
+
+
+class _ForkServer:
+    def __init__(self, control: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._control = control
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._stderr: dict[int, int] = {}
+        """Of each worker's process id: the end of a pipe to read."""
+
+    def run(self) -> None:
+        """Answer requests: None for a new worker, a process id for how that worker ended."""
+        parent = os.getppid()
+        try:
+            while os.getppid() == parent:
+                if self._control.poll(_LOOK_S):
+                    request = self._control.recv()
+                    if request is None:
+                        self._fork()
+                    else:
+                        self._control.send(self._end(request))
+        finally:
+            for pid in self._stderr:
+                os.kill(pid, signal.SIGKILL)
+
+    def _fork(self) -> None:
+        """Fork a worker; send its process id and its connection, or why it cannot be forked."""
+        stderr, worker_stderr = os.pipe()
+        theirs, ours = Pipe()
+        with ours, theirs:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(stderr)
+                os.close(worker_stderr)
+                self._control.send(str(error))
+                return
+            if pid == 0:
+                for descriptor in (stderr, *self._stderr.values()):
+                    os.close(descriptor)
+                self._control.close()
+                theirs.close()
+                self._be_worker(ours, worker_stderr)
+            os.close(worker_stderr)
+            self._stderr[pid] = stderr
+            self._control.send(pid)
+            send_handle(self._control, theirs.fileno(), os.getppid())
+
+    def _end(self, pid: int) -> tuple[int, str, float]:
+        """Kill a worker if it still runs: the fields of its ``deaths.End``."""
+        stderr = self._stderr.pop(pid)
+        os.kill(pid, signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
+        written = b""
+        while data := os.read(stderr, 1 << 16):
+            written = (written + data)[-_STDERR_BYTES:]
+        os.close(stderr)
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        return os.waitstatus_to_exitcode(status), written.decode(errors="replace"), cpu_seconds
+
+    def _be_worker(self, connection: Connection, stderr: int) -> None:
+        code = _CRASHED
+        try:
+            os.dup2(stderr, 2)
+            os.set_blocking(2, False)  # what does not fit into the pipe is lost
+            bound_memory(self._limits.memory_bytes)
+            serve(connection, self._tokenizer, self._limits)
+            code = 0
+        finally:
+            os._exit(code)

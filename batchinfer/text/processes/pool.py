@@ -1,0 +1,168 @@
+"""Prompts made in worker processes: rows out, prompts back, and an error for a row that kills."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+
+from batchinfer.cpus import available_cpus
+from batchinfer.text.processes.batches import Batch, make_batches
+from batchinfer.text.processes.limits import Limits
+from batchinfer.text.processes.server_process import ServerProcess, StoppedError, not_started
+from batchinfer.text.processes.worker import BuilderFactory, Result
+from batchinfer.text.processes.workers import Workers
+from batchinfer.text.tokenizer import Tokenizer
+
+MAX_WORKERS = 16
+"""More than one process can feed."""
+_BATCHES_PER_WORKER = 2  # of a call: then the last to finish does not keep the others waiting
+_LIMITS = Limits()
+
+_Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
+
+
+class TextProcesses:
+    """Worker processes that make prompts with one tokenizer. Thread-safe.
+
+    The fork server starts at once, workers when there is work for them. After an interrupt, after
+    the server's death, and in a process forked off this one, a new server starts when there is
+    work; calls under way fail.
+
+    Args:
+        most: workers at a time at first; default the cores that this process may use.
+        limits: of each worker.
+    """
+
+    def __init__(self, most: int | None = None, limits: Limits = _LIMITS) -> None:
+        self._limits = limits
+        self._tokenizer: Tokenizer | None = None
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._start(most or min(available_cpus(), MAX_WORKERS))
+
+    def load(self, tokenizer: Tokenizer) -> None:
+        """Give workers their tokenizer; once, before anything else is asked of them.
+
+        Raises:
+            DeviceError: they cannot be started.
+        """
+        self._tokenizer = tokenizer
+        self._server.load(tokenizer)
+
+    def prompts(self, factory: BuilderFactory) -> WorkerPrompts:
+        """Prompts as the builder makes them that ``factory`` makes of a tokenizer.
+
+        Raises:
+            JobError: as the factory raises.
+            ModelError: making the builder is too much for a worker: its chat template is.
+            DeviceError: workers cannot be started.
+        """
+        pickled = pickle.dumps(factory, pickle.HIGHEST_PROTOCOL)
+        self._restart_if_dead()
+        columns = self._threads.submit(self._workers.columns, pickled).result()
+        return WorkerPrompts(self, pickled, columns)
+
+    def start(
+        self, factory: bytes, rows: Sequence[Mapping[str, object]]
+    ) -> Callable[[], list[Result]]:
+        """Begin to make prompts.
+
+        Returns:
+            Waits for a prompt or an error for each row, in order.
+
+        Raises:
+            DeviceError: no worker can be had. What is returned may raise it too, and a
+                ``StoppedError``: ``stop`` was called.
+        """
+        self._restart_if_dead()
+        results: list[Result | None] = [None] * len(rows)
+        batches = make_batches(rows, results, _BATCHES_PER_WORKER * self._workers.most)
+        pending = [
+            (batch, self._threads.submit(self._workers.results, factory, batch.rows))
+            for batch in batches
+        ]
+        return partial(self._gather, results, pending, os.getpid())
+
+    def stop(self) -> None:
+        """Have whoever waits for prompts, in another thread, wait no longer."""
+        self._is_stopped = True
+        self._server.close()
+
+    def close(self) -> None:
+        """End the workers, whatever they are at."""
+        self.stop()
+        self._release()
+
+    def _start(self, most: int) -> None:
+        self._owner = os.getpid()
+        self._server = ServerProcess(self._limits)
+        self._workers = Workers(self._server, self._limits, most)
+        self._threads = ThreadPoolExecutor(most, "prompts")
+        self._release = weakref.finalize(self, _release, self._server, self._threads)
+        if self._tokenizer is not None:
+            self._server.load(self._tokenizer)
+
+    def _restart_if_dead(self) -> None:
+        if self._owner != os.getpid():
+            self._lock = threading.Lock()  # another thread may have held it at the fork
+        with self._lock:
+            if self._is_stopped:
+                raise StoppedError
+            if self._server.has_failed or self._owner != os.getpid():
+                self._release()
+                self._start(self._workers.most)
+
+    def _gather(self, results: list[Result | None], pending: _Pending, owner: int) -> list[Result]:
+        if owner != os.getpid():
+            raise not_started("this process was forked off the one that began to use it")
+        try:
+            for batch, future in pending:
+                for index, result in zip(batch.indices, future.result(), strict=True):
+                    results[index] = result
+        except CancelledError:
+            raise StoppedError from None
+        except Exception:
+            for _, future in pending:
+                future.cancel()
+            raise
+        except BaseException:  # a row may run for minutes yet, and the user wants to leave
+            self._server.close("it was interrupted")
+            raise
+        return [result for result in results if result is not None]
+
+
+def _release(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
+    server.close()
+    threads.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerPrompts:
+    """Makes prompts of rows in workers (see ``batchinfer.text.prompts.PromptBuilder``)."""
+
+    def __init__(self, processes: TextProcesses, factory: bytes, columns: tuple[str, ...]) -> None:
+        self.columns = columns
+        """The input columns that ``build`` needs."""
+        self._processes = processes
+        self._factory = factory
+
+    def build(self, rows: Sequence[Mapping[str, object]]) -> list[Result]:
+        """A prompt or an error for each row, in order.
+
+        Error codes: those of the builder; ``template_error`` or ``tokenizer_error`` for a row that
+        its worker died of; ``row_too_large``.
+
+        Raises:
+            StoppedError: ``TextProcesses.stop`` was called.
+            DeviceError: no worker can be had.
+        """
+        return self.start(rows)()
+
+    def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Result]]:
+        """Begin to ``build``; what is returned waits for it, and raises as it."""
+        needed = [{name: row[name] for name in self.columns if name in row} for row in rows]
+        return self._processes.start(self._factory, needed)

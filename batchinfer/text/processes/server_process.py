@@ -1,0 +1,257 @@
+"""The fork server as its parent sees it: starts it, and asks it for workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import IO, Any
+
+from batchinfer.errors import DeviceError
+from batchinfer.text.processes.deaths import End
+from batchinfer.text.processes.fork_server import GREETING
+from batchinfer.text.processes.limits import Limits
+from batchinfer.text.tokenizer import Tokenizer
+
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from batchinfer.text.processes.fork_server import main; main()"
+)
+_ENVIRONMENT = {  # one thread: it forks, and a process for each core is the parallelism
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",
+}
+_END_S = 2.0
+_LOOK_S = 0.1
+_ANSWER_S = 120.0
+"""Time in which a live server answers, on any machine."""
+_STDERR_BYTES = 4096
+"""The end of the server's stderr, which says what it died of."""
+
+
+class ForkRefusedError(Exception):
+    """The system lets no further process be forked: why."""
+
+
+class StoppedError(Exception):
+    """Raised to whoever waits for prompts after ``TextProcesses.stop``."""
+
+
+class ServerProcess:
+    """A fork server. It starts at once, and ends with this process. Thread-safe."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        """Held from a request to its answer."""
+        self._pids: set[int] = set()
+        """Workers that may live."""
+        self._owner = os.getpid()
+        self._closed_for: Exception | None = None
+        self.has_failed = False
+        """Whether it is of no use any more."""
+        _require_interpreter()
+        _occupy_standard_streams()
+        self._stderr = _unnamed_file()  # a full pipe would stop the server
+        self._control, theirs = Pipe()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, *_paths()],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    env={**os.environ, **_ENVIRONMENT},
+                )
+            except OSError as error:
+                self._control.close()
+                self._stderr.close()
+                raise not_started(str(error)) from error
+
+    def load(self, tokenizer: Tokenizer) -> None:
+        """Give it the tokenizer that its workers use.
+
+        Raises:
+            DeviceError: it is dead, or does not answer.
+            StoppedError: ``close`` was called.
+        """
+        with self._lock:
+            try:
+                self._wait()
+                if self._read_greeting() != GREETING:
+                    raise OSError(f"{sys.executable} is no Python interpreter")
+                self._control.send((tokenizer, self._limits))
+            except (OSError, EOFError) as error:
+                raise self._failed(error) from error
+
+    def fork(self) -> tuple[int, Connection]:
+        """A new worker's process id and connection.
+
+        Raises:
+            ForkRefusedError: the system lets it fork no more.
+            DeviceError, StoppedError: as ``load``.
+        """
+        with self._lock:
+            pid = self._ask(None)
+            if isinstance(pid, str):
+                raise ForkRefusedError(pid)
+            self._pids.add(pid)
+            try:
+                return pid, Connection(recv_handle(self._control))
+            except (OSError, EOFError, RuntimeError) as error:
+                raise self._failed(error) from error
+
+    def end(self, pid: int) -> End:
+        """Kill a worker if it is not dead already, and tell how it ended.
+
+        Raises:
+            DeviceError, StoppedError: as ``load``.
+        """
+        with self._lock:
+            end = End(*self._ask(pid))
+            self._pids.discard(pid)
+            return end
+
+    def close(self, reason: str | None = None) -> None:
+        """End it, and with it its workers, whatever they are at.
+
+        Args:
+            reason: why calls under way fail. None: they raise a ``StoppedError``.
+        """
+        if self._closed_for is not None:
+            return
+        self._closed_for = StoppedError() if reason is None else not_started(reason)
+        self.has_failed = True
+        if self._owner != os.getpid():  # a forked copy: the server is not ours
+            self._process.returncode = 0
+            self._close_files()
+            return
+        self._hang_up()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        with self._lock:  # whoever waited for an answer has been let go
+            self._close_files()
+
+    def _ask(self, request: int | None) -> Any:
+        try:
+            self._control.send(request)
+            self._wait()
+            return self._control.recv()
+        except (OSError, EOFError) as error:
+            raise self._failed(error) from error
+
+    def _wait(self) -> None:
+        """Wait for an answer.
+
+        Raises:
+            TimeoutError: the server lives, and does nothing.
+        """
+        for _ in range(round(_ANSWER_S / _LOOK_S)):  # no clock: it runs on while we are paused
+            if self._control.poll(_LOOK_S):
+                return
+        raise TimeoutError(f"it has not answered for {_ANSWER_S:g} s")
+
+    def _read_greeting(self) -> bytes:
+        try:
+            return self._control.recv_bytes(len(GREETING))
+        except OSError:  # another program's text, taken for a length
+            return b""
+
+    def _hang_up(self) -> None:
+        """Have the server, and whoever waits for it here, find the connection closed.
+
+        Closing it is not enough where a forked process has it open too.
+        """
+        with suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
+            control.shutdown(socket.SHUT_RDWR)
+
+    def _close_files(self) -> None:
+        self._control.close()
+        self._stderr.close()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:  # then nobody else has waited for its workers
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _failed(self, error: Exception) -> Exception:
+        """End a server that is dead, or does not do what it should; why that is."""
+        if self._closed_for is not None:
+            return self._closed_for
+        self.has_failed = True
+        self._hang_up()
+        has_ended = isinstance(error, EOFError | ConnectionError)
+        if has_ended:
+            with suppress(subprocess.TimeoutExpired):  # it writes why just now
+                self._process.wait(_END_S)
+        self._kill()
+        lines = self._last_written().strip().splitlines()
+        if has_ended:
+            code = self._process.returncode
+            return not_started(lines[-1] if lines else f"it ended (exit code {code})")
+        written = f"; it wrote: {lines[-1]}" if lines else ""
+        return not_started(f"{error}{written}")
+
+    def _last_written(self) -> str:
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - _STDERR_BYTES))
+        return self._stderr.read().decode(errors="replace")
+
+
+def not_started(reason: str) -> DeviceError:
+    """The error for what keeps prompts from being made at all."""
+    return DeviceError(
+        f"the process that renders and tokenizes prompts cannot run: {reason}",
+        hint=f"it is started as {sys.executable or '(sys.executable is empty)'} -c ...; that must "
+        "be a Python interpreter, and it needs memory and a free process (ulimit -u)",
+    )
+
+
+def _require_interpreter() -> None:
+    """Check that there is a Python to start: an application that is started instead would only
+    begin all over."""
+    if getattr(sys, "frozen", False):
+        raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
+    if not sys.executable:
+        raise not_started(
+            "Python is part of another program here, and does not know its interpreter; set "
+            "sys.executable to that of the same environment"
+        )
+
+
+def _occupy_standard_streams() -> None:
+    """Open those that are closed: else somebody's print goes to a worker."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _unnamed_file() -> IO[bytes]:
+    if sys.platform == "linux":  # needs no folder that can be written to
+        return os.fdopen(os.memfd_create("stderr"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _paths() -> list[str]:
+    """``sys.path``, without the names that mean the current folder."""
+    return [
+        os.path.abspath(path) if os.path.exists(path or os.curdir) else path for path in sys.path
+    ]

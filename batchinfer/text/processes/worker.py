@@ -1,0 +1,106 @@
+"""A worker process: makes prompts of the rows it is sent, and dies of those that are too much."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from batchinfer.errors import JobError, RowError
+from batchinfer.text.processes.limits import Limits, bounded_time
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenizer import Tokenizer
+
+_MAX_BUILDERS = 4
+
+Result = Prompt | RowError
+
+
+class Builder(Protocol):
+    """Makes prompts of rows, in two halves."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that ``render`` needs."""
+        ...
+
+    def render(self, rows: Sequence[Any]) -> list[Any]:
+        """The texts to tokenize, or the rows' errors."""
+        ...
+
+    def tokenize(self, rendered: Sequence[Any]) -> list[Result]:
+        """A prompt or an error for each row."""
+        ...
+
+
+BuilderFactory = Callable[..., Builder]
+"""Makes a builder, given a ``tokenizer`` by name. It can be pickled."""
+
+
+def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
+    """Answer requests until the other end is closed, or until a row is too much.
+
+    A request is a pickled ``BuilderFactory``, pickled rows and the seconds that they may take. One
+    row has the processor time of a row alone, several share less. No rows: the request asks for the
+    builder's columns.
+
+    Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (before a single
+    row is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError`` of the
+    factory), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a text; the process
+    then ends).
+    """
+    worker = _Worker(connection, tokenizer, limits)
+    try:
+        while True:
+            worker.answer(*connection.recv())
+    except (EOFError, ConnectionError):
+        return
+    except MemoryError:
+        failed = "memory", ""
+    except RecursionError as error:
+        failed = "recursion", str(error)
+    except Exception:
+        failed = "bug", traceback.format_exc()
+    except BaseException as error:  # a panic of Rust code is no Exception
+        failed = "panic", str(error)
+    connection.send(("failed", *failed))
+
+
+class _Worker:
+    def __init__(self, connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._connection = connection
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._builders: dict[bytes, Builder] = {}
+        """The last few used, by factory: the calls of one job take turns with them."""
+
+    def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
+        try:
+            builder = self._builder(factory, seconds)
+        except JobError as error:
+            self._connection.send(("refused", error))
+            return
+        if not rows:
+            self._connection.send(("columns", builder.columns))
+            return
+        limits, is_alone = self._limits, len(rows) == 1
+        cpu_seconds = limits.cpu_seconds if is_alone else limits.shared_cpu_seconds
+        with bounded_time(cpu_seconds, seconds):
+            rendered = builder.render(list(map(pickle.loads, rows)))
+            if is_alone:
+                self._connection.send(("rendered",))
+            results = builder.tokenize(rendered)
+        self._connection.send(("results", results))
+
+    def _builder(self, factory: bytes, seconds: float) -> Builder:
+        builder = self._builders.pop(factory, None)
+        if builder is None:
+            with bounded_time(self._limits.cpu_seconds, seconds):
+                make: BuilderFactory = pickle.loads(factory)
+                builder = make(tokenizer=self._tokenizer)
+        while len(self._builders) >= _MAX_BUILDERS:
+            del self._builders[next(iter(self._builders))]
+        self._builders[factory] = builder
+        return builder
