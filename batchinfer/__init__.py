@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f"batchinfer.config.{_PARAMS[name]}"), name)
     if name in __all__:
-        from batchinfer.process import bound_spinning
+        from batchinfer.process.process import bound_spinning
 
         bound_spinning()  # before torch is imported
         from batchinfer import llm

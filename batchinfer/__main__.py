@@ -5,8 +5,8 @@ It starts without what no command of it uses.
 
 from __future__ import annotations
 
-from batchinfer.process import bound_spinning, leaves_at_once, skip_optional_imports
-from batchinfer.program import leave_as_asked
+from batchinfer.cli.program import leave_as_asked
+from batchinfer.process.process import bound_spinning, leaves_at_once, skip_optional_imports
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     leave_as_asked()  # before the commands are imported: that takes long enough for a Ctrl-C
     skip_optional_imports()
     bound_spinning()
-    from batchinfer.cli import main as run_commands
+    from batchinfer.cli.commands import main as run_commands
 
     with leaves_at_once():
         run_commands()

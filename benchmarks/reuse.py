@@ -38,7 +38,7 @@ from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
 from batchinfer.job.run import parts, pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 _BLOCKS = 4096
 

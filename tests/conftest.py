@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from batchinfer.console import phases
-from batchinfer.process import UNUSED, gc_paused
+from batchinfer.process.process import UNUSED, gc_paused
 from tests import fork_servers, interpreter
 
 try:

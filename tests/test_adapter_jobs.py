@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer import LLM, SamplingParams
-from batchinfer.cli import main
+from batchinfer.cli.commands import main
 from batchinfer.config import SCORING
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.plan.plan import plan_job

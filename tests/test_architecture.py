@@ -47,11 +47,17 @@ class Room:
 ROOMS = [
     Room("errors", "errors that a user can cause and mend, with their exit codes"),
     Room("near_names", "what a misspelt name may have meant"),
-    Room("options", "options of run-batch and bench", ("errors",)),
     Room("protocols", "what the engine asks of the text plane"),
-    Room("cpus", "how many cores a process may use"),
-    Room("process", "signals, garbage collector and threads of a job's process", ("errors",)),
-    Room("config", "records of what a user may ask for, checked when made", ("near_names",)),
+    Room(
+        "process",
+        "The process of a job: signals, the garbage collector, threads, and the cores it may use.",
+        ("errors",),
+    ),
+    Room(
+        "config",
+        "records of what a user may ask for, checked when made",
+        ("errors", "near_names"),
+    ),
     Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
     Room("engine.step", "the message each way between engine and worker"),
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
@@ -99,7 +105,7 @@ ROOMS = [
     Room(
         "text",
         "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
-        ("config", "cpus", "errors", "near_names", "protocols"),
+        ("config", "process", "errors", "near_names", "protocols"),
     ),
     Room(
         "pooling",
@@ -108,18 +114,8 @@ ROOMS = [
     ),
     Room(
         "requests",
-        "rows' prompts to requests of the engine",
+        "Rows' prompts to requests of the engine, for jobs and for the Python API.",
         ("config", "errors", "engine", "text"),
-    ),
-    Room(
-        "tool_choice",
-        "rows that must call a tool, held to a grammar of calls",
-        ("errors", "text", "requests"),
-    ),
-    Room(
-        "resampling",
-        "samples drawn until enough of them pass",
-        ("config", "engine", "text", "requests"),
     ),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
@@ -130,7 +126,7 @@ ROOMS = [
     Room(
         "worker.threads",
         "Threads that compute on a CPU: how many, on which cores, and fewer while others use them.",
-        ("cpus", "kernels", "engine.runner", "engine.step"),
+        ("process", "kernels", "engine.runner", "engine.step"),
     ),
     Room(
         "worker.attention",
@@ -191,10 +187,9 @@ ROOMS = [
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(
         "build",
-        "an engine put together",
-        ("config", "cpus", "errors", "console", "engine", "text", "worker"),
+        "An engine put together from the control plane and the worker, or simulated.",
+        ("config", "process", "errors", "console", "engine", "text", "worker"),
     ),
-    Room("build_dry", "a simulated engine", ("config", "errors", "engine", "worker", "build")),
     Room(
         "job.storage",
         "Files here, in an object store and on the Hugging Face Hub; locks; files seen whole.",
@@ -224,7 +219,7 @@ ROOMS = [
         "A row to a request, a completion to a row of the output, and the order rows run in.",
         (
             *("config", "errors", "console", "engine", "text", "pooling"),
-            *("requests", "tool_choice", "resampling", "job"),
+            *("requests", "job"),
         ),
     ),
     Room(
@@ -250,12 +245,12 @@ ROOMS = [
     Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
-        ("config", "errors", "console", "text", "requests", "tool_choice", "build", "job"),
+        ("config", "errors", "console", "text", "requests", "build", "job"),
     ),
     Room(
         "job.job",
         "a job and its loaded model",
-        ("config", "errors", "console", "text", "tool_choice", "build", "job"),
+        ("config", "errors", "console", "text", "requests", "build", "job"),
     ),
     Room(
         "job.stats",
@@ -273,7 +268,6 @@ ROOMS = [
         (
             "config",
             "errors",
-            "options",
             "process",
             "console",
             "text",
@@ -286,12 +280,12 @@ ROOMS = [
     Room(
         "job.fleet",
         "A fleet: one job on many workers, each with an engine of its own.",
-        ("config", "cpus", "errors", "process", "console", "engine", "requests", "build", "job"),
+        ("config", "errors", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
         "job.plan",
         "``batchinfer plan``: a job simulated before it runs.",
-        ("config", "errors", "console", "engine", "text", "requests", "build_dry", "job"),
+        ("config", "errors", "console", "engine", "text", "requests", "build", "job"),
     ),
     Room(
         "job.init",
@@ -308,18 +302,16 @@ ROOMS = [
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
         (
             *("config", "errors", "process", "console", "engine", "text", "pooling"),
-            *("requests", "tool_choice", "resampling", "build", "report"),
+            *("requests", "build", "report"),
         ),
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
-    Room("bench", "throughput", ("config", "errors", "worker.model", "options", "llm")),
-    Room("program", "exit codes, messages, crash logs", ("errors", "process", "console")),
     Room(
         "cli",
-        "options",
-        ("errors", "console", "job", "report", "options", "bench", "program"),
+        "The program: commands and their options, exit codes, crash logs, ``bench``.",
+        ("errors", "process", "config", "console", "worker.model", "job", "report", "llm"),
     ),
-    Room("__main__", "the program", ("process", "program", "cli")),
+    Room("__main__", "the program", ("process", "cli")),
 ]
 BY_NAME = {room.name: room for room in ROOMS}
 LEVEL = {room.name: level for level, room in enumerate(ROOMS)}
@@ -494,7 +486,9 @@ def test_the_top_level_kernels_are_not_a_package() -> None:
     assert not (PACKAGE.parent / "kernels" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("module", ["batchinfer", "batchinfer.cli", "batchinfer.engine.engine"])
+@pytest.mark.parametrize(
+    "module", ["batchinfer", "batchinfer.cli.commands", "batchinfer.engine.engine"]
+)
 def test_torch_is_not_imported_by(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

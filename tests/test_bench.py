@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.bench import run_bench
+from batchinfer.cli.bench import run_bench
+from batchinfer.config.options import BenchOptions
 from batchinfer.errors import DataError, UsageError
-from batchinfer.options import BenchOptions
 from tests.encoders import make_encoder
 from tests.models import make_text_model
 
@@ -143,7 +143,7 @@ def test_what_is_not_there_is_found_before_torch_is_imported(tmp_path: Path, mis
     model = tmp_path / "nope" if missing == "model" else tmp_path
     program = f"""
 import sys
-from batchinfer.cli import main
+from batchinfer.cli.commands import main
 sys.argv = ["batchinfer", "bench", "--model", "{model}"]
 sys.argv += ["--dataset", "{tmp_path / "prompts.parquet"}"]
 sys.modules["torch"] = None

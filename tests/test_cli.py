@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer import cli
+from batchinfer.cli import commands as cli
+from batchinfer.config.options import BenchOptions
 from batchinfer.errors import (
     DataError,
     DeviceError,
@@ -27,8 +28,7 @@ from batchinfer.errors import (
 from batchinfer.job.fleet.on_ray import joiner
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.options import BenchOptions
-from batchinfer.process import UNUSED
+from batchinfer.process.process import UNUSED
 from batchinfer.report.write import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
@@ -81,7 +81,7 @@ def in_new_process(*arguments: str) -> tuple[subprocess.CompletedProcess[str], s
     code = (
         "import sys\n"
         "sys.argv[0] = 'batchinfer'\n"
-        "from batchinfer.cli import main\n"
+        "from batchinfer.cli.commands import main\n"
         "try:\n"
         "    main()\n"
         "finally:\n"
@@ -141,7 +141,9 @@ def test_help_alone_does_not_load_the_job_plane() -> None:
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
-    command = f"{sys.executable} -c 'from batchinfer.cli import main; main()' schema | true"
+    command = (
+        f"{sys.executable} -c 'from batchinfer.cli.commands import main; main()' schema | true"
+    )
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False
     )
@@ -149,7 +151,7 @@ def test_a_reader_that_went_away_is_no_error() -> None:
 
 
 def test_closed_stdout_is_no_error() -> None:
-    command = f"{sys.executable} -c 'from batchinfer.cli import main; main()' schema >&-"
+    command = f"{sys.executable} -c 'from batchinfer.cli.commands import main; main()' schema >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -395,9 +397,9 @@ def test_bench_hands_its_options_over(
     batchinfer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[BenchOptions] = []
-    module = ModuleType("batchinfer.bench")
+    module = ModuleType("batchinfer.cli.bench")
     module.run_bench = lambda options, show: calls.append(options)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "batchinfer.bench", module)
+    monkeypatch.setitem(sys.modules, "batchinfer.cli.bench", module)
     options = "--model m --input-len 5 --output-len 6 --num-prompts 7 --n 2 --dtype float32"
     options += " --seed 3 --max-num-seqs 8 --max-num-batched-tokens 9 --block-size 4"
     options += " --num-kv-blocks 10 --dataset d.parquet --output-json r.json"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchinfer.config import EngineConfig, ModelConfig, PromptConfig, SamplingParams, field_names
-from batchinfer.options import (
+from batchinfer.config.options import (
     BATCH_ENGINE_KEYS,
     BENCH_ENGINE_KEYS,
     MODEL_KEYS,

@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.cpus import CpuLimits, available_cpus, cgroup_quota, cpu_limits, openmp_binds
+from batchinfer.process.cpus import (
+    CpuLimits,
+    available_cpus,
+    cgroup_quota,
+    cpu_limits,
+    openmp_binds,
+)
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -219,7 +225,7 @@ def test_cores_are_no_fewer_where_openmp_binds_the_thread_that_asks(
 ) -> None:
     """libgomp binds the first thread to one place when torch is loaded."""
     code = """
-from batchinfer.cpus import cpu_limits
+from batchinfer.process.cpus import cpu_limits
 before = cpu_limits().affinity
 import torch
 assert cpu_limits().affinity == before >= torch.get_num_threads()

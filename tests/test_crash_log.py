@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.cli.program import CrashError, crash_directory, write_crash_log
 from batchinfer.errors import DataError
-from batchinfer.program import CrashError, crash_directory, write_crash_log
 
 
 def crash_in(directory: Path) -> CrashError:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from batchinfer.process import gc_frozen, gc_paused
+from batchinfer.process.process import gc_frozen, gc_paused
 
 
 def fails_inside() -> None:

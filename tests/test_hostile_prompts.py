@@ -15,12 +15,12 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, ModelError
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.options import BatchOptions
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.pool import TextProcesses
 from tests.job.datasets import write_parquet

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from batchinfer.cli import app
+from batchinfer.cli.commands import app
 from batchinfer.errors import JobError
 from tests.job.datasets import write_parquet
 from tests.models import make_text_model

@@ -17,11 +17,11 @@ from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.options import BatchOptions
 from tests.models import make_text_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -13,12 +13,12 @@ import torch
 from openai.types import CreateEmbeddingResponse
 from transformers import AutoModel, AutoTokenizer
 
+from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode
 from batchinfer.job.input.openai_batch import first_url
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_batch import run_batch
-from batchinfer.options import BatchOptions
 from tests.models import make_text_model
 
 URL = "/v1/embeddings"

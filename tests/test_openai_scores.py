@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.input.formats.openai_prompts import parts_of_body
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_batch import run_batch
-from batchinfer.options import BatchOptions
 from tests.classifiers import logits, make_classifier
 from tests.models import make_text_model
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from batchinfer.process import SPIN_COUNT
+from batchinfer.process.process import SPIN_COUNT
 
 
 def environment_after(code: str, **given: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def environment_after(code: str, **given: str) -> dict[str, str]:
     return {name: after[name] for name in names if name in after}
 
 
-BOUND = "from batchinfer.process import bound_spinning\nbound_spinning()"
+BOUND = "from batchinfer.process.process import bound_spinning\nbound_spinning()"
 TORCH_LOADED = "import sys; sys.modules['torch'] = None\n"
 
 
@@ -43,9 +43,9 @@ def test_it_comes_too_late_where_torch_is_loaded() -> None:
 @pytest.mark.long
 def test_the_program_and_the_python_api_bound_it_before_they_load_torch() -> None:
     program = """
-import sys, batchinfer.cli
+import sys, batchinfer.cli.commands
 from batchinfer import __main__
-batchinfer.cli.main = lambda: None
+batchinfer.cli.commands.main = lambda: None
 __main__.main()
 assert "torch" not in sys.modules
 """
@@ -55,7 +55,7 @@ assert "torch" not in sys.modules
 
 LEAVES = """
 import atexit, sys
-from batchinfer.process import leaves_at_once
+from batchinfer.process.process import leaves_at_once
 class Slow:
     def __del__(self):
         print("taken apart")

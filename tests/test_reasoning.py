@@ -12,9 +12,9 @@ from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 
 from batchinfer import LLM, SamplingParams
+from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run_batch import run_batch
-from batchinfer.options import BatchOptions
 from tests.models import CHAT_TEMPLATE, make_text_model
 
 TALK = [{"role": "user", "content": "hello"}]

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Request
-from batchinfer.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.text.prompts import Prompt
 from tests.job.fakes import byte_tokenizer, grammars
 

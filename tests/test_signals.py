@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.process import leave_on_signals, stop_signals
+from batchinfer.process.process import leave_on_signals, stop_signals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
@@ -21,7 +21,7 @@ def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]
     """Run a script in which ``send()`` sends the signal to the process itself."""
     start = (
         "import os\n"
-        "from batchinfer.process import ignore_signals, leave_on_signals, stop_signals\n"
+        "from batchinfer.process.process import ignore_signals, leave_on_signals, stop_signals\n"
         f"send = lambda: os.kill(os.getpid(), {int(number)})\n"
     )
     command = [sys.executable, "-c", start + script]
@@ -38,7 +38,7 @@ def test_before_there_is_anything_to_lose_the_process_leaves(number: signal.Sign
 @pytest.mark.parametrize(("term", "before"), [("xterm", "\r\x1b[K"), ("dumb", "\r\n")])
 def test_on_a_terminal_nothing_is_left_before_the_last_word(term: str, before: str) -> None:
     controller, terminal = os.openpty()
-    script = "from batchinfer.process import leave_on_signals\nimport os, signal\n"
+    script = "from batchinfer.process.process import leave_on_signals\nimport os, signal\n"
     script += "leave_on_signals()\nos.write(2, b'waiting^C')\nos.kill(os.getpid(), signal.SIGINT)"
     environment = {**os.environ, "TERM": term}
     subprocess.run([sys.executable, "-c", script], stderr=terminal, check=False, env=environment)
@@ -75,7 +75,7 @@ def test_while_the_commands_are_imported_the_log_has_its_format(
         "import sys\n"
         "class Sender:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'batchinfer.cli':\n"
+        "        if name == 'batchinfer.cli.commands':\n"
         "            send()\n"
         "sys.meta_path.insert(0, Sender())\n"
         f"sys.argv = ['batchinfer', 'run', 'job.yaml', *{asked}]\n"
@@ -141,7 +141,7 @@ def test_a_thread_that_takes_no_signals_runs_without() -> None:
 
 AT_EACH_LINE = """
 import itertools, json, signal, sys, threading
-from batchinfer.process import stop_signals
+from batchinfer.process.process import stop_signals
 
 def stopped_at(line):
     "Whether a wait that is interrupted at its line-th line says so; None: it has fewer."

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from batchinfer.cli import app
+from batchinfer.cli.commands import app
 from tests.job.datasets import write_parquet
 from tests.models import make_text_model
 

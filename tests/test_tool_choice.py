@@ -7,7 +7,8 @@ import pytest
 
 from batchinfer.config import SamplingParams
 from batchinfer.errors import RowError
-from batchinfer.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.formats import find_reasoning_format
@@ -15,7 +16,6 @@ from batchinfer.text.reasoning.grammar import ReasoningGrammar
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.formats import FORMATS
 from batchinfer.text.tools.row_tools import RowTools
-from batchinfer.tool_choice import ToolChoices
 from tests.text.reasoning.test_split import GPT_OSS, QWEN
 from tests.text.reasoning.tokenizers import EOS, encode
 

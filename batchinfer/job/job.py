@@ -31,6 +31,7 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
+from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.limits import BOUNDS_MEMORY
 from batchinfer.text.processes.pool import TextProcesses
@@ -38,10 +39,9 @@ from batchinfer.text.processes.worker import BuilderFactory
 from batchinfer.text.prompts import PromptBuilder, RawTexts
 from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import RowToolsReader
-from batchinfer.tool_choice import ToolChoices
 
 if TYPE_CHECKING:
-    from batchinfer.build import EngineContext, WarmUp
+    from batchinfer.build.context import EngineContext, WarmUp
 
 BuildEngine = Callable[..., "EngineContext"]
 

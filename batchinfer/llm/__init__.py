@@ -1,7 +1,6 @@
 """The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
 
-May import: config, errors, process, console, engine, text, pooling, requests, tool_choice,
-resampling, build, report.
+May import: config, errors, process, console, engine, text, pooling, requests, build, report.
 """
 
 from batchinfer.config.beam_params import BeamSearchParams

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm.auto import tqdm
 
-from batchinfer.build import EngineContext
+from batchinfer.build.context import EngineContext
 from batchinfer.config.call_params import SamplingParams
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion, Request
@@ -22,9 +22,10 @@ from batchinfer.llm.calls import Calls
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.outputs import Asked, RequestOutput, finished, refused
 from batchinfer.llm.params import as_called, rows_to_score_problem
-from batchinfer.process import gc_frozen
-from batchinfer.requests import PromptRow, RequestMaker, RowSampling
-from batchinfer.resampling import Resampling
+from batchinfer.process.process import gc_frozen
+from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests.resampling import Resampling
+from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.answers import AnswerReader
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt
@@ -33,7 +34,6 @@ from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_validator import SchemaError
 from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
-from batchinfer.tool_choice import ToolChoices
 
 OnError = Literal["raise", "return"]
 """What becomes of a prompt that cannot be run: the call raises, or its output has an ``error``."""

@@ -1,4 +1,4 @@
 """Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.
 
-May import: config, cpus, errors, near_names, protocols.
+May import: config, process, errors, near_names, protocols.
 """

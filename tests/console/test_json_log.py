@@ -24,7 +24,7 @@ import logging, os, signal, subprocess, sys, warnings
 from pathlib import Path
 from batchinfer.console.json_log import JsonDisplay
 from batchinfer.job.run.run import run_job
-from batchinfer.program import log_as_json, run_program
+from batchinfer.cli.program import log_as_json, run_program
 from tests.job.fakes import FakeBuild, job
 
 def app(prog_name):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from batchinfer import cli
+from batchinfer.cli import commands as cli
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.docs.pages import PAGES, ROOT, Block, blocks

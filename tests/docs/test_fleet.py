@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from batchinfer import cli
+from batchinfer.cli import commands as cli
 from batchinfer.job.spec.sections import ScaleSpec
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.docs.pages import ROOT, Block, blocks

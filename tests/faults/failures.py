@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer import cli
+from batchinfer.cli import commands as cli
 from batchinfer.job.run import parts
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+from batchinfer.cli.program import MAX_MESSAGE_LINES
 from batchinfer.errors import ExitCode, JobError
 from batchinfer.job.spec.load import load_job, parse_variables
-from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.job_mutations import WORDS, job_file, options
 from tests.faults.violation import ViolationError
 

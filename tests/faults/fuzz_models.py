@@ -12,8 +12,8 @@ from random import Random
 from transformers.utils.logging import disable_progress_bar
 
 from batchinfer import LLM, SamplingParams
+from batchinfer.cli.program import MAX_MESSAGE_LINES
 from batchinfer.errors import JobError, ModelError
-from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.model_mutations import BASES, Mutation, make_base, mutate
 from tests.faults.violation import ViolationError
 

@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.cli.program import MAX_MESSAGE_LINES
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import python_rows, python_values, with_valid_text
 from batchinfer.job.input.dataset import open_source
-from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.failures import JOB
 from tests.faults.violation import ViolationError
 

@@ -23,7 +23,7 @@ from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
 from batchinfer.job.update import swap
-from batchinfer.process import leave_on_signals
+from batchinfer.process.process import leave_on_signals
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
 from tests.faults.outputs import InFolder, Output
 from tests.faults.violation import ViolationError

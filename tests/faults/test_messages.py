@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.program import MAX_MESSAGE_LINES
+from batchinfer.cli.program import MAX_MESSAGE_LINES
 from tests.faults.failures import failed
 from tests.faults.messages import all_failures, as_text, golden
 from tests.models import make_text_model

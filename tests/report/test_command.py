@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from batchinfer import cli, program
+from batchinfer.cli import commands as cli
+from batchinfer.cli import program
 from batchinfer.errors import ExitCode, install_command
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run import run_job

@@ -28,7 +28,7 @@ from batchinfer.job.row_ids import (
 )
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 Wrote = Callable[[str, Mapping[int, int]], None]
 """Told of a segment: its name, and the row group of each part's rows."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
-from batchinfer.cpus import cpu_limits
 from batchinfer.errors import UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.boots import FleetSize
@@ -27,6 +26,7 @@ from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import next_run_id
+from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
 """More only wait for each other, and take minutes to come up."""
@@ -48,7 +48,7 @@ def run_fleet(
 
     Args:
         recovered: the parts to make, and what is there of them already.
-        build: makes a worker's engine, in place of ``batchinfer.build.build_engine``.
+        build: makes a worker's engine, in place of ``batchinfer.build.engine.build_engine``.
         kernels_before: of the runs whose rows stay.
         clear: deletes what is to be overwritten; called when a worker has its model.
         progress: shows finished rows.
@@ -147,7 +147,7 @@ def _uses_gpus(spec: JobSpec, cluster_gpus: int) -> bool:
 
 def _num_gpus() -> int:
     """GPUs of this machine."""
-    from batchinfer.build import num_gpus  # imports torch
+    from batchinfer.build.device import num_gpus  # imports torch
 
     return num_gpus()
 

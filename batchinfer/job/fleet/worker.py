@@ -36,8 +36,8 @@ from batchinfer.job.stats.recorder import Recorder
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
-from batchinfer.process import gc_frozen
-from batchinfer.requests import PromptRow
+from batchinfer.process.process import gc_frozen
+from batchinfer.requests.requests import PromptRow
 
 _WRITES_DUE = 64
 _POLL_S = 0.1

@@ -17,9 +17,9 @@ from batchinfer.job.openai.kinds import RequestKind
 from batchinfer.job.openai.request import ParsedRequest, is_served
 from batchinfer.job.rows.reader import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
+from batchinfer.requests.requests import BASE_MODEL, PromptRow, RowSampling
+from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.prompts import Prompt
-from batchinfer.tool_choice import ToolChoices
 
 MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 TEMPLATE_VARIABLES = "chat_template_kwargs"

@@ -16,7 +16,7 @@ from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.plan.simulation import ExpectedLengths
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17

@@ -15,7 +15,7 @@ from batchinfer.job.plan.simulation import Simulation
 from batchinfer.job.reuse.reuse import RowReuse
 
 if TYPE_CHECKING:
-    from batchinfer.build_dry import SimulatedEngine
+    from batchinfer.build.dry import SimulatedEngine
 
 
 @dataclass(frozen=True)

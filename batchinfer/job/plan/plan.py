@@ -38,10 +38,10 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 if TYPE_CHECKING:
-    from batchinfer.build_dry import SimulatedEngine
+    from batchinfer.build.dry import SimulatedEngine
 
 
 def plan_job(
@@ -76,7 +76,7 @@ def plan_job(
     job = _with_id_errors(job)
     job = replace(job, manifest=_at_its_time(job.manifest, outputs, spec.output.path))
     reuse = RowReuse(outputs, job.table.generated_schema, _ignore) if outputs else None
-    from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
+    from batchinfer.build.dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
         spec.model.config(TASKS[spec.task].runner(spec)),

@@ -17,7 +17,7 @@ from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000

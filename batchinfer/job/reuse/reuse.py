@@ -28,7 +28,7 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
 from batchinfer.job.reuse.finished_files import FinishedFile, keyed_files
 from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN, KEY_TYPE
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 MOST_FOUND = 1 << 16
 """Rows that are found before they are copied: of those scattered over many files, as many as there

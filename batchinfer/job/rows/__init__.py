@@ -4,6 +4,5 @@
 its modules (``generate``, ``score``, ``embed``; ``tasks`` lists them) make requests and take
 completions back, ``finished_row`` makes their output rows.
 
-May import: config, errors, console, engine, text, pooling, requests, tool_choice, resampling,
-job.
+May import: config, errors, console, engine, text, pooling, requests, job.
 """

@@ -16,7 +16,7 @@ from batchinfer.engine.request import (
     TokenLogprobs,
 )
 from batchinfer.errors import RowError
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.answers import AnswerReader
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.sample_filter import Tally

@@ -15,8 +15,8 @@ from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import GENERATE
-from batchinfer.requests import PromptRow, RequestMaker
-from batchinfer.resampling import Resampling
+from batchinfer.requests.requests import PromptRow, RequestMaker
+from batchinfer.requests.resampling import Resampling
 from batchinfer.text.answers import AnswerReader
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
@@ -24,7 +24,7 @@ from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.tools.formats import find_tool_format
 
 if TYPE_CHECKING:
-    from batchinfer.build import EngineContext
+    from batchinfer.build.context import EngineContext
 
 _OUTPUT = [
     ("index", pa.int32()),

@@ -15,10 +15,10 @@ from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import SAMPLING_COLUMN, Row
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
+from batchinfer.requests.requests import BASE_MODEL, PromptRow, RowSampling
+from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
-from batchinfer.tool_choice import ToolChoices
 
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 

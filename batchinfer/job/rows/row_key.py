@@ -25,7 +25,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.request import TokenIds
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import adapter_digests, answer_facts, digest
-from batchinfer.requests import BASE_MODEL, PromptRow
+from batchinfer.requests.requests import BASE_MODEL, PromptRow
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.scoring_prompts import ScoredPrompt
 

@@ -15,12 +15,12 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import TaskSpec
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
-    from batchinfer.build import EngineContext
+    from batchinfer.build.context import EngineContext
 
 
 @dataclass(frozen=True)

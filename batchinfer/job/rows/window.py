@@ -30,7 +30,7 @@ from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.row_ids import Part
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 MOST_TOKENS = 1 << 26
 """Most prompt tokens of a window: 256 MiB of ids."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchinfer.engine.request import Completion, RequestStats
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 MAX_WAITING = 4096
 """Rows that wait for others, at most: these are in memory, and millions may be equal. More of them

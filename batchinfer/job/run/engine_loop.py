@@ -20,7 +20,7 @@ from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
 

@@ -25,7 +25,7 @@ from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import RunReporter
 from batchinfer.job.shards.claim import Claim
 from batchinfer.job.stats.recorder import kernels_of, runs_of
-from batchinfer.process import gc_paused, stop_signals
+from batchinfer.process.process import gc_paused, stop_signals
 
 
 class RunFleet(Protocol):
@@ -164,7 +164,7 @@ def _load(
 
 def _default_builder() -> BuildEngine:
     with phase("importing torch"):  # only where there is work to do
-        from batchinfer.build import build_engine
+        from batchinfer.build.engine import build_engine
 
     return build_engine
 

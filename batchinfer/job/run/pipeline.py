@@ -48,8 +48,8 @@ from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, next_run_id, package_versions
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
-from batchinfer.process import gc_frozen
-from batchinfer.requests import PromptRow
+from batchinfer.process.process import gc_frozen
+from batchinfer.requests.requests import PromptRow
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
 QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")

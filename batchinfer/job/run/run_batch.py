@@ -11,6 +11,7 @@ import os.path
 from pathlib import Path, PurePath
 from typing import Any
 
+from batchinfer.config.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
 from batchinfer.console.display import TextDisplay
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import ExitCode, UsageError
@@ -29,7 +30,6 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import CLASSIFY, EMBED
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import StorePath, is_url
-from batchinfer.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 _TO_THE_END = 2**31 - 1

@@ -12,7 +12,7 @@ from batchinfer.console.progress import print_line
 from batchinfer.console.table import draws_tables, table_panel
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.stats.status import Status, read_status
-from batchinfer.process import stop_signals
+from batchinfer.process.process import stop_signals
 
 
 def watch(out: OutputDir, every_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.build import EngineContext
+from batchinfer.build.context import EngineContext
 from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion
@@ -26,8 +26,8 @@ from batchinfer.pooling.classifier import Classifier, read_classifier
 from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
 from batchinfer.pooling.framed_prompts import cut_in_frame, frame_of
-from batchinfer.process import gc_frozen
-from batchinfer.requests import PromptRow, pooling_request
+from batchinfer.process.process import gc_frozen
+from batchinfer.requests.requests import PromptRow, pooling_request
 from batchinfer.text.prompts import Prompt
 
 Float32 = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
-from batchinfer.cpus import openmp_binds
+from batchinfer.process.cpus import openmp_binds
 from batchinfer.text.processes.limits import Limits, bound_memory, leave_signals_to_parent
 from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer

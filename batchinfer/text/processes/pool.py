@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 
-from batchinfer.cpus import available_cpus
+from batchinfer.process.cpus import available_cpus
 from batchinfer.text.processes.batches import Batch, make_batches
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.server_process import ServerProcess, StoppedError, not_started

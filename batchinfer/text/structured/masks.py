@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.cpus import available_cpus
+from batchinfer.process.cpus import available_cpus
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

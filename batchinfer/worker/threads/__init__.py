@@ -1,4 +1,4 @@
 """Threads that compute on a CPU: how many, on which cores, and fewer while others use them.
 
-May import: cpus, kernels, engine.runner, engine.step.
+May import: process, kernels, engine.runner, engine.step.
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.cpus import CpuLimits
+from batchinfer.process.cpus import CpuLimits
 from batchinfer.worker.threads.cores import ThreadCores
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from batchinfer.program import run_program
+from batchinfer.cli.program import run_program
 from tests.job.fleet.engines import Disturbed, KillsNode, Paced, Signals
 from tests.job.fleet.jobs import fleet_job, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from batchinfer.process import UNUSED
+from batchinfer.process.process import UNUSED
 
 SEES = f"""
 import gc, sys
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 class Build:
     "In the place of the module that imports torch."
     def find_spec(self, name, path, target=None):
-        return ModuleSpec(name, self) if name == "batchinfer.build" else None
+        return ModuleSpec(name, self) if name == "batchinfer.build.engine" else None
     def create_module(self, spec):
         return None
     def exec_module(self, module):

@@ -20,7 +20,7 @@ import pytest
 from obstore.store import from_url
 from typer.testing import CliRunner
 
-from batchinfer.cli import app
+from batchinfer.cli.commands import app
 from batchinfer.errors import (
     DataError,
     ExitCode,

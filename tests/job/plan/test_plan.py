@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.cli import main
+from batchinfer.cli.commands import main
 from batchinfer.console.table import plain
 from batchinfer.errors import DeviceError, ExitCode, UsageError
 from batchinfer.job.plan.census import sampled_parts

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from batchinfer.cli import app
+from batchinfer.cli.commands import app
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify

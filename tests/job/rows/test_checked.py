@@ -15,7 +15,7 @@ from batchinfer import LLM, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
-from batchinfer.resampling import CHECKED_TRIES
+from batchinfer.requests.resampling import CHECKED_TRIES
 from tests.models import make_text_model
 from tests.text.hard_schemas import HARD_SCHEMAS
 

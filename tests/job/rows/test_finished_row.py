@@ -15,7 +15,7 @@ from batchinfer.job.rows.finished_row import RowFinisher, failed_row
 from batchinfer.job.rows.task import Task
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.protocols import StopMatch
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.answers import AnswerReader
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from tests.job.fakes import byte_tokenizer

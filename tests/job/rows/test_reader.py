@@ -10,7 +10,7 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.reader import ColumnReader, RowAdapters, read_prompts
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import byte_tokenizer, grammars

@@ -15,7 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import fingerprint_facts
 from batchinfer.job.rows.row_key import KEY_BYTES, RowKeys, canonical_params
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.requests import PromptRow, RowSampling
+from batchinfer.requests.requests import PromptRow, RowSampling
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.scoring_prompts import ScoredPrompt
 from batchinfer.text.tools.row_tools import RowTools

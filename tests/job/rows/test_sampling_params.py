@@ -11,7 +11,7 @@ import pytest
 from batchinfer.config import SamplingParams
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.requests import RowSampling
+from batchinfer.requests.requests import RowSampling
 from batchinfer.text.grammar import GrammarCompiler
 from tests.job.fakes import byte_tokenizer, grammars
 

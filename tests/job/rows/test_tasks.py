@@ -18,7 +18,7 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from tests.classifiers import make_classifier
 from tests.encoders import make_encoder
 from tests.job.datasets import write_parquet

@@ -14,7 +14,7 @@ from batchinfer.errors import DataError, RowError
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows import window
 from batchinfer.job.rows.window import plan_windows
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 PARTS = [Part(index, range(4 * index, 4 * index + 4)) for index in range(4)]

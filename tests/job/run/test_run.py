@@ -37,7 +37,7 @@ from batchinfer.job.run import parts, pipeline
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.threads import Prefetcher
-from batchinfer.requests import PromptRow
+from batchinfer.requests.requests import PromptRow
 from tests.faults.hostile_texts import HostileBuild
 from tests.job.datasets import flip_bit, rot, strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
@@ -785,7 +785,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path)
     script = (
         "import os, signal, sys\n"
         "from batchinfer.job.run.run import run_job\n"
-        "from batchinfer.process import leave_on_signals\n"
+        "from batchinfer.process.process import leave_on_signals\n"
         "from batchinfer.job.spec.spec import JobSpec\n"
         "def build(*model, log):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -8,11 +8,12 @@ from threading import Thread
 import pytest
 import torch
 
-from batchinfer import build
+from batchinfer.build import device
+from batchinfer.build.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
-from batchinfer.cpus import CpuLimits
 from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.step import Step
+from batchinfer.process.cpus import CpuLimits
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TorchThreads, choose_threads
@@ -149,7 +150,7 @@ def built_with(model: ModelConfig, **engine: int) -> tuple[str, str, int]:
     """An engine's line about threads, its device, and torch's number."""
     lines: list[str] = []
     config = EngineConfig(device="cpu", num_kv_blocks=8, **engine)  # type: ignore[arg-type]
-    built = build.build_engine(model, config, log=lines.append)
+    built = build_engine(model, config, log=lines.append)
     return lines[0], built.device, torch.get_num_threads()
 
 
@@ -158,8 +159,8 @@ def test_engines_of_one_process_choose_each_for_itself(
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
-    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
+    monkeypatch.setattr(device, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(device, "TORCH_THREADS", TorchThreads())
     torch.set_num_threads(5)
     first = built_with(model)
     assert first[0].startswith("3 threads: the control group's quota of 3 cores")
@@ -176,11 +177,11 @@ def test_only_kernels_that_keep_a_rows_bits_are_governed(
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
-    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
+    monkeypatch.setattr(device, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(device, "TORCH_THREADS", TorchThreads())
     torch.set_num_threads(3)
     config = EngineConfig(device="cpu", num_kv_blocks=8, cpu_kernels=kind)
-    built = build.build_engine(model, config, log=lambda line: None)
+    built = build_engine(model, config, log=lambda line: None)
     expected = GovernedThreads if kind == "own" else PinnedThreads
     assert type(built.engine._runner) is expected
 

@@ -6,9 +6,9 @@ never used, and without collecting garbage among a million objects that all stay
 
 from __future__ import annotations
 
-from batchinfer.process import gc_paused, skip_optional_imports
+from batchinfer.process.process import gc_paused, skip_optional_imports
 
 skip_optional_imports()
 with gc_paused():
-    import batchinfer.build
+    import batchinfer.build.engine
     import batchinfer.job.fleet.on_ray.ray_workers  # noqa: F401

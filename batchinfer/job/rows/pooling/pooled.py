@@ -15,7 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
-from batchinfer.requests import PromptRow, pooling_request
+from batchinfer.requests.requests import PromptRow, pooling_request
 from batchinfer.text.encode import RenderedText
 from batchinfer.text.processes.worker import Builder
 from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues

@@ -11,9 +11,13 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
+from batchinfer.build.context import EngineContext, context_fields
+from batchinfer.build.device import choose_device, describe, set_threads
+from batchinfer.build.encoder import build_encoder
+from batchinfer.build.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, SamplingParams, sized_for
 from batchinfer.console.phases import phase
-from batchinfer.cpus import cpu_limits
+from batchinfer.process.cpus import cpu_limits
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.encoder_step import EncoderRunner
 from batchinfer.engine.engine import Engine
@@ -48,62 +52,6 @@ from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
 
-_OF_POOLS = (
-    *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
-    *("enable_prefix_caching", "preemption", "swap_space"),
-)
-"""Keys of the engine that say something of a KV pool."""
-_DEFAULTS = EngineConfig()
-
-
-class WarmUp(Protocol):
-    """Compiles what steps need of samples with such parameters, before the first of them."""
-
-    def __call__(
-        self,
-        params: Iterable[SamplingParams],
-        *,
-        own: Collection[str] = (),
-        gives_tokens: bool = False,
-    ) -> None:
-        """Compile what is not compiled yet.
-
-        Args:
-            params: those of a job, or all that a call has.
-            own: names of parameters that each row may have another value of.
-            gives_tokens: every sample's token is given, not drawn.
-        """
-
-
-@dataclass(frozen=True)
-class EngineContext:
-    """An engine with a model behind it, and what its users need to know of them."""
-
-    engine: Engine | EncoderEngine
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    vocab_size: int
-    adapters: Mapping[str, int]
-    """Number of each of the model's adapters, for ``Request.adapter``."""
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
-    device: str
-    model_facts: Mapping[str, Any]
-    kernels: Mapping[str, str]
-    """What multiplies by the weights, by their dtype, and what attends."""
-    device_bytes: Callable[[], int]
-    """Memory in use on the device now."""
-    shares_prefixes: bool = True
-    """Whether what a prompt begins with can be reused; else prompts of a length run best side by
-    side."""
-    load_adapter: Callable[[str, str], None] | None = field(default=None, kw_only=True)
-    """Adds one between steps, by its name and folder; None: the model was not built for it."""
-    warm_up: WarmUp | None = field(default=None, kw_only=True)
-    """Compiles what steps draw and judge tokens by; None: nothing is compiled."""
-
-
 def build_engine(
     model: ModelConfig,
     engine: EngineConfig,
@@ -134,7 +82,7 @@ def build_engine(
     if is_run_as_encoder(model):
         if random_weights:
             raise NotYetError("random weights of a model that reads texts whole")
-        return _build_encoder(model, engine, device, log, kernels_before or {}, tokenizer)
+        return build_encoder(model, engine, device, log, kernels_before or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
             f"engine.deterministic is true, and what model.quantization: {model.quantization} "
@@ -148,7 +96,7 @@ def build_engine(
             hint="leave it out, or set engine.latent_cache: false",
         )
     engine = sized_for(device.type, engine)
-    threads = _set_threads(device, engine, log)
+    threads = set_threads(device, engine, log)
     check_config(model.name, model.revision, model.runner)
     if tokenizer is None:
         with phase("loading the tokenizer"):
@@ -239,52 +187,6 @@ def build_engine(
     )
 
 
-def _build_encoder(
-    model: ModelConfig,
-    engine: EngineConfig,
-    device: torch.device,
-    log: Callable[[str], None],
-    kernels_before: Mapping[str, str],
-    tokenizer: Tokenizer | None,
-) -> EngineContext:
-    """Load a model that reads texts whole; there is no KV pool."""
-    engine = sized_for(device.type, engine)
-    threads = _set_threads(device, engine, log)
-    if tokenizer is None:
-        with phase("loading the tokenizer"):
-            tokenizer = make_tokenizer(model)
-    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before)
-    loaded = load_encoder(model, device=device, kernels=wish)
-    log(str(loaded.kernels))
-    if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(_DEFAULTS, name)]:
-        names = ", ".join(f"engine.{name}" for name in unused)
-        log(f"there is no KV pool, as texts are read whole: {names} without effect")
-    longest = loaded.description.max_model_len
-    if engine.deterministic:
-        check_encoder_bits(loaded.encoder, loaded.description.vocab_size, longest)
-    runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
-    if threads is not None:
-        kernel = loaded.kernels.kernel
-        governed = not threads.pinned and threads.count > 1 and kernel and kernel.keeps_row_bits
-        governor = ThreadGovernor(threads.count) if governed else None
-        runner = GovernedEncoder(runner, threads.count, governor)
-    return EngineContext(
-        engine=EncoderEngine(
-            runner,
-            max_model_len=longest,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            vocab_size=loaded.description.vocab_size,
-        ),
-        tokenizer=tokenizer,
-        **encoder_fields(loaded.description),
-        device=describe(device),
-        model_facts=loaded.facts,
-        kernels=loaded.kernel_names,
-        device_bytes=lambda: int(loaded.facts["weight_bytes"]),
-    )
-
-
 def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
     """Tokens of the longest sequence that the pool has room for, up to ``most``.
 
@@ -296,59 +198,6 @@ def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
         return pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
 
     return bisect_right(range(2, most + 1), pool.num_blocks, key=slots) + 1
-
-
-class ContextFields(TypedDict):
-    """Some of the fields of ``EngineContext``."""
-
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    vocab_size: int
-    adapters: Mapping[str, int]
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
-    shares_prefixes: bool
-
-
-def encoder_fields(description: EncoderDescription) -> ContextFields:
-    """The fields of ``EngineContext`` that follow from a model without a pool."""
-    return {
-        "eos_token_ids": frozenset(),
-        "max_model_len": description.max_model_len,
-        "vocab_size": description.vocab_size,
-        "adapters": {},
-        "block_size": 0,
-        "num_blocks": 0,
-        "bytes_per_block": 0,
-        "shares_prefixes": False,
-    }
-
-
-def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> ContextFields:
-    """The fields of ``EngineContext`` that follow from a model and its pool."""
-    return {
-        "eos_token_ids": model.eos_token_ids,
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
-        "adapters": model.adapters,
-        "block_size": layout.block_size,
-        "num_blocks": memory.num_blocks,
-        "bytes_per_block": layout.bytes_per_block,
-        "shares_prefixes": True,
-    }
-
-
-def _set_threads(
-    device: torch.device, engine: EngineConfig, log: Callable[[str], None]
-) -> ThreadCount | None:
-    """Choose the threads that compute, on a CPU."""
-    if device.type != "cpu":
-        return None
-    threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.found())
-    TORCH_THREADS.set(threads.count)
-    log(threads.line())
-    return threads
 
 
 def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
@@ -412,54 +261,3 @@ class _SamplingKernels:
             if kinds.scores:
                 row_stats(even, len(even), want_argmax=False)
         self._compiled.add(kinds)
-
-
-def make_tokenizer(model: ModelConfig) -> Tokenizer:
-    """Load the model's tokenizer, or the one named in its place.
-
-    Raises:
-        ModelError: there is none that can be used.
-    """
-    parts = load_tokenizer(
-        model.tokenizer or model.name,
-        revision=None if model.tokenizer else model.revision,  # one is of one repository
-        key="model.tokenizer" if model.tokenizer else "model.name",
-    )
-    backend = parts.backend
-    if model.pools and lowers_case(model.name, model.revision):
-        backend = lower_cased(backend)
-    return Tokenizer(
-        backend,
-        chat_template=parts.chat_template,
-        special_tokens=parts.special_tokens,
-        control_tokens=parts.control_tokens,
-        clean_up_tokenization_spaces=parts.clean_up_tokenization_spaces,
-        tells_pairs_apart=parts.tells_pairs_apart,
-    )
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The torch device for ``engine.device``.
-
-    Raises:
-        DeviceError: CUDA is asked for and not there.
-    """
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise DeviceError(
-            "engine.device is cuda, but torch finds no CUDA device",
-            hint="set engine.device to auto or cpu, or install a torch built for CUDA",
-        )
-    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
-
-
-def num_gpus() -> int:
-    """CUDA devices that this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def describe(device: torch.device) -> str:
-    """The device's name, for the summary."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads of {os.cpu_count()})"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from batchinfer.cli.program import crash_directory, log_as_json, print_stdout, run_program, to_json
+from batchinfer.config.options import BatchOptions, BenchOptions
 from batchinfer.console.commands import Commands
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.options import BatchOptions, BenchOptions
-from batchinfer.program import crash_directory, log_as_json, print_stdout, run_program, to_json
 
 if TYPE_CHECKING:
     from batchinfer.console.display import Display
@@ -416,7 +416,7 @@ def init(
 @_takes(BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Measure throughput on synthetic or given prompts."""
-    from batchinfer.bench import run_bench
+    from batchinfer.cli.bench import run_bench
 
     run_bench(options, show=print_stdout)
 

@@ -16,7 +16,7 @@ from batchinfer.config import AcceptConfig, SamplingParams
 from batchinfer.config.sampling import MAX_SAMPLES
 from batchinfer.config.structured import checked_schema
 from batchinfer.engine.request import Completion, Request, SampleOutput, combined_stats
-from batchinfer.requests import PromptRow, RequestMaker
+from batchinfer.requests.requests import PromptRow, RequestMaker
 from batchinfer.text.answers import AnswerReader
 from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.structured.json_validator import JsonValidator

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.config import SamplingParams
+from batchinfer.config.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
-from batchinfer.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchinfer.errors import RowError
-from batchinfer.requests import RowSampling
+from batchinfer.requests.requests import RowSampling
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.tokenizer import Tokenizer

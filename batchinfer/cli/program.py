@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.errors import ExitCode, JobError
-from batchinfer.process import ignore_signals, leave_on_signals
+from batchinfer.process.process import ignore_signals, leave_on_signals
 
 if TYPE_CHECKING:
     from batchinfer.console.json_log import JsonLog, JsonProgram
