@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Fast
 
-from batchinfer.build.engine import build_engine
+from batchinfer.builders.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request

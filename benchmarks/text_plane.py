@@ -22,7 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.build.tokenizer import make_tokenizer
+from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.job.job import LoadedJob, load, open_input, open_job
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.spec.spec import JobSpec

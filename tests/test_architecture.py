@@ -186,7 +186,7 @@ ROOMS = [
     ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(
-        "build",
+        "builders",
         "An engine put together from the control plane and the worker, or simulated.",
         ("config", "process", "errors", "console", "engine", "text", "worker"),
     ),
@@ -245,17 +245,17 @@ ROOMS = [
     Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
-        ("config", "errors", "console", "text", "requests", "build", "job"),
+        ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
     Room(
         "job.job",
         "a job and its loaded model",
-        ("config", "errors", "console", "text", "requests", "build", "job"),
+        ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
     Room(
         "job.stats",
         "What a run records of itself, and the numbers of a job.",
-        ("errors", "process", "console", "engine", "text", "build", "job"),
+        ("errors", "process", "console", "engine", "text", "builders", "job"),
     ),
     Room(
         "job.tokens",
@@ -273,19 +273,19 @@ ROOMS = [
             "text",
             "engine",
             "requests",
-            "build",
+            "builders",
             "job",
         ),
     ),
     Room(
         "job.fleet",
         "A fleet: one job on many workers, each with an engine of its own.",
-        ("config", "errors", "process", "console", "engine", "requests", "build", "job"),
+        ("config", "errors", "process", "console", "engine", "requests", "builders", "job"),
     ),
     Room(
         "job.plan",
         "``batchinfer plan``: a job simulated before it runs.",
-        ("config", "errors", "console", "engine", "text", "requests", "build", "job"),
+        ("config", "errors", "console", "engine", "text", "requests", "builders", "job"),
     ),
     Room(
         "job.init",
@@ -302,7 +302,7 @@ ROOMS = [
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
         (
             *("config", "errors", "process", "console", "engine", "text", "pooling"),
-            *("requests", "build", "report"),
+            *("requests", "builders", "report"),
         ),
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),

@@ -602,7 +602,7 @@ def test_a_revision_is_not_one_of_another_tokenizer(
         asked.append(revision)
         return load_tokenizer(name, revision=revision, **others)
 
-    monkeypatch.setattr("batchinfer.build.tokenizer.load_tokenizer", load)
+    monkeypatch.setattr("batchinfer.builders.tokenizer.load_tokenizer", load)
     names = (None, str(model))
     made = [LLM(model, num_kv_blocks=8, revision="v1", tokenizer=name) for name in names]
     monkeypatch.setattr(

@@ -41,7 +41,7 @@ from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import RowToolsReader
 
 if TYPE_CHECKING:
-    from batchinfer.build.context import EngineContext, WarmUp
+    from batchinfer.builders.context import EngineContext, WarmUp
 
 BuildEngine = Callable[..., "EngineContext"]
 

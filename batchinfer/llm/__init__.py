@@ -1,6 +1,6 @@
 """The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
 
-May import: config, errors, process, console, engine, text, pooling, requests, build, report.
+May import: config, errors, process, console, engine, text, pooling, requests, builders, report.
 """
 
 from batchinfer.config.beam_params import BeamSearchParams

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.console.meter import Counts, Meter
 from batchinfer.engine.metrics import KV_FACTS, MetricsCollector
 from batchinfer.engine.request import Completion, Request

@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.config import PromptConfig, sampling
 from batchinfer.config.beam_params import BeamSearchParams
 from batchinfer.config.call_params import SamplingParams

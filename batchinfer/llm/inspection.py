@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.outputs import Stats
 from batchinfer.llm.vllm.engine_view import EngineView, ModelView

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.build.engine import build_engine
+from batchinfer.builders.engine import build_engine
 from batchinfer.errors import NotYetError
 from batchinfer.llm.arguments import (
     FIT,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.llm.prompts import kind_of, listed
 
 

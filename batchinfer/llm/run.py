@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm.auto import tqdm
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.config.call_params import SamplingParams
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion, Request

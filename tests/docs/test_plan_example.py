@@ -42,6 +42,6 @@ def test_the_lines_of_the_example_are_those_of_a_plan() -> None:
 
 @pytest.mark.long
 def test_the_plan_of_the_example_is_that_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchinfer.build.dry.free_host_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("batchinfer.builders.dry.free_host_bytes", lambda: 64 << 30)
     plan = plan_job(load_job(ROOT / "jobs" / "quickstart.yaml"), device="cpu")
     assert list(plain(plan_facts(plan))) == lines_of_the_page()

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-from batchinfer.build import engine as build
+from batchinfer.builders import engine as build
 from batchinfer.job.run import parts
 from batchinfer.job.storage import local_lock
 from batchinfer.job.storage.filesystem import LocalFiles

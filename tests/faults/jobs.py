@@ -37,8 +37,8 @@ def import_model_code() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.llama.tokenization_llama
 
-    import batchinfer.build.engine
+    import batchinfer.builders.engine
     import batchinfer.worker.attention.attention
 
     assert transformers.models
-    assert batchinfer.build.engine
+    assert batchinfer.builders.engine

@@ -9,5 +9,5 @@ begins; ``messages`` go between the two, ``workers`` is what the driver sees of 
 starts and reaches the processes; ``files`` brings what workers write to its place; ``run_fleet``
 puts all of it together.
 
-May import: config, errors, process, console, engine, requests, build, job.
+May import: config, errors, process, console, engine, requests, builders, job.
 """

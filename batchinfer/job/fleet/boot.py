@@ -43,7 +43,7 @@ class WorkerSetup:
     nonce: bytes
     versions: Mapping[str, str] = field(default_factory=package_versions)
     build: BuildEngine | None = None
-    """Makes the engine; None: ``batchinfer.build.engine.build_engine``."""
+    """Makes the engine; None: ``batchinfer.builders.engine.build_engine``."""
     kernels_before: Mapping[str, str] = field(default_factory=dict)
     bad_ids: BadIds | None = None
     """Rows that are errors for their ids, as the driver has found them."""
@@ -112,7 +112,7 @@ class WorkerProcess:
     def _builder(self) -> BuildEngine:
         build = self._setup.build
         if build is None:
-            from batchinfer.build.engine import build_engine  # imports torch
+            from batchinfer.builders.engine import build_engine  # imports torch
 
             build = build_engine
         before = self._setup.kernels_before

@@ -48,7 +48,7 @@ def run_fleet(
 
     Args:
         recovered: the parts to make, and what is there of them already.
-        build: makes a worker's engine, in place of ``batchinfer.build.engine.build_engine``.
+        build: makes a worker's engine, in place of ``batchinfer.builders.engine.build_engine``.
         kernels_before: of the runs whose rows stay.
         clear: deletes what is to be overwritten; called when a worker has its model.
         progress: shows finished rows.
@@ -147,7 +147,7 @@ def _uses_gpus(spec: JobSpec, cluster_gpus: int) -> bool:
 
 def _num_gpus() -> int:
     """GPUs of this machine."""
-    from batchinfer.build.device import num_gpus  # imports torch
+    from batchinfer.builders.device import num_gpus  # imports torch
 
     return num_gpus()
 

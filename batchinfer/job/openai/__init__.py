@@ -1,4 +1,4 @@
 """OpenAI's batch files: requests in, responses and errors out.
 
-May import: config, errors, console, text, requests, build, job.
+May import: config, errors, console, text, requests, builders, job.
 """

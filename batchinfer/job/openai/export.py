@@ -197,6 +197,6 @@ def _token_texts(model: ModelSpec) -> Callable[[int, Sequence[int]], str]:
 
 
 def _load_tokenizer(model: ModelSpec) -> Any:
-    from batchinfer.build.tokenizer import make_tokenizer  # imports torch
+    from batchinfer.builders.tokenizer import make_tokenizer  # imports torch
 
     return make_tokenizer(model.config())

@@ -15,7 +15,7 @@ from batchinfer.job.plan.simulation import Simulation
 from batchinfer.job.reuse.reuse import RowReuse
 
 if TYPE_CHECKING:
-    from batchinfer.build.dry import SimulatedEngine
+    from batchinfer.builders.dry import SimulatedEngine
 
 
 @dataclass(frozen=True)

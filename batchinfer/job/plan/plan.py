@@ -41,7 +41,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
 
 if TYPE_CHECKING:
-    from batchinfer.build.dry import SimulatedEngine
+    from batchinfer.builders.dry import SimulatedEngine
 
 
 def plan_job(
@@ -76,7 +76,7 @@ def plan_job(
     job = _with_id_errors(job)
     job = replace(job, manifest=_at_its_time(job.manifest, outputs, spec.output.path))
     reuse = RowReuse(outputs, job.table.generated_schema, _ignore) if outputs else None
-    from batchinfer.build.dry import build_dry_engine, device_of  # imports torch
+    from batchinfer.builders.dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
         spec.model.config(TASKS[spec.task].runner(spec)),

@@ -24,7 +24,7 @@ from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.tools.formats import find_tool_format
 
 if TYPE_CHECKING:
-    from batchinfer.build.context import EngineContext
+    from batchinfer.builders.context import EngineContext
 
 _OUTPUT = [
     ("index", pa.int32()),

@@ -20,7 +20,7 @@ from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
-    from batchinfer.build.context import EngineContext
+    from batchinfer.builders.context import EngineContext
 
 
 @dataclass(frozen=True)

@@ -5,5 +5,5 @@ job. ``pipeline`` has the threads of it (``threads``), ``engine_loop`` the one t
 engine. ``dedup`` has equal rows computed once, ``in_flight_log`` tells the next run what ran when
 this one died, ``reporter`` is what is said of it.
 
-May import: config, errors, process, console, text, engine, requests, build, job.
+May import: config, errors, process, console, text, engine, requests, builders, job.
 """

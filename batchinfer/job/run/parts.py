@@ -164,7 +164,7 @@ def _load(
 
 def _default_builder() -> BuildEngine:
     with phase("importing torch"):  # only where there is work to do
-        from batchinfer.build.engine import build_engine
+        from batchinfer.builders.engine import build_engine
 
     return build_engine
 

@@ -62,7 +62,7 @@ def run_job(
         shard: make its parts alone, beside other shards; the last one to end ends the job.
         quiet: print nothing but why the job did not succeed.
         as_json: print the summary as JSON.
-        build: makes the engine, in place of ``batchinfer.build.engine.build_engine``.
+        build: makes the engine, in place of ``batchinfer.builders.engine.build_engine``.
         report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
         combined_output: a file for all of OpenAI's output and error lines, with that
             ``output.format``.

@@ -27,7 +27,7 @@ from batchinfer.job.spec.spec import JobSpec, resolved
 from batchinfer.job.storage.filesystem import STRICT, Files, read_file, storage_errors
 
 if TYPE_CHECKING:
-    from batchinfer.build.context import EngineContext
+    from batchinfer.builders.context import EngineContext
 
 STEPS_PER_FILE = 16384
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.config import PromptConfig
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.calls import OneCall

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion

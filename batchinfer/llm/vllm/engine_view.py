@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from batchinfer.build.context import EngineContext
+from batchinfer.builders.context import EngineContext
 from batchinfer.config import EngineConfig, ModelConfig
 
 

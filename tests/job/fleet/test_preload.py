@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 class Build:
     "In the place of the module that imports torch."
     def find_spec(self, name, path, target=None):
-        return ModuleSpec(name, self) if name == "batchinfer.build.engine" else None
+        return ModuleSpec(name, self) if name == "batchinfer.builders.engine" else None
     def create_module(self, spec):
         return None
     def exec_module(self, module):

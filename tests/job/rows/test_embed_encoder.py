@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from batchinfer.build.engine import build_engine
+from batchinfer.builders.engine import build_engine
 from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.build.engine import build_engine
+from batchinfer.builders.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import library, native

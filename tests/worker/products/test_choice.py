@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from batchinfer.build import engine as build
+from batchinfer.builders import engine as build
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import native

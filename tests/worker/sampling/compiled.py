@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from batchinfer.build.context import EngineContext
-from batchinfer.build.engine import build_engine
+from batchinfer.builders.context import EngineContext
+from batchinfer.builders.engine import build_engine
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.step import SamplingBatch, Step

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.build import engine as build
+from batchinfer.builders import engine as build
 from batchinfer.config import SCORING, SamplingParams, field_names
 from batchinfer.engine.step import SamplingBatch
 from tests.engine.fake import make_request

@@ -8,8 +8,8 @@ from threading import Thread
 import pytest
 import torch
 
-from batchinfer.build import device
-from batchinfer.build.engine import build_engine
+from batchinfer.builders import device
+from batchinfer.builders.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.step import Step

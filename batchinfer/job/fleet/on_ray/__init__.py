@@ -6,5 +6,5 @@ and ``ray_process`` is the driver's side of. ``reach`` finds out whether anythin
 cluster's place, ``pulse`` whether a silent worker computes; ``preload`` is what workers import
 first.
 
-May import: config, errors, process, console, engine, requests, build, job.
+May import: config, errors, process, console, engine, requests, builders, job.
 """

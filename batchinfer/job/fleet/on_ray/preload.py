@@ -10,5 +10,5 @@ from batchinfer.process.process import gc_paused, skip_optional_imports
 
 skip_optional_imports()
 with gc_paused():
-    import batchinfer.build.engine
+    import batchinfer.builders.engine
     import batchinfer.job.fleet.on_ray.ray_workers  # noqa: F401

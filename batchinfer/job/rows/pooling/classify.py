@@ -30,7 +30,7 @@ from batchinfer.text.pairs.questions import QuestionBuilder, with_both_columns, 
 from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
-    from batchinfer.build.context import EngineContext
+    from batchinfer.builders.context import EngineContext
 
 _FAILED: Mapping[str, Any] = {"label": None, "score": None, "scores": None}
 _TYPES: Mapping[str, pa.DataType] = {

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypedDict
 
 import torch
 
-from batchinfer.build.context import EngineContext, context_fields
-from batchinfer.build.device import choose_device, describe, set_threads
-from batchinfer.build.encoder import build_encoder
-from batchinfer.build.tokenizer import make_tokenizer
+from batchinfer.builders.context import EngineContext, context_fields
+from batchinfer.builders.device import choose_device, describe, set_threads
+from batchinfer.builders.encoder import build_encoder
+from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, SamplingParams, sized_for
 from batchinfer.console.phases import phase
-from batchinfer.process.cpus import cpu_limits
-from batchinfer.engine.encoder_engine import EncoderEngine
-from batchinfer.engine.encoder_step import EncoderRunner
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.errors import DeviceError, ModelError, NotYetError
+from batchinfer.errors import ModelError, NotYetError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
-from batchinfer.worker.encoder.description import EncoderDescription, is_run_as_encoder
-from batchinfer.worker.encoder.loader import load_encoder
-from batchinfer.worker.encoder.row_bits import check_row_bits as check_encoder_bits
-from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
+from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import LoadedModel, ModelDescription, check_adapter, load_model
+from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
-from batchinfer.worker.model.tokenizer import load_tokenizer, lower_cased, lowers_case
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products.choice import KernelChoice, KernelWish
 from batchinfer.worker.products.row_bits import check_row_bits
@@ -50,7 +40,8 @@ from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
-from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
+from batchinfer.worker.threads.threads import ThreadCount
+
 
 def build_engine(
     model: ModelConfig,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.build.context import EngineContext, context_fields, encoder_fields
-from batchinfer.build.device import choose_device, describe
-from batchinfer.build.tokenizer import make_tokenizer
+from batchinfer.builders.context import EngineContext, context_fields, encoder_fields
+from batchinfer.builders.device import choose_device, describe
+from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.dry_encoder import DryEncoder, encoder_cost, make_dry_encoder

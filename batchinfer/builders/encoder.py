@@ -1,0 +1,78 @@
+"""Puts together an engine for a model that reads texts whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from batchinfer.builders.context import EngineContext, encoder_fields
+from batchinfer.builders.device import describe, set_threads
+from batchinfer.builders.tokenizer import make_tokenizer
+from batchinfer.config import EngineConfig, ModelConfig, sized_for
+from batchinfer.console.phases import phase
+from batchinfer.engine.encoder_engine import EncoderEngine
+from batchinfer.engine.encoder_step import EncoderRunner
+from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.worker.encoder.loader import load_encoder
+from batchinfer.worker.encoder.row_bits import check_row_bits as check_encoder_bits
+from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
+from batchinfer.worker.products.choice import KernelWish
+from batchinfer.worker.threads.governor import ThreadGovernor
+
+_OF_POOLS = (
+    *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
+    *("enable_prefix_caching", "preemption", "swap_space"),
+)
+"""Keys of the engine that say something of a KV pool."""
+_DEFAULTS = EngineConfig()
+
+
+def build_encoder(
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    log: Callable[[str], None],
+    kernels_before: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+) -> EngineContext:
+    """Load a model that reads texts whole; there is no KV pool.
+
+    Raises:
+        ModelError, DeviceError: as ``build_engine``.
+    """
+    engine = sized_for(device.type, engine)
+    threads = set_threads(device, engine, log)
+    if tokenizer is None:
+        with phase("loading the tokenizer"):
+            tokenizer = make_tokenizer(model)
+    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before)
+    loaded = load_encoder(model, device=device, kernels=wish)
+    log(str(loaded.kernels))
+    if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(_DEFAULTS, name)]:
+        names = ", ".join(f"engine.{name}" for name in unused)
+        log(f"there is no KV pool, as texts are read whole: {names} without effect")
+    longest = loaded.description.max_model_len
+    if engine.deterministic:
+        check_encoder_bits(loaded.encoder, loaded.description.vocab_size, longest)
+    runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
+    if threads is not None:
+        kernel = loaded.kernels.kernel
+        governed = not threads.pinned and threads.count > 1 and kernel and kernel.keeps_row_bits
+        governor = ThreadGovernor(threads.count) if governed else None
+        runner = GovernedEncoder(runner, threads.count, governor)
+    return EngineContext(
+        engine=EncoderEngine(
+            runner,
+            max_model_len=longest,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            vocab_size=loaded.description.vocab_size,
+        ),
+        tokenizer=tokenizer,
+        **encoder_fields(loaded.description),
+        device=describe(device),
+        model_facts=loaded.facts,
+        kernels=loaded.kernel_names,
+        device_bytes=lambda: int(loaded.facts["weight_bytes"]),
+    )
