@@ -346,7 +346,7 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
             "No such option '--devise'. Did you mean '--device'?",
         ),
         (["--versio"], "No such option '--versio'. Did you mean '--version'?"),
-        (["status", "out", "--every", "1"], "--every is for --watch"),
+        (["status", "out", "--every", "1"], "--every needs --watch"),
         (["run-batch", "-i", "a", "-o", "a", "--model", "m"], "the output file is the input"),
         (
             [

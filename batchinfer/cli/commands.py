@@ -30,7 +30,7 @@ _Options = TypeVar("_Options", BatchOptions, BenchOptions)
 
 
 class LogFormat(StrEnum):
-    """How ``run`` tells of itself."""
+    """The log format of ``run``."""
 
     TEXT = "text"
     JSON = "json"
@@ -48,23 +48,26 @@ app = typer.Typer(
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, like sampling.top_p=0.9."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. sampling.top_p=0.9."),
 ]
 Variables = Annotated[
-    list[str] | None, typer.Option("--var", metavar="NAME=TEXT", help="Give a value for vars.")
+    list[str] | None,
+    typer.Option("--var", metavar="NAME=TEXT", help="Set a variable of the job file."),
 ]
-Output = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
+Output = Annotated[
+    str | None, typer.Option("--output", metavar="DIR", help="Override the output directory.")
+]
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="The output directory, or its URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Currency = Annotated[
-    str, typer.Option("--currency", metavar="CODE", help="Of --price-per-hour, such as EUR.")
+    str, typer.Option("--currency", metavar="CODE", help="Currency of --price-per-hour, e.g. EUR.")
 ]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
 ]
 Reuse = Annotated[
     list[str] | None,
-    typer.Option("--reuse", metavar="DIR", help="Copy rows that this output has already."),
+    typer.Option("--reuse", metavar="DIR", help="Reuse matching rows of another output."),
 ]
 
 
@@ -94,7 +97,7 @@ def _read_job(
 def _takes(
     record: type[_Options],
 ) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Make a command of the fields of ``record`` out of one that takes the record."""
+    """Turn a command that takes ``record`` into one whose options are the record's fields."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
         @wraps(command)
@@ -126,7 +129,7 @@ def _options(
     pass
 
 
-@app.command(short_help="Run a job; again: go on where it stopped.")
+@app.command(short_help="Run or resume a job.")
 def run(
     job: JobFile,
     overrides: Overrides = None,
@@ -135,41 +138,43 @@ def run(
     limit: Limit = None,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="I/N", help="Make one of N shares; auto: as Slurm says."),
+        typer.Option("--shard", metavar="I/N", help="Run shard I of N; auto: of a Slurm array."),
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option("--workers", metavar="N|auto", help="Share the job among N engines, on Ray."),
+        typer.Option("--workers", metavar="N|auto", help="Number of Ray workers."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="WHERE", help="Run them there: local, auto, HOST:PORT."),
+        typer.Option("--cluster", metavar="WHERE", help="Ray cluster: local, auto or HOST:PORT."),
     ] = None,
     reuse: Reuse = None,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
+        bool, typer.Option("--retry-errors", help="Retry failed rows.")
     ] = False,
     update: Annotated[
-        bool, typer.Option("--update", help="Make anew what differs from the output there is.")
+        bool, typer.Option("--update", help="Recompute only rows that changed.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the output there is and start afresh.")
+        bool, typer.Option("--overwrite", help="Delete existing output and start over.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress.")] = False,
     no_report: Annotated[
-        bool, typer.Option("--no-report", help="Write no report.html at the end.")
+        bool, typer.Option("--no-report", help="Do not write report.html.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
     log_format: Annotated[
         LogFormat,
-        typer.Option("--log-format", help="json: one object a line on stderr, nothing else."),
+        typer.Option("--log-format", help="json: one object per line, on stderr."),
     ] = LogFormat.TEXT,
     metrics: Annotated[
         str | None,
-        typer.Option("--metrics", metavar="PORT|FILE", help="Give Prometheus metrics there."),
+        typer.Option(
+            "--metrics", metavar="PORT|FILE", help="Prometheus metrics on PORT or in FILE."
+        ),
     ] = None,
 ) -> None:
-    """Run a job; run it again to go on where it stopped."""
+    """Run a job, or resume one that stopped."""
     log = log_as_json(keep_stdout=as_json) if log_format is LogFormat.JSON else None
     own = None
     if shard is not None:
@@ -213,7 +218,7 @@ def _json_display(log: JsonLog, quiet: bool) -> Display:
 
 @contextmanager
 def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
-    """What runs a job on several workers, where it is to; it begins while the job is looked at."""
+    """The runner for several workers; None where one process runs the job."""
     scale = spec.scale
     if scale.workers == 1:
         yield None
@@ -227,10 +232,10 @@ def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
         yield partial(run_fleet, first=first) if is_fleet(spec) else None
 
 
-@app.command("run-batch", short_help="Answer an OpenAI batch file; again: go on.")
+@app.command("run-batch", short_help="Run or resume an OpenAI batch file.")
 @_takes(BatchOptions)
 def run_batch(options: BatchOptions) -> None:
-    """Answer an OpenAI batch file; run it again to go on where it stopped."""
+    """Answer an OpenAI batch file, or resume one that stopped."""
     if options.quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     from batchinfer.job.run.run_batch import run_batch, state_directory
@@ -240,14 +245,14 @@ def run_batch(options: BatchOptions) -> None:
     raise typer.Exit(int(code))
 
 
-@app.command(short_help="Check a job file; needs no data, no weights.")
+@app.command(short_help="Check a job file without data or weights.")
 def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
-    """Check a job file and its templates; needs no data and no weights."""
+    """Check a job file and its templates, without data or weights."""
     _read_job(job, overrides, variables)
     print_stdout(f"{job}: OK")
 
 
-@app.command(short_help="Say what a job will need; no weights, no GPU.")
+@app.command(short_help="Estimate time, memory and cost of a job.")
 def plan(
     job: JobFile,
     overrides: Overrides = None,
@@ -260,25 +265,25 @@ def plan(
         typer.Option(
             "--device",
             metavar="NAME",
-            help="h200, h100, a100-80g, l40s or cpu; else this machine's.",
+            help="h200, h100, a100-80g, l40s or cpu (default: this machine).",
         ),
     ] = None,
     expect_output_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of an answer; else sampling.max_tokens."),
+        typer.Option(min=1, metavar="N", help="Tokens per answer (default: max_tokens)."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Say how long so many devices take together."),
+        typer.Option(min=1, metavar="N", help="Estimate the time on N devices."),
     ] = None,
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0, metavar="PRICE", help="Of one device, to say what the job costs."),
+        typer.Option(min=0, metavar="PRICE", help="Hourly price of one device."),
     ] = None,
     currency: Currency = "USD",
     as_json: AsJson = False,
 ) -> None:
-    """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
+    """Estimate time, memory and cost from data, tokenizer and model config; needs no GPU."""
     spec = _read_job(job, overrides, variables, output, limit, reuse=reuse)
     from batchinfer.console.table import render_table
     from batchinfer.job.plan.estimate import plan_facts
@@ -296,19 +301,19 @@ def plan(
     )
 
 
-@app.command(short_help="Show how far a job is, from its files alone.")
+@app.command(short_help="Show the progress of a job.")
 def status(
     out: Folder,
     as_json: AsJson = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again, until the job ends.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the job ends.")] = False,
     every: Annotated[
         float | None,
-        typer.Option("--every", min=0.1, metavar="S", help="Seconds between, of --watch: 2."),
+        typer.Option(
+            "--every", min=0.1, metavar="S", help="Refresh interval of --watch (default: 2)."
+        ),
     ] = None,
 ) -> None:
-    """Show how far a job is, running or stopped, from its files alone."""
+    """Show the progress of a running or stopped job, read from its files."""
     import time
 
     from batchinfer.console.format import printable
@@ -318,13 +323,13 @@ def status(
 
     if watch:
         if as_json:
-            raise UsageError("--watch shows the status on and on; leave out --json")
+            raise UsageError("--watch refreshes the screen and cannot be combined with --json")
         from batchinfer.job.stats.watch import watch as watch_status
 
         watch_status(output_at(out), 2.0 if every is None else every)
         return
     if every is not None:
-        raise UsageError("--every is for --watch: without it the status is shown once")
+        raise UsageError("--every needs --watch: without it the status is shown once")
     found = read_status(output_at(out), time.time())
     print_stdout(
         to_json(found.data())
@@ -350,19 +355,20 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
 
 
-@app.command(short_help="Write an HTML page about a job, also running.")
+@app.command(short_help="Write an HTML report, also of a running job.")
 def report(
     out: Folder,
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0, metavar="PRICE", help="Of the machine, to say what the job cost."),
+        typer.Option(min=0, metavar="PRICE", help="Hourly price of the machine."),
     ] = None,
     currency: Currency = "USD",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Else OUT/report.html.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="File to write (default: OUT/report.html)."),
     ] = None,
 ) -> None:
-    """Write an HTML page about a job, running or ended: memory, speed, errors, cost."""
+    """Write an HTML report of a running or ended job: memory, speed, errors, cost."""
     import time
 
     from batchinfer.console.format import printable
@@ -396,16 +402,14 @@ def init(
         "job.yaml"
     ),
     prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The column of prompts; else it is found.")
+        str | None, typer.Option(metavar="NAME", help="Prompt column (default: detected).")
     ] = None,
     id_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The column of ids; else it is found.")
+        str | None, typer.Option(metavar="NAME", help="Id column (default: detected).")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over a file that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a commented job file for a dataset, that runs as it is."""
+    """Write a commented job file that runs as it is."""
     from batchinfer.job.init.job_file import Starter, write_starter
 
     asked = Starter(data, model, output, job, prompt_column, id_column, force)

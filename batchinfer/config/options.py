@@ -38,7 +38,7 @@ class BatchOptions:
     """A batch file, a model, and keys of the job that answers it; None: the default of its key."""
 
     input_file: Annotated[
-        str, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one a line.")
+        str, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one per line.")
     ]
     output_file: Annotated[
         str,
@@ -52,11 +52,13 @@ class BatchOptions:
     model: Model
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="What requests must call the model; default: anything."),
+        typer.Option(metavar="NAME", help="Model name that requests must use (default: any)."),
     ] = None
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of requests that set none; default: to the end."),
+        typer.Option(
+            min=1, metavar="N", help="Default max_tokens (default: up to the model's limit)."
+        ),
     ] = None
     revision: Annotated[str | None, typer.Option(metavar="REF", help="Branch, tag or commit.")] = (
         None
@@ -74,17 +76,17 @@ class BatchOptions:
     ] = None
     reasoning_parser: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Tell thinking from answers: auto, qwen3, ..., none."),
+        typer.Option(metavar="NAME", help="Split reasoning from answers: auto, qwen3, ..., none."),
     ] = "none"
     tool_call_parser: Annotated[
-        str, typer.Option(metavar="NAME", help="How the model writes calls: auto, hermes, ...")
+        str, typer.Option(metavar="NAME", help="Tool call format: auto, hermes, ...")
     ] = "none"
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of requests that bring none.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Default seed.")] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Of the device's memory.")
+        float | None, typer.Option(metavar="SHARE", help="Share of device memory to use.")
     ] = None
     num_kv_blocks: Count = None
     kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="auto or fp8.")] = None
@@ -94,19 +96,19 @@ class BatchOptions:
             metavar="SHARE",
             min=0,
             max=1,
-            help="Share of requests that may fail; more: exit code 3.",
+            help="Failed share above which the exit code is 3.",
         ),
     ] = 1.0
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
+        bool, typer.Option("--overwrite", help="Delete existing answers and start over.")
     ] = False
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Answer the requests again that failed.")
-    ] = False
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Retry failed requests.")] = (
+        False
+    )
     update: Annotated[
-        bool, typer.Option("--update", help="Answer anew what differs from the answers there are.")
+        bool, typer.Option("--update", help="Recompute only requests that changed.")
     ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress.")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
         """The object that ``default_chat_template_kwargs`` gives as JSON.
@@ -149,7 +151,7 @@ class BenchOptions:
     num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts to run.")] = 1000
     n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Samples per prompt.")] = 1
     dtype: Dtype = "auto"
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of prompts and of sampling.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of prompts and sampling.")] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
@@ -164,17 +166,15 @@ class BenchOptions:
     dataset: Annotated[
         Path | None,
         typer.Option(
-            "--dataset", metavar="FILE", help="Parquet file of prompts or token ids to run instead."
+            "--dataset", metavar="FILE", help="Parquet file of prompts or token ids to run."
         ),
     ] = None
     output_json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the result here.")
+        Path | None, typer.Option(metavar="FILE", help="Write the result to a file.")
     ] = None
     deterministic: Annotated[
         bool,
-        typer.Option(
-            "--deterministic", help="Run again with engine.deterministic, and show what it costs."
-        ),
+        typer.Option("--deterministic", help="Also measure the cost of engine.deterministic."),
     ] = False
 
     def __post_init__(self) -> None:
