@@ -103,7 +103,7 @@ class TextProcesses:
         self._server = ServerProcess(self._limits)
         self._workers = Workers(self._server, self._limits, most)
         self._threads = ThreadPoolExecutor(most, "prompts")
-        self._release = weakref.finalize(self, _release, self._server, self._threads)
+        self._release = weakref.finalize(self, _release, self._server, self._workers, self._threads)
         if self._tokenizer is not None:
             self._server.load(self._tokenizer)
 
@@ -136,8 +136,9 @@ class TextProcesses:
         return [result for result in results if result is not None]
 
 
-def _release(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
+def _release(server: ServerProcess, workers: Workers, threads: ThreadPoolExecutor) -> None:
     server.close()
+    workers.close()
     threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -49,6 +49,13 @@ class Workers:
         self._num_lent = 0
         self._changed = Condition()
 
+    def close(self) -> None:
+        """Close the connections of workers whose server has ended."""
+        with self._changed:
+            for worker in self._idle:
+                worker.connection.close()
+            self._idle.clear()
+
     def columns(self, factory: bytes) -> tuple[str, ...]:
         """The input columns that a factory's builder needs.
 
