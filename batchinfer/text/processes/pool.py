@@ -138,8 +138,9 @@ class TextProcesses:
 
 def _release(server: ServerProcess, workers: Workers, threads: ThreadPoolExecutor) -> None:
     server.close()
-    workers.close()
-    threads.shutdown(wait=False, cancel_futures=True)
+    if server.owner == os.getpid():  # in a forked copy, locks may be held by threads that are gone
+        workers.close()
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerPrompts:

@@ -58,7 +58,7 @@ class ServerProcess:
         """Held from a request to its answer."""
         self._pids: set[int] = set()
         """Workers that may live."""
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._closed_for: Exception | None = None
         self.has_failed = False
         """Whether it is of no use any more."""
@@ -134,7 +134,7 @@ class ServerProcess:
             return
         self._closed_for = StoppedError() if reason is None else not_started(reason)
         self.has_failed = True
-        if self._owner != os.getpid():  # a forked copy: the server is not ours
+        if self.owner != os.getpid():  # a forked copy: the server is not ours
             self._process.returncode = 0
             self._close_files()
             return
