@@ -53,7 +53,7 @@ def test_little_is_imported_before_signals_are_heeded() -> None:
     code = (
         "import sys\n"
         "before = {*sys.modules}\n"
-        "from batchinfer import process\n"
+        "from batchinfer.process import process\n"
         "def heed(*_): raise SystemExit(' '.join({*sys.modules} - before))\n"
         "process._handle_with = heed\n"
         "from batchinfer.__main__ import main\n"
@@ -61,7 +61,7 @@ def test_little_is_imported_before_signals_are_heeded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     ours = {name for name in done.stderr.split() if name.startswith("batchinfer")}
-    expected = {"errors", "process", "program", "__main__"}
+    expected = {"errors", "process", "process.process", "cli", "cli.program", "__main__"}
     assert ours == {"batchinfer", *(f"batchinfer.{name}" for name in expected)}
     assert not {"dataclasses", "inspect", "typer"} & {*done.stderr.split()}
 

@@ -22,6 +22,8 @@ SETUPS = [Setup(block_size=4, max_tokens=7), Setup(block_size=16, pool_tokens=16
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_whole_model(family: str, tmp_path: Path) -> None:
     whole = make_wrapper(family, tmp_path)
+    if family == "llama4":  # the wrapper of transformers 5.24 fails on text without images
+        whole = whole.language_model
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
     for setup in SETUPS:
         completions, _ = run(loaded, setup)
