@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig
 from workloads import Row, workload
 
-from batchinfer.worker.product_kernels import product_kernels
-from batchinfer.worker.products.linear import PackedLinear
+from batchinfer.worker.linear.packed_linear import PackedLinear
+from batchinfer.worker.linear_kernels import linear_kernels
 
 ROWS = 64
 """Rows of a product: as many sequences as a step of the quarter-size workloads holds."""
@@ -42,7 +42,7 @@ def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.d
     ]
     inputs = {width: torch.randn(ROWS, width).to(dtype) for width, _ in shapes}
     medians = []
-    for kernel in product_kernels(dtype):
+    for kernel in linear_kernels(dtype):
         layers = [PackedLinear(linear, kernel) for linear in plain]
         times = []
         for _ in range(25):

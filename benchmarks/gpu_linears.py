@@ -12,7 +12,7 @@ from gpu_timing import seconds
 from roofline import Ceilings, Shape
 from torch import nn
 
-from batchinfer.worker.products.fp8 import Fp8Linear
+from batchinfer.worker.linear.fp8 import Fp8Linear
 
 _ROWS = (1, 64, 256, 4096)
 _ROTATED_BYTES = 2**28  # of codes; weights in turn, so that none is found in a cache

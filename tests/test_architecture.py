@@ -122,7 +122,7 @@ ROOMS = [
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
     Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
     Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
-    Room("worker.product_kernels", "what can multiply by a weight on a CPU", ("kernels",)),
+    Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
     Room(
         "worker.threads",
         "Threads that compute on a CPU: how many, on which cores, and fewer while others use them.",
@@ -158,8 +158,8 @@ ROOMS = [
         ("errors", "engine.kv", "worker"),
     ),
     Room(
-        "worker.products",
-        "Linear layers packed or quantised, and what multiplies: measured, chosen, kept to.",
+        "worker.linear",
+        "Linear layers, packed or quantized, and the choice of their GEMM kernel.",
         ("errors", "console", "kernels", "engine.kv", "worker"),
     ),
     Room(

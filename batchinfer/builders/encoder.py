@@ -15,9 +15,9 @@ from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.encoder_step import EncoderRunner
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.encoder.loader import load_encoder
-from batchinfer.worker.encoder.row_bits import check_row_bits as check_encoder_bits
+from batchinfer.worker.encoder.row_bits import check_batch_invariance as check_encoder_invariance
 from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
-from batchinfer.worker.products.choice import KernelWish
+from batchinfer.worker.linear.choice import KernelRequirements
 from batchinfer.worker.threads.governor import ThreadGovernor
 
 _OF_POOLS = (
@@ -33,7 +33,7 @@ def build_encoder(
     engine: EngineConfig,
     device: torch.device,
     log: Callable[[str], None],
-    kernels_before: Mapping[str, str],
+    pinned_kernels: Mapping[str, str],
     tokenizer: Tokenizer | None,
 ) -> EngineContext:
     """Load a model that reads texts whole; there is no KV pool.
@@ -46,19 +46,19 @@ def build_encoder(
     if tokenizer is None:
         with phase("loading the tokenizer"):
             tokenizer = make_tokenizer(model)
-    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before)
-    loaded = load_encoder(model, device=device, kernels=wish)
+    required = KernelRequirements(engine.cpu_kernels, engine.deterministic, pinned_kernels)
+    loaded = load_encoder(model, device=device, kernels=required)
     log(str(loaded.kernels))
     if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(_DEFAULTS, name)]:
         names = ", ".join(f"engine.{name}" for name in unused)
         log(f"there is no KV pool, as texts are read whole: {names} without effect")
     longest = loaded.description.max_model_len
     if engine.deterministic:
-        check_encoder_bits(loaded.encoder, loaded.description.vocab_size, longest)
+        check_encoder_invariance(loaded.encoder, loaded.description.vocab_size, longest)
     runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
     if threads is not None:
         kernel = loaded.kernels.kernel
-        governed = not threads.pinned and threads.count > 1 and kernel and kernel.keeps_row_bits
+        governed = not threads.pinned and threads.count > 1 and kernel and kernel.is_batch_invariant
         governor = ThreadGovernor(threads.count) if governed else None
         runner = GovernedEncoder(runner, threads.count, governor)
     return EngineContext(

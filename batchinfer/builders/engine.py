@@ -28,13 +28,13 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear.batch_invariance import check_batch_invariance
+from batchinfer.worker.linear.choice import KernelChoice, KernelRequirements
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.products.choice import KernelChoice, KernelWish
-from batchinfer.worker.products.row_bits import check_row_bits
 from batchinfer.worker.sampling.kinds import StepKinds
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
@@ -48,7 +48,7 @@ def build_engine(
     engine: EngineConfig,
     *,
     log: Callable[[str], None],
-    kernels_before: Mapping[str, str] | None = None,
+    pinned_kernels: Mapping[str, str] | None = None,
     tokenizer: Tokenizer | None = None,
     fit_length: bool = False,
     more_adapters: bool = False,
@@ -59,7 +59,7 @@ def build_engine(
     Args:
         log: told, line by line, how many threads compute, what multiplies, and where the device's
             memory goes.
-        kernels_before: ``EngineContext.kernels`` of the runs whose work this one goes on with.
+        pinned_kernels: ``EngineContext.kernels`` of the runs whose work this one goes on with.
         tokenizer: in place of the model's, which is not looked at then.
         fit_length: make sequences no longer than the KV pool has room for.
         more_adapters: be able to add adapters to the model later.
@@ -73,7 +73,7 @@ def build_engine(
     if is_run_as_encoder(model):
         if random_weights:
             raise NotYetError("random weights of a model that reads texts whole")
-        return build_encoder(model, engine, device, log, kernels_before or {}, tokenizer)
+        return build_encoder(model, engine, device, log, pinned_kernels or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
             f"engine.deterministic is true, and what model.quantization: {model.quantization} "
@@ -92,11 +92,11 @@ def build_engine(
     if tokenizer is None:
         with phase("loading the tokenizer"):
             tokenizer = make_tokenizer(model)
-    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {})
+    required = KernelRequirements(engine.cpu_kernels, engine.deterministic, pinned_kernels or {})
     loaded = load_model(
         model,
         device=device,
-        kernels=wish,
+        kernels=required,
         latent=engine.latent_cache,
         more_adapters=more_adapters,
         random_weights=random_weights,
@@ -106,7 +106,7 @@ def build_engine(
         log(f"products of the layers by {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
-        check_row_bits(loaded.model, layout, loaded.kernels.kernel)
+        check_batch_invariance(loaded.model, layout, loaded.kernels.kernel)
     loaded_bytes = model_bytes(loaded.model)
     memory = fit_memory(
         engine,
@@ -127,7 +127,7 @@ def build_engine(
     capture = partial(_graphs, loaded, cache, engine, memory, log)
     graphs = capture(len(loaded.adapters))
     attention = attention_kernel(cache, loaded.kernels.kernel)
-    log(attention.line(kernels_before or {}))
+    log(attention.line(pinned_kernels or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     adapters = AdapterLoader(
         loaded.model,
@@ -193,7 +193,7 @@ def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
 
 def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
     """Have a runner's steps compute on so many threads, or on fewer where no row's bits change."""
-    keeps_bits = kernels.kernel is not None and kernels.kernel.keeps_row_bits
+    keeps_bits = kernels.kernel is not None and kernels.kernel.is_batch_invariant
     if threads.pinned or threads.count == 1 or not keeps_bits:
         return PinnedThreads(runner, threads.count)
     return GovernedThreads(runner, ThreadGovernor(threads.count))

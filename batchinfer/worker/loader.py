@@ -24,6 +24,18 @@ from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers
+from batchinfer.worker.linear.choice import (
+    KernelChoice,
+    KernelRequirements,
+    choose_cuda_kernel,
+    choose_kernel,
+)
+from batchinfer.worker.linear.experts import pack_experts
+from batchinfer.worker.linear.fp8 import quantize_fp8
+from batchinfer.worker.linear.low_bit import pack_codes, quantize_packed
+from batchinfer.worker.linear.packed_linear import pack_linears
+from batchinfer.worker.linear.prequantized import KEPT, keep_prequantized
+from batchinfer.worker.linear_kernels import ON_CPU
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora import add_adapters
 from batchinfer.worker.memory import model_bytes
@@ -41,21 +53,9 @@ from batchinfer.worker.model.random_weights import make_random_weights
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.probe import probe_block_size
-from batchinfer.worker.product_kernels import ON_CPU
-from batchinfer.worker.products.choice import (
-    KernelChoice,
-    KernelWish,
-    choose_cuda_kernel,
-    choose_kernel,
-)
-from batchinfer.worker.products.experts import pack_experts
-from batchinfer.worker.products.fp8 import quantize_fp8
-from batchinfer.worker.products.linear import pack_linears
-from batchinfer.worker.products.low_bit import pack_codes, quantize_packed
-from batchinfer.worker.products.saved_codes import KEPT, keep_saved_codes
 from batchinfer.worker.self_check import check_model
 
-_ANY_KERNELS = KernelWish()
+_ANY_KERNELS = KernelRequirements()
 _ON_STRIDES = (
     " (torch multiplies all experts of a layer at once, and only where the hidden size and the "
     "experts' intermediate size take multiples of 16 bytes in the model's dtype)"
@@ -172,7 +172,7 @@ def load_model(
     choice: ModelConfig,
     *,
     device: torch.device,
-    kernels: KernelWish = _ANY_KERNELS,
+    kernels: KernelRequirements = _ANY_KERNELS,
     latent: bool = False,
     more_adapters: bool = False,
     random_weights: bool = False,
@@ -279,7 +279,7 @@ def _keep_codes(
     if quantization is not None and quantization in KEPT:
         with phase("finding saved codes"):
             device_type = next(model.parameters()).device.type
-            keep_saved_codes(model, described.folder, described.config, quantization, device_type)
+            keep_prequantized(model, described.folder, described.config, quantization, device_type)
 
 
 def _check_model(

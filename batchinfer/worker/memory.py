@@ -15,9 +15,9 @@ from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
+from batchinfer.worker.linear.experts import PackedExperts
+from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.model.quantization import plain_tensors
-from batchinfer.worker.products.experts import PackedExperts
-from batchinfer.worker.products.linear import PackedLinear
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 

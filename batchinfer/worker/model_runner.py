@@ -13,10 +13,10 @@ from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.hidden_states import PooledHandle
 from batchinfer.worker.oom import raise_out_of_memory
-from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.prompt_logprobs import PromptScorer, ScoredHandle
 from batchinfer.worker.sampling.output import SampleHandle
 
@@ -41,7 +41,7 @@ class ModelRunner:
         cache: KVCache,
         sample: Sample,
         graphs: StepGraphs | None = None,
-        kernel: ProductKernel | None = None,
+        kernel: LinearKernel | None = None,
     ) -> None:
         self._model = model
         self._cache = cache

@@ -23,7 +23,7 @@ from batchinfer.worker.attention.attention import (
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.forward import device_arrays, forward
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.transfer import to_device
 
 
@@ -50,7 +50,7 @@ class Probe:
         positions: Sequence[int] | None = None,
         adapters: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
-        kernel: ProductKernel | None = None,
+        kernel: LinearKernel | None = None,
     ) -> None:
         weight = next(model.parameters())
         self._model = model

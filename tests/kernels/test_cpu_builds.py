@@ -13,7 +13,7 @@ import torch
 from batchinfer.kernels.cpu import decoder_layer, encoder_layers, gemm, library, native, row_ops
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
-from batchinfer.worker.product_kernels import product_kernels
+from batchinfer.worker.linear_kernels import linear_kernels
 from tests.kernels import cpu_latents, test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cases import AttentionCase
 from tests.kernels.cpu_attention import (
@@ -83,9 +83,9 @@ def other(
         assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
         for module in (native, gemm, row_ops, decoder_layer, encoder_layers):
             patch.setattr(module, "load", lambda: built)
-        product_kernels.cache_clear()
+        linear_kernels.cache_clear()
         yield
-    product_kernels.cache_clear()
+    linear_kernels.cache_clear()
 
 
 @pytest.mark.long
@@ -152,7 +152,7 @@ def test_each_engine_of_a_process_attends_by_its_own_instructions() -> None:
     model, layout = fused("qwen3", joined=True, dtype=torch.bfloat16, **wide)
     run = Run("qwen3", layout, torch.bfloat16, **wide)
     step = run.maker.step([(run.first, 40), (run.second, 25)], every_logit=True)
-    own = [kernel for kernel in product_kernels(torch.bfloat16) if kernel.kind == "own"]
+    own = [kernel for kernel in linear_kernels(torch.bfloat16) if kernel.kind == "own"]
     backends = [make_backend(run.cache, kernel) for kernel in own]
     first = [forward(model, run.cache, backend, step) for backend in backends]
     again = [forward(model, run.cache, backend, step) for backend in backends]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchinfer.kernels.cpu import decoder_layer, encoder_layers, gemm, library, native, row_ops
-from batchinfer.worker.product_kernels import product_kernels
+from batchinfer.worker.linear_kernels import linear_kernels
 from tests.kernels.cpu_product import check_many_rows
 from tests.kernels.encoder_cases import check_bits_of_a_sequence
 from tests.worker.fusion import test_native_layers
@@ -45,9 +45,9 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         assert built is not None
         for module in (library, native, gemm, row_ops, decoder_layer, encoder_layers):
             patch.setattr(module, "load", lambda: built)
-        product_kernels.cache_clear()
+        linear_kernels.cache_clear()
         yield
-    product_kernels.cache_clear()
+    linear_kernels.cache_clear()
 
 
 @dtypes

@@ -19,17 +19,17 @@ from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear import choice
+from batchinfer.worker.linear.choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.products import choice
-from batchinfer.worker.products.choice import KernelWish
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import make_checkpoint
-from tests.worker.of_company import OF_COMPANY
+from tests.worker.batch_dependent import BATCH_DEPENDENT
 
 CPU = torch.device("cpu")
-OWN = KernelWish("own", deterministic=True)
+OWN = KernelRequirements("own", deterministic=True)
 # Widths that are multiples of 32, as those of real models are: where a module is not fused, torch
 # computes the last elements of a tensor, past whole pairs of vectors, with another exp.
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
@@ -170,7 +170,7 @@ def test_where_products_depend_on_company_bits_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the tests above: they can fail."""
-    monkeypatch.setattr(choice, "product_kernels", lambda dtype: (OF_COMPANY,))
+    monkeypatch.setattr(choice, "linear_kernels", lambda dtype: (BATCH_DEPENDENT,))
     loaded = load_model(ModelConfig(str(make_checkpoint("llama", tmp_path, **WIDE))), device=CPU)
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))

@@ -28,12 +28,12 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear.batch_invariance import check_batch_invariance, check_operations
+from batchinfer.worker.linear_kernels import LinearKernel, triton_kernel
 from batchinfer.worker.lora.checkpoint import read_adapters
 from batchinfer.worker.lora.lora import add_adapters
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.probe import Probe
-from batchinfer.worker.product_kernels import ProductKernel, triton_kernel
-from batchinfer.worker.products.row_bits import check_operations, check_row_bits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.transfer import HostCopy
@@ -70,7 +70,7 @@ class Prepared:
 
     model: torch.nn.Module
     layout: KVLayout
-    kernel: ProductKernel
+    kernel: LinearKernel
     capture: Capture
 
 
@@ -262,7 +262,7 @@ def test_bits_do_not_depend_on_how_a_row_is_run_on_a_gpu(
     monkeypatch.setattr(fixed_work, "FIXED_PIECE", 64)
     wide = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
     prepared = prepared_model(family, "cuda", dtype, CudaCapture(), num_hidden_layers=3, **wide)
-    check_row_bits(prepared.model, prepared.layout, prepared.kernel)
+    check_batch_invariance(prepared.model, prepared.layout, prepared.kernel)
     rows, num_blocks = tuple(range(12)), 400
     usual = bits_of(prepared, Setup(rows, 256, 32, num_blocks))
     for setup in (

@@ -44,7 +44,7 @@ class WorkerSetup:
     versions: Mapping[str, str] = field(default_factory=package_versions)
     build: BuildEngine | None = None
     """Makes the engine; None: ``batchinfer.builders.engine.build_engine``."""
-    kernels_before: Mapping[str, str] = field(default_factory=dict)
+    pinned_kernels: Mapping[str, str] = field(default_factory=dict)
     bad_ids: BadIds | None = None
     """Rows that are errors for their ids, as the driver has found them."""
     omp_num_threads: str | None = None
@@ -115,8 +115,8 @@ class WorkerProcess:
             from batchinfer.builders.engine import build_engine  # imports torch
 
             build = build_engine
-        before = self._setup.kernels_before
-        return partial(build, kernels_before=before) if before else build
+        before = self._setup.pinned_kernels
+        return partial(build, pinned_kernels=before) if before else build
 
 
 def _keep_to(cores: Sequence[int]) -> None:

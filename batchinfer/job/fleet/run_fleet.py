@@ -38,7 +38,7 @@ def run_fleet(
     job: OutputJob,
     recovered: RecoveredRows,
     build: BuildEngine | None,
-    kernels_before: Mapping[str, str],
+    pinned_kernels: Mapping[str, str],
     clear: Callable[[], None],
     progress: Progress,
     stop: Event,
@@ -49,7 +49,7 @@ def run_fleet(
     Args:
         recovered: the parts to make, and what is there of them already.
         build: makes a worker's engine, in place of ``batchinfer.builders.engine.build_engine``.
-        kernels_before: of the runs whose rows stay.
+        pinned_kernels: of the runs whose rows stay.
         clear: deletes what is to be overwritten; called when a worker has its model.
         progress: shows finished rows.
         stop: when set, workers put on disk what they have, and end.
@@ -86,7 +86,7 @@ def run_fleet(
             open_job(job.spec, job.source).manifest.fingerprint,
             nonce,
             build=build,
-            kernels_before=kernels_before,
+            pinned_kernels=pinned_kernels,
             bad_ids=job.source.bad_ids,
             omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
@@ -95,7 +95,7 @@ def run_fleet(
             scale.min_workers,
             scale.start_timeout_s,
             waited_s=time.monotonic() - began,
-            same_kernels=not has_gpus and not kernels_before,
+            same_kernels=not has_gpus and not pinned_kernels,
         )
         workers.use(
             setup,

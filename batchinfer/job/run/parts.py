@@ -36,7 +36,7 @@ class RunFleet(Protocol):
         job: OutputJob,
         recovered: RecoveredRows,
         build: BuildEngine | None,
-        kernels_before: Mapping[str, str],
+        pinned_kernels: Mapping[str, str],
         clear: Callable[[], None],
         progress: Progress,
         stop: Event,
@@ -44,7 +44,7 @@ class RunFleet(Protocol):
         """Make the parts that are not finished; whether all were made.
 
         Args:
-            kernels_before: of the runs whose rows stay.
+            pinned_kernels: of the runs whose rows stay.
             clear: deletes what is to be overwritten; to be called once a model is loaded.
         """
         ...
@@ -86,7 +86,7 @@ def run_parts(
         missing, _num_finished(job, resume, missing), draws=job.spec.task_spec.draws
     )
     reporter.resumes(meter.before, meter.before + missing)
-    before = _kernels_before(job, resume)
+    before = _pinned_kernels(job, resume)
     loaded = reuse = None
     outputs = [*resume.takes_over, *outputs]
     runs_here = not missing or fleet is None
@@ -144,7 +144,7 @@ def _as_workers_see(job: OutputJob, resume: ResumePlan) -> OutputJob:
     return replace(job, spec=job.spec.model_copy(update={"output": output}))
 
 
-def _kernels_before(job: OutputJob, resume: ResumePlan) -> Mapping[str, str]:
+def _pinned_kernels(job: OutputJob, resume: ResumePlan) -> Mapping[str, str]:
     """Of the runs whose rows stay."""
     if resume.starts_over:
         return {}
@@ -171,4 +171,4 @@ def _default_builder() -> BuildEngine:
 
 def _like_before(build: BuildEngine, before: Mapping[str, str]) -> BuildEngine:
     """Have the engine compute as the runs did whose rows stay."""
-    return partial(build, kernels_before=before) if before else build
+    return partial(build, pinned_kernels=before) if before else build

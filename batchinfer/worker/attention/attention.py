@@ -28,7 +28,7 @@ from batchinfer.worker.attention.torch_cpu import CpuAttention
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.linear_kernels import LinearKernel
 
 ATTENTION_NAME = "batchinfer_paged"
 
@@ -72,7 +72,7 @@ class CapturedBackend(AttentionBackend, Protocol):
         ...
 
 
-def make_backend(cache: KVCache, like: ProductKernel | None = None) -> AttentionBackend:
+def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionBackend:
     """Make the attention backend for the pool's device; on a CPU the C kernels where they can be
     built.
 
@@ -89,12 +89,12 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
     return ChunkedAttention(cache, make(), make()) if cache.layout.chunks else make()
 
 
-def make_cuda_backend(cache: KVCache, like: ProductKernel | None) -> CapturedBackend:
+def make_cuda_backend(cache: KVCache, like: LinearKernel | None) -> CapturedBackend:
     """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
     if cache.layout.latent:
         return LatentCudaAttention(cache)
-    keeps_row_bits = like is not None and like.keeps_row_bits
-    make = FixedOrderAttention if keeps_row_bits else CudaAttention
+    is_batch_invariant = like is not None and like.is_batch_invariant
+    make = FixedOrderAttention if is_batch_invariant else CudaAttention
     if cache.layout.chunks:
         return CapturedChunkedAttention(cache, make(cache), make(cache))
     return make(cache)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from batchinfer.kernels.cpu import library
 from batchinfer.worker.attention.native_cpu import instructions_for
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.linear_kernels import LinearKernel
 
 ATTENTION = "attention"
 """Its key among the kernels of a run."""
@@ -34,7 +34,7 @@ class AttentionKernel:
         return f"attention by {self.name}{self.why and f': {self.why}'}{changed}"
 
 
-def attention_kernel(cache: KVCache, like: ProductKernel | None = None) -> AttentionKernel:
+def attention_kernel(cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
     """What ``make_backend`` has for a pool's attention.
 
     Args:
@@ -42,8 +42,8 @@ def attention_kernel(cache: KVCache, like: ProductKernel | None = None) -> Atten
     """
     pool = cache.pool
     if pool.is_cuda:
-        keeps_row_bits = like is not None and like.keeps_row_bits
-        return AttentionKernel("Triton in a fixed order" if keeps_row_bits else "Triton")
+        is_batch_invariant = like is not None and like.is_batch_invariant
+        return AttentionKernel("Triton in a fixed order" if is_batch_invariant else "Triton")
     if cache.is_native:
         return AttentionKernel(f"own {instructions_for(pool.dtype, like)}")
     if library.why_not():

@@ -12,10 +12,10 @@ from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu.decoder_layer import StepArgs
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.linear_kernels import LinearKernel
 
 
-def instructions_for(dtype: torch.dtype, like: ProductKernel | None) -> str:
+def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
     """What attends over a pool of a dtype that the kernels support (see ``NativeAttention``)."""
     available = native.available(dtype)
     if like is not None and like.kind == "own" and like.instructions in available:
@@ -32,7 +32,7 @@ class NativeAttention:
             beside any other, and where it is None, the fastest.
     """
 
-    def __init__(self, cache: KVCache, like: ProductKernel | None = None) -> None:
+    def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
         self.kernel = native.kernel_of(dtype, instructions_for(dtype, like))

@@ -29,9 +29,9 @@ from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, Syn
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
 from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.model.body_output import recorded_output
 from batchinfer.worker.oom import raise_out_of_memory
-from batchinfer.worker.product_kernels import ProductKernel
 
 _SECONDS_PER_LINE = 5.0
 
@@ -66,7 +66,7 @@ class StepGraphs:
         max_graph_tokens: int,
         max_model_len: int,
         num_adapters: int = 0,
-        kernel: ProductKernel | None = None,
+        kernel: LinearKernel | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._model, self._cache, self._kernel = model, cache, kernel

@@ -20,21 +20,21 @@ from batchinfer.worker.encoder.description import EncoderDescription, describe_e
 from batchinfer.worker.encoder.mpnet import pack_attention
 from batchinfer.worker.encoder.native_layers import join_encoder_layers
 from batchinfer.worker.free_memory import return_freed_memory
+from batchinfer.worker.linear.choice import (
+    KernelChoice,
+    KernelRequirements,
+    choose_cuda_kernel,
+    choose_kernel,
+)
+from batchinfer.worker.linear.packed_linear import pack_linears
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.checkpoint import file_bytes
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded
-from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.products.choice import (
-    KernelChoice,
-    KernelWish,
-    choose_cuda_kernel,
-    choose_kernel,
-)
-from batchinfer.worker.products.linear import pack_linears
 
-_ANY_KERNELS = KernelWish()
+_ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
 """A layer over BERT's first token that hidden states do not go through."""
 _TOLERANCE = 0.05
@@ -111,7 +111,7 @@ class LoadedEncoder:
 
 
 def load_encoder(
-    choice: ModelConfig, *, device: torch.device, kernels: KernelWish = _ANY_KERNELS
+    choice: ModelConfig, *, device: torch.device, kernels: KernelRequirements = _ANY_KERNELS
 ) -> LoadedEncoder:
     """Check a model folder (or hub id) and load its weights.
 
@@ -215,7 +215,7 @@ def _tried(description: EncoderDescription, body: PreTrainedModel, *, causal: bo
     return encoder
 
 
-def _join_layers(description: EncoderDescription, encoder: Encoder, kernel: ProductKernel) -> None:
+def _join_layers(description: EncoderDescription, encoder: Encoder, kernel: LinearKernel) -> None:
     """Run the layers in one call where that gives the same hidden states."""
     lengths = (7, 2)
     expected = _states(description, encoder, *lengths)

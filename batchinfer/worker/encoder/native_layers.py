@@ -23,8 +23,8 @@ from batchinfer.kernels.cpu.encoder_layers import (
     supports,
 )
 from batchinfer.worker.encoder.attention import current_runs
-from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.products.linear import PackedLinear, merged, packs
+from batchinfer.worker.linear.packed_linear import PackedLinear, merged, packs
+from batchinfer.worker.linear_kernels import LinearKernel
 
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
@@ -56,7 +56,7 @@ class NativeEncoderLayers(nn.Module):
         kernel: the project's own, that takes their weights.
     """
 
-    def __init__(self, parts: Sequence[_Parts], kernel: ProductKernel) -> None:
+    def __init__(self, parts: Sequence[_Parts], kernel: LinearKernel) -> None:
         super().__init__()
         first = parts[0]
         self._num_heads, self._scale = first.num_heads, first.scale
@@ -94,7 +94,7 @@ class NativeEncoderLayers(nn.Module):
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 
-    def _arguments(self, parts: _Parts, kernel: ProductKernel) -> EncoderLayerArgs:
+    def _arguments(self, parts: _Parts, kernel: LinearKernel) -> EncoderLayerArgs:
         linears = merged(*parts.qkv), parts.o, parts.up, parts.down
         qkv, o, up, down = (PackedLinear(linear, kernel) for linear in linears)
         self.products.extend((qkv, o, up, down))
@@ -111,7 +111,7 @@ class NativeEncoderLayers(nn.Module):
 
 def join_encoder_layers(
     body: nn.Module,
-    kernel: ProductKernel,
+    kernel: LinearKernel,
     dtype: torch.dtype,
     gives_the_same: Callable[[], bool],
 ) -> bool:
@@ -139,7 +139,7 @@ def join_encoder_layers(
     return False
 
 
-def _parts_of_all(child: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -> list[_Parts]:
+def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> list[_Parts]:
     """The parts of each layer; none where some are of another shape."""
     if not isinstance(child, nn.ModuleList):
         return []
@@ -190,7 +190,7 @@ def _parts(layer: Any) -> _Parts | None:
         return None
 
 
-def _fits(parts: _Parts, kernel: ProductKernel, dtype: torch.dtype) -> bool:
+def _fits(parts: _Parts, kernel: LinearKernel, dtype: torch.dtype) -> bool:
     norms = parts.attention_norm, parts.mlp_norm
     linears = *parts.qkv, parts.o, parts.up, parts.down
     return (

@@ -12,7 +12,7 @@ _COUNT = 5
 """Texts of a length that run side by side."""
 
 
-def check_row_bits(encoder: Encoder, vocab_size: int, max_model_len: int) -> None:
+def check_batch_invariance(encoder: Encoder, vocab_size: int, max_model_len: int) -> None:
     """Compare hidden states of texts alone with those beside others, of equal and other lengths.
 
     Raises:

@@ -16,11 +16,11 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.fusion.modules import keep_plain_attributes
+from batchinfer.worker.linear.fp8 import Fp8Linear
+from batchinfer.worker.linear.packed_linear import PackedLinear, pack_linears
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.probe import ModuleCall, Probe, record_calls
-from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.products.fp8 import Fp8Linear
-from batchinfer.worker.products.linear import PackedLinear, pack_linears
 
 _TOKENS = (3, 7, 5, 3)
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -65,7 +65,7 @@ class AddPackedLinear(nn.Module):
         return self.linear.add_to(residual, x)
 
 
-def pack_products(model: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -> None:
+def pack_products(model: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> None:
     """Have a kernel multiply in a model's linear layers, and in those that add their products.
 
     Args:

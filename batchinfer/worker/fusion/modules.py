@@ -13,8 +13,8 @@ from torch import nn
 
 from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.linear.packed_linear import merged
 from batchinfer.worker.ops import HeadNorms, rms_norm, silu_mul
-from batchinfer.worker.products.linear import merged
 
 
 class FusedAttention(nn.Module):

@@ -27,8 +27,8 @@ from batchinfer.worker.fusion.modules import (
     FusedRMSNorm,
     keep_plain_attributes,
 )
+from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.ops import head_norm_options
-from batchinfer.worker.products.linear import PackedLinear
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""

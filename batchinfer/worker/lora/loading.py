@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora import add_adapters
-from batchinfer.worker.product_kernels import ProductKernel
 
 
 class AdapterLoader:
@@ -34,7 +34,7 @@ class AdapterLoader:
         numbers: Mapping[str, int],
         check: Callable[[Adapter], None],
         added: Callable[[int], None],
-        kernel: ProductKernel | None,
+        kernel: LinearKernel | None,
     ) -> None:
         self._model = model
         self._config = config

@@ -23,12 +23,12 @@ from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.fusion.layers import FusedDecoderLayer
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
+from batchinfer.worker.linear.packed_linear import PackedLinear, packs
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.lora.checkpoint import Adapter
 from batchinfer.worker.lora.factors import Factors, rows_of
 from batchinfer.worker.lora.stacked import StackedLoraSum
 from batchinfer.worker.probe import Probe
-from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.products.linear import PackedLinear, packs
 
 _TOKENS = (3, 7)
 
@@ -36,7 +36,7 @@ _TOKENS = (3, 7)
 class _LayerFactors(nn.Module):
     """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
 
-    def __init__(self, factors: list[Factors], kernel: ProductKernel | None) -> None:
+    def __init__(self, factors: list[Factors], kernel: LinearKernel | None) -> None:
         super().__init__()
         self._down = _linear(torch.cat([one.down for one in factors]), kernel)
         self._ups = nn.ModuleList(_linear(one.up, kernel) for one in factors)
@@ -61,7 +61,7 @@ class LoraSum(nn.Module):
         kernel: what multiplies by the adapters' matrices; None: torch does.
     """
 
-    def __init__(self, kernel: ProductKernel | None) -> None:
+    def __init__(self, kernel: LinearKernel | None) -> None:
         super().__init__()
         self._kernel = kernel
         self._by_adapter: dict[int, _LayerFactors] = {}
@@ -84,7 +84,7 @@ class LoraSum(nn.Module):
                 factors.add(x, rows, out)
 
 
-def _linear(weight: torch.Tensor, kernel: ProductKernel | None) -> nn.Module:
+def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
     """A layer without bias; on a CPU packed, so that rows do not depend on each other."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
@@ -117,7 +117,7 @@ def add_adapters(
     model: nn.Module,
     layout: KVLayout,
     adapters: Sequence[Adapter],
-    kernel: ProductKernel | None = None,
+    kernel: LinearKernel | None = None,
     *,
     first: int = 1,
 ) -> None:
@@ -155,7 +155,7 @@ def _add_adapter(
     number: int,
     adapter: Adapter,
     like: torch.Tensor,
-    kernel: ProductKernel | None,
+    kernel: LinearKernel | None,
 ) -> None:
     by_layer: dict[nn.Module, list[Factors]] = {}
     for target in adapter.targets:

@@ -372,8 +372,8 @@ class Multiplying(FakeBuild):
         if stops_at is not None:
             self.before_step = stop_at(stops_at)
 
-    def __call__(self, *arguments: Any, kernels_before: Any = None, **options: Any) -> Any:
-        self.before = kernels_before or {}
+    def __call__(self, *arguments: Any, pinned_kernels: Any = None, **options: Any) -> Any:
+        self.before = pinned_kernels or {}
         built = super().__call__(*arguments, **options)
         built.kernels = {self.what: self.name}
         return built

@@ -11,7 +11,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import library, native
 from batchinfer.worker.attention.kernel_name import AttentionKernel, attention_kernel
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import product_kernels
+from batchinfer.worker.linear_kernels import linear_kernels
 from tests.models import make_text_model
 
 
@@ -27,7 +27,7 @@ def test_the_c_kernels_are_named_by_what_they_are_written_for() -> None:
     fastest = f"own {native.available(torch.float32)[0]}"
     for one in (cache(), cache(fp8=True), cache(latent=True)):
         assert attention_kernel(one).line({}) == f"attention by {fastest}"
-    for kernel in product_kernels(torch.float32):
+    for kernel in linear_kernels(torch.float32):
         name = attention_kernel(cache(), kernel).name
         assert name == (kernel.name if kernel.kind == "own" else fastest)
 
@@ -65,7 +65,7 @@ def test_an_engine_says_what_attends(tmp_path: Path) -> None:
         model,
         EngineConfig(device="cpu", num_kv_blocks=8),
         log=lines.append,
-        kernels_before={"attention": "another"},
+        pinned_kernels={"attention": "another"},
     )
     [line] = [line for line in lines if line.startswith("attention by ")]
     assert line.startswith(f"attention by {context.kernels['attention']}")

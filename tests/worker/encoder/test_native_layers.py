@@ -16,8 +16,8 @@ from batchinfer.worker.encoder import native_layers
 from batchinfer.worker.encoder.loader import LoadedEncoder, load_encoder
 from batchinfer.worker.encoder.native_layers import NativeEncoderLayers, join_encoder_layers
 from batchinfer.worker.encoder.runner import ModelEncoder
-from batchinfer.worker.product_kernels import product_kernels
-from batchinfer.worker.products.choice import KernelWish
+from batchinfer.worker.linear.choice import KernelRequirements
+from batchinfer.worker.linear_kernels import linear_kernels
 from tests.encoders import FAMILIES, make_encoder, reference_states
 from tests.worker.encoder.test_loader import SAME, cosines, sequences, step
 
@@ -25,11 +25,13 @@ pytestmark = pytest.mark.skipif(
     not encoder_layers.supports(torch.float32), reason="no C compiler here"
 )
 CPU = torch.device("cpu")
-OWN = KernelWish("own")
+OWN = KernelRequirements("own")
 JOINED = {"bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"}
 
 
-def loaded(folder: Path, dtype: Any = "float32", kernels: KernelWish = OWN) -> LoadedEncoder:
+def loaded(
+    folder: Path, dtype: Any = "float32", kernels: KernelRequirements = OWN
+) -> LoadedEncoder:
     model = ModelConfig(str(folder), dtype=dtype, runner="pooling")
     return load_encoder(model, device=CPU, kernels=kernels)
 
@@ -75,19 +77,19 @@ def test_layers_of_several_widths_stay() -> None:
         for width in (48, 96)
     ]
     body = torch.nn.Sequential(torch.nn.ModuleList(layers)).requires_grad_(False)
-    own = product_kernels(torch.float32)[0]
+    own = linear_kernels(torch.float32)[0]
     assert not join_encoder_layers(body, own, torch.float32, lambda: True)
 
 
 def test_other_products_leave_layers_apart(tmp_path: Path) -> None:
     assert not is_joined(
-        loaded(make_encoder(tmp_path / "model", "bert"), kernels=KernelWish("torch"))
+        loaded(make_encoder(tmp_path / "model", "bert"), kernels=KernelRequirements("torch"))
     )
 
 
 def test_weights_of_joined_layers_count_once(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "bert")
-    joined, apart = loaded(folder), loaded(folder, kernels=KernelWish("torch"))
+    joined, apart = loaded(folder), loaded(folder, kernels=KernelRequirements("torch"))
     assert joined.facts["parameters"] == apart.facts["parameters"]
     assert joined.facts["weight_bytes"] == apart.facts["weight_bytes"]
 

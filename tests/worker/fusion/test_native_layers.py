@@ -20,9 +20,9 @@ from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers, fuse_native_layers
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.product_kernels import product_kernels
-from batchinfer.worker.products.linear import pack_linears
-from batchinfer.worker.products.low_bit import quantize_packed
+from batchinfer.worker.linear.low_bit import quantize_packed
+from batchinfer.worker.linear.packed_linear import pack_linears
+from batchinfer.worker.linear_kernels import linear_kernels
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
@@ -63,7 +63,7 @@ def fused(
     if method:
         quantize_packed(model, method, dtype)
     else:
-        pack_linears(model, product_kernels(dtype)[0], dtype)
+        pack_linears(model, linear_kernels(dtype)[0], dtype)
     fuse_native_layers(model, layout)
     if joined:
         join_native_layers(model, layout)

@@ -114,7 +114,7 @@ class RayProcess:
     def use_kernels(self, kernels: Mapping[str, str]) -> None:
         assert self._setup is not None
         setup, resources, cores = self._setup
-        self._setup = replace(setup, kernels_before=dict(kernels)), resources, cores
+        self._setup = replace(setup, pinned_kernels=dict(kernels)), resources, cores
         self._call("use_kernels", dict(kernels))
 
     def give(self, worker: str, assignment: Assignment) -> None:

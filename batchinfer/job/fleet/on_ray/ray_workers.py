@@ -117,7 +117,7 @@ class RayWorkers:
         self._asked[handle.load.remote()] = worker
 
     def use_kernels(self, kernels: Mapping[str, str]) -> None:
-        self._stored = ray.put(replace(self.setup, kernels_before=dict(kernels)))
+        self._stored = ray.put(replace(self.setup, pinned_kernels=dict(kernels)))
 
     def give(self, worker: str, assignment: Assignment) -> None:
         self._send(worker, "give", assignment)

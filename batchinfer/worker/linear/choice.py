@@ -17,8 +17,8 @@ from torch import nn
 
 from batchinfer.console.phases import phase
 from batchinfer.errors import DeviceError
-from batchinfer.worker.product_kernels import ProductKernel, product_kernels, triton_kernel
-from batchinfer.worker.products.timing import Shape, linear_shapes, time_kernels
+from batchinfer.worker.linear.timing import Shape, linear_shapes, time_kernels
+from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels, triton_kernel
 
 _WORTH_A_CHANGE = 1.15
 """How much faster another kernel must be than the project's own, which keeps a row's bits and runs
@@ -29,14 +29,14 @@ _WORTH_MEASURING = 1 << 22
 
 
 @dataclass(frozen=True)
-class KernelWish:
+class KernelRequirements:
     """Requirements on a kernel."""
 
     kind: str = "auto"
     """``engine.cpu_kernels``."""
     deterministic: bool = False
     """``engine.deterministic``: only kernels that keep a row's bits."""
-    before: Mapping[str, str] = field(default_factory=dict)
+    pinned: Mapping[str, str] = field(default_factory=dict)
     """Names of the kernels that earlier runs of the same job had, by dtype; taken again where they
     can be."""
 
@@ -45,7 +45,7 @@ class KernelWish:
 class KernelChoice:
     """The kernel that multiplies, and why."""
 
-    kernel: ProductKernel | None
+    kernel: LinearKernel | None
     """None: linear layers stay as they are, and torch multiplies."""
     why: str
     gflops: Mapping[str, float]
@@ -59,12 +59,14 @@ class KernelChoice:
     def __str__(self) -> str:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
         measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
-        keeps = self.kernel is None or self.kernel.keeps_row_bits
+        keeps = self.kernel is None or self.kernel.is_batch_invariant
         warning = "" if keeps else "; a row's last bits may depend on the rows beside it"
         return f"products by {self.name}: {self.why}{measured}{warning}"
 
 
-def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
+def choose_kernel(
+    model: nn.Module, dtype: torch.dtype, required: KernelRequirements
+) -> KernelChoice:
     """Choose the kernel for the weights of a model on the CPU.
 
     Raises:
@@ -72,46 +74,49 @@ def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> Ker
             earlier runs of a deterministic job had one that is not here.
     """
     with phase("compiling kernels"):  # once on a machine
-        found = product_kernels(dtype)
-    kernels = _allowed(found, dtype, wish)
-    kernel_before = wish.before.get(_dtype_name(dtype))
+        found = linear_kernels(dtype)
+    kernels = _allowed(found, dtype, required)
+    pinned = required.pinned.get(_dtype_name(dtype))
     for kernel in kernels:
-        if kernel.name == kernel_before:
+        if kernel.name == pinned:
             return KernelChoice(kernel, "as in the runs before", {})
-    if kernel_before is not None and wish.deterministic:
-        raise _other_bits(kernel_before)
-    choice = _choose(kernels, model, dtype, wish)
-    if kernel_before in (None, choice.name):
+    if pinned is not None and required.deterministic:
+        raise _other_bits(pinned)
+    choice = _choose(kernels, model, dtype, required)
+    if pinned in (None, choice.name):
         return choice
-    return replace(
-        choice, why=f"{choice.why}; runs before had {kernel_before}, and bits may differ"
-    )
+    return replace(choice, why=f"{choice.why}; runs before had {pinned}, and bits may differ")
 
 
-def choose_cuda_kernel(device: torch.device, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
+def choose_cuda_kernel(
+    device: torch.device, dtype: torch.dtype, required: KernelRequirements
+) -> KernelChoice:
     """Choose what multiplies by the weights of a model on a CUDA device.
 
     Raises:
         DeviceError: earlier runs of a deterministic job had a kernel that is not here.
     """
-    if not wish.deterministic:
+    if not required.deterministic:
         return KernelChoice(None, "as on any CUDA device", {})
-    kernel, kernel_before = triton_kernel(device), wish.before.get(_dtype_name(dtype))
-    if kernel_before not in (None, kernel.name):
-        raise _other_bits(str(kernel_before))
-    return KernelChoice(kernel, _reason(wish), {})
+    kernel, pinned = triton_kernel(device), required.pinned.get(_dtype_name(dtype))
+    if pinned not in (None, kernel.name):
+        raise _other_bits(str(pinned))
+    return KernelChoice(kernel, _reason(required), {})
 
 
-def _other_bits(kernel_before: str) -> DeviceError:
+def _other_bits(pinned: str) -> DeviceError:
     return DeviceError(
         f"engine.deterministic is true, and the rows that are finished were computed by "
-        f"{kernel_before}, which does not run on this machine",
+        f"{pinned}, which does not run on this machine",
         hint="go on where the job was begun, or start over with --overwrite",
     )
 
 
 def _choose(
-    kernels: Sequence[ProductKernel], model: nn.Module, dtype: torch.dtype, wish: KernelWish
+    kernels: Sequence[LinearKernel],
+    model: nn.Module,
+    dtype: torch.dtype,
+    required: KernelRequirements,
 ) -> KernelChoice:
     if not kernels:
         return KernelChoice(
@@ -120,8 +125,8 @@ def _choose(
             "a row's bits may depend on those beside it",
             {},
         )
-    if len(kernels) == 1 or wish.deterministic:  # the same in every run, whatever is measured
-        return KernelChoice(kernels[0], _reason(wish), {})
+    if len(kernels) == 1 or required.deterministic:  # the same in every run, whatever is measured
+        return KernelChoice(kernels[0], _reason(required), {})
     shapes = linear_shapes(model, dtype)
     if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
         return KernelChoice(kernels[0], "too few weights to measure others", {})
@@ -130,34 +135,34 @@ def _choose(
     return KernelChoice(fastest(kernels, gflops), "measured", gflops)
 
 
-def fastest(kernels: Iterable[ProductKernel], gflops: Mapping[str, float]) -> ProductKernel:
+def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> LinearKernel:
     """The kernel to take, where one of our own is ahead of others that are a little faster."""
 
-    def worth(kernel: ProductKernel) -> float:
+    def worth(kernel: LinearKernel) -> float:
         return gflops[kernel.name] * (_WORTH_A_CHANGE if kernel.kind == "own" else 1.0)
 
     return max(kernels, key=worth)
 
 
 def _allowed(
-    kernels: Iterable[ProductKernel], dtype: torch.dtype, wish: KernelWish
-) -> list[ProductKernel]:
+    kernels: Iterable[LinearKernel], dtype: torch.dtype, required: KernelRequirements
+) -> list[LinearKernel]:
     """Kernels that meet the requirements.
 
     Raises:
         DeviceError: there are none.
     """
-    found = [kernel for kernel in kernels if wish.kind in ("auto", kernel.kind)]
-    if wish.kind not in ("auto", "torch") and not found:
-        needs = "a C compiler (cc, or $CC)" if wish.kind == "own" else "oneDNN"
+    found = [kernel for kernel in kernels if required.kind in ("auto", kernel.kind)]
+    if required.kind not in ("auto", "torch") and not found:
+        needs = "a C compiler (cc, or $CC)" if required.kind == "own" else "oneDNN"
         raise DeviceError(
-            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies "
+            f"engine.cpu_kernels is {required.kind}, and no such kernel multiplies "
             f"{_dtype_name(dtype)} on this machine: {needs} is needed, and {_DTYPE_NAMES}",
             hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
-    if not wish.deterministic:
+    if not required.deterministic:
         return found
-    kept = [kernel for kernel in found if kernel.keeps_row_bits]
+    kept = [kernel for kernel in found if kernel.is_batch_invariant]
     if not kept:
         raise DeviceError(
             "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
@@ -168,10 +173,10 @@ def _allowed(
     return kept
 
 
-def _reason(wish: KernelWish) -> str:
-    if wish.kind != "auto":
-        return f"engine.cpu_kernels is {wish.kind}"
-    return "engine.deterministic is true" if wish.deterministic else "there is no other here"
+def _reason(required: KernelRequirements) -> str:
+    if required.kind != "auto":
+        return f"engine.cpu_kernels is {required.kind}"
+    return "engine.deterministic is true" if required.deterministic else "there is no other here"
 
 
 def _elements(entry: tuple[Shape, int]) -> int:

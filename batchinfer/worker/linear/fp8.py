@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from batchinfer.errors import ModelError
+from batchinfer.worker.linear.codes import codes_of
+from batchinfer.worker.linear.float8_weight import Float8Weight
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.products.codes import codes_of
-from batchinfer.worker.products.float8_weight import Float8Weight
 
 _FLOAT8_PRODUCTS = 89
 """Compute capability from which on devices multiply float8."""

@@ -18,26 +18,26 @@ from batchinfer.builders import engine as build
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import native
-from batchinfer.worker.loader import load_model
-from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.products import choice as kernel_choice
-from batchinfer.worker.products import timing
-from batchinfer.worker.products.choice import (
-    KernelWish,
+from batchinfer.worker.linear import choice as kernel_choice
+from batchinfer.worker.linear import timing
+from batchinfer.worker.linear.batch_invariance import check_batch_invariance
+from batchinfer.worker.linear.choice import (
+    KernelRequirements,
     choose_cuda_kernel,
     choose_kernel,
     fastest,
 )
-from batchinfer.worker.products.row_bits import check_row_bits
+from batchinfer.worker.linear_kernels import LinearKernel
+from batchinfer.worker.loader import load_model
 from tests.models import make_checkpoint
-from tests.worker.of_company import OF_COMPANY
+from tests.worker.batch_dependent import BATCH_DEPENDENT
 
 F32 = torch.float32
 CPU = torch.device("cpu")
 
 
-def kernel(kind: str, instructions: str = "AVX2", *, keeps: bool = False) -> ProductKernel:
-    return ProductKernel(kind, instructions, keeps, lambda weight: Counting(weight))
+def kernel(kind: str, instructions: str = "AVX2", *, keeps: bool = False) -> LinearKernel:
+    return LinearKernel(kind, instructions, keeps, lambda weight: Counting(weight))
 
 
 class Counting:
@@ -61,7 +61,7 @@ LARGE = nn.Linear(4096, 1024, device="meta")
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: ALL)
+    monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: ALL)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, gflops: Mapping[str, float]) -> None:
@@ -74,7 +74,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, gflops: Mapping[str, float]) -> No
 def test_the_fastest_is_taken_and_its_speed_told(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {OWN.name: 200.0, OLD_OWN.name: 100.0, ONEDNN.name: 900.0, TORCH.name: 300.0}
     measured(monkeypatch, speeds)
-    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish())
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements())
     assert choice.kernel is ONEDNN
     assert str(choice) == (
         "products by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, own AVX2 100, "
@@ -96,47 +96,55 @@ def test_our_own_is_taken_unless_another_is_much_faster(speeds: list[float]) -> 
 
 def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, {})
-    assert choose_kernel(nn.Sequential(nn.Linear(8, 8)), F32, KernelWish()).kernel is OWN
+    assert choose_kernel(nn.Sequential(nn.Linear(8, 8)), F32, KernelRequirements()).kernel is OWN
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("onednn", ONEDNN), ("torch", TORCH)])
-def test_the_one_asked_for_is_taken(kind: str, expected: ProductKernel) -> None:
-    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish(kind))
+def test_the_one_asked_for_is_taken(kind: str, expected: LinearKernel) -> None:
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements(kind))
     assert choice.kernel is expected
     assert f"engine.cpu_kernels is {kind}" in str(choice)
 
 
 def test_a_kernel_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (TORCH,))
-    for wish in (KernelWish("own"), KernelWish("onednn"), KernelWish(deterministic=True)):
+    monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (TORCH,))
+    for required in (
+        KernelRequirements("own"),
+        KernelRequirements("onednn"),
+        KernelRequirements(deterministic=True),
+    ):
         with pytest.raises(DeviceError, match=r"cpu_kernels is|deterministic is true"):
-            choose_kernel(nn.Sequential(LARGE), F32, wish)
+            choose_kernel(nn.Sequential(LARGE), F32, required)
 
 
 def test_deterministic_takes_the_first_that_keeps_a_rows_bits_whatever_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (ONEDNN, OWN, OLD_OWN))
+    monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (ONEDNN, OWN, OLD_OWN))
     speeds = {OWN.name: 10.0, OLD_OWN.name: 20.0, ONEDNN.name: 900.0}
     measured(monkeypatch, speeds)
-    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish(deterministic=True))
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements(deterministic=True))
     assert choice.kernel is OWN
 
 
 @pytest.mark.parametrize("before", ALL, ids=lambda kernel: kernel.name)
-def test_a_resumed_job_goes_on_with_what_it_began_with(before: ProductKernel) -> None:
-    wish = KernelWish(before={"float32": before.name, "bfloat16": "own AMX"})
-    choice = choose_kernel(nn.Sequential(LARGE), F32, wish)
+def test_a_resumed_job_goes_on_with_what_it_began_with(before: LinearKernel) -> None:
+    required = KernelRequirements(pinned={"float32": before.name, "bfloat16": "own AMX"})
+    choice = choose_kernel(nn.Sequential(LARGE), F32, required)
     assert (choice.kernel, choice.why) == (before, "as in the runs before")
 
 
 def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
-    wish = KernelWish("onednn", before={"float32": "own AMX"})
+    required = KernelRequirements("onednn", pinned={"float32": "own AMX"})
     assert "runs before had own AMX, and bits may differ" in str(
-        choose_kernel(nn.Sequential(LARGE), F32, wish)
+        choose_kernel(nn.Sequential(LARGE), F32, required)
     )
     with pytest.raises(DeviceError, match="own AMX, which does not run on this machine"):
-        choose_kernel(nn.Sequential(LARGE), F32, KernelWish(deterministic=True, before=wish.before))
+        choose_kernel(
+            nn.Sequential(LARGE),
+            F32,
+            KernelRequirements(deterministic=True, pinned=required.pinned),
+        )
 
 
 @pytest.fixture
@@ -191,34 +199,34 @@ def test_a_rows_bits_are_tried_on_the_model(
 ) -> None:
     monkeypatch.undo()
     if not keeps:
-        claims = replace(OF_COMPANY, keeps_row_bits=True)
-        monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (claims,))
+        claims = replace(BATCH_DEPENDENT, is_batch_invariant=True)
+        monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (claims,))
     widths = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
     folder = make_checkpoint("llama", tmp_path, **widths)
     loaded = load_model(
-        ModelConfig(str(folder)), device=CPU, kernels=KernelWish(deterministic=True)
+        ModelConfig(str(folder)), device=CPU, kernels=KernelRequirements(deterministic=True)
     )
     if keeps:
-        check_row_bits(loaded.model, loaded.layout(16))
+        check_batch_invariance(loaded.model, loaded.layout(16))
     else:
         with pytest.raises(ModelError, match="deterministic is true, but in models of"):
-            check_row_bits(loaded.model, loaded.layout(16))
+            check_batch_invariance(loaded.model, loaded.layout(16))
 
 
 def test_on_cuda_torch_multiplies_unless_rows_are_to_keep_their_bits() -> None:
-    assert choose_cuda_kernel(CPU, torch.bfloat16, KernelWish()).name == "torch"
-    choice = choose_cuda_kernel(CPU, torch.bfloat16, KernelWish(deterministic=True))
+    assert choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements()).name == "torch"
+    choice = choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements(deterministic=True))
     assert choice.kernel is not None
-    assert choice.kernel.keeps_row_bits
+    assert choice.kernel.is_batch_invariant
     assert re.fullmatch(r"own Triton [\d.]+ sm_\d+", choice.name)
-    again = KernelWish(deterministic=True, before={"bfloat16": choice.name})
+    again = KernelRequirements(deterministic=True, pinned={"bfloat16": choice.name})
     assert choose_cuda_kernel(CPU, torch.bfloat16, again).name == choice.name
 
 
 def test_on_cuda_rows_do_not_go_on_by_another_kernel() -> None:
-    wish = KernelWish(deterministic=True, before={"bfloat16": "own Triton 3.0.0 sm_70"})
+    required = KernelRequirements(deterministic=True, pinned={"bfloat16": "own Triton 3.0.0 sm_70"})
     with pytest.raises(DeviceError, match=r"computed by own Triton 3\.0\.0 sm_70"):
-        choose_cuda_kernel(CPU, torch.bfloat16, wish)
+        choose_cuda_kernel(CPU, torch.bfloat16, required)
 
 
 def test_quantised_models_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

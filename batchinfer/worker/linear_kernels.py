@@ -47,14 +47,14 @@ class Packed(Protocol):
 
 
 @dataclass(frozen=True)
-class ProductKernel:
+class LinearKernel:
     """A way to multiply by a weight."""
 
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
     instructions: str
     """What it is written for, such as AVX-512; another one may round in another way."""
-    keeps_row_bits: bool
+    is_batch_invariant: bool
     """Whether a row's result is the same, bit for bit, whatever rows stand beside it."""
     pack: Callable[[torch.Tensor], Packed]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
@@ -142,7 +142,7 @@ class _Unpacked:
 
 
 @functools.cache
-def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
+def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
     """The kernels that multiply weights of ``dtype`` on this processor, and right; own ones first.
 
     oneDNN and BLAS may sum in an order that depends on the number of rows (oneDNN with AMX does in
@@ -151,7 +151,7 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
     if dtype not in _DTYPES:
         return ()
     own = [
-        ProductKernel(
+        LinearKernel(
             "own",
             name,
             True,
@@ -162,13 +162,13 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
     ]
     capability = _capability(dtype)
     others = (
-        ProductKernel("onednn", capability, False, _OneDnnPacked),
-        ProductKernel("torch", capability, False, _Unpacked),
+        LinearKernel("onednn", capability, False, _OneDnnPacked),
+        LinearKernel("torch", capability, False, _Unpacked),
     )
     return tuple(kernel for kernel in (*own, *others) if _works(kernel, dtype))
 
 
-def low_bit_kernel(name: str, dtype: torch.dtype) -> ProductKernel | None:
+def low_bit_kernel(name: str, dtype: torch.dtype) -> LinearKernel | None:
     """The kernel that multiplies rows of ``dtype``, rounded to int8, by weights of few bits; None:
     there is none here.
 
@@ -180,10 +180,10 @@ def low_bit_kernel(name: str, dtype: torch.dtype) -> ProductKernel | None:
     if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
         return None
     rounded = LOW_BIT_METHODS[name]
-    return ProductKernel("own", name, True, lambda weight: pack_own(rounded(weight)))
+    return LinearKernel("own", name, True, lambda weight: pack_own(rounded(weight)))
 
 
-def float8_kernel(dtype: torch.dtype) -> ProductKernel | None:
+def float8_kernel(dtype: torch.dtype) -> LinearKernel | None:
     """The kernel that multiplies rows of ``dtype`` by weights of float8; None: there is none here.
 
     It gives the bits of the project's own kernel without tiles for the numbers that codes stand
@@ -191,7 +191,7 @@ def float8_kernel(dtype: torch.dtype) -> ProductKernel | None:
     """
     if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
         return None
-    return ProductKernel(
+    return LinearKernel(
         "own",
         f"float8, {gemm.vector_instructions(dtype)}",
         True,
@@ -200,22 +200,22 @@ def float8_kernel(dtype: torch.dtype) -> ProductKernel | None:
     )
 
 
-def codes_kernel(name: str, dtype: torch.dtype) -> ProductKernel | None:
+def codes_kernel(name: str, dtype: torch.dtype) -> LinearKernel | None:
     """``low_bit_kernel`` or ``float8_kernel``, by a value of ``model.quantization``."""
     return float8_kernel(dtype) if name == FLOAT8_METHOD else low_bit_kernel(name, dtype)
 
 
-def triton_kernel(device: torch.device) -> ProductKernel:
+def triton_kernel(device: torch.device) -> LinearKernel:
     """The project's kernel for a CUDA device; what compiles it and for what decides the bits."""
     import triton
 
     from batchinfer.kernels.launch import compute_capability
 
     compiled = f"Triton {triton.__version__} sm_{compute_capability(device)}"
-    return ProductKernel("own", compiled, True, TritonWeight, copies=False)
+    return LinearKernel("own", compiled, True, TritonWeight, copies=False)
 
 
-def _works(kernel: ProductKernel, dtype: torch.dtype) -> bool:
+def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
     if kernel.kind == "onednn" and not _one_dnn_takes(dtype):
         return False
     weight = torch.linspace(-1, 1, _TRIED_OUTPUTS * _TRIED_WIDTH, dtype=dtype)

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from batchinfer.worker.linear.codes import join_codes
+from batchinfer.worker.linear_kernels import LinearKernel, OwnPacked
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.product_kernels import OwnPacked, ProductKernel
-from batchinfer.worker.products.codes import join_codes
 
 
 class PackedLinear(nn.Module):
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(
-        self, linear: nn.Linear, kernel: ProductKernel, packed: OwnPacked | None = None
+        self, linear: nn.Linear, kernel: LinearKernel, packed: OwnPacked | None = None
     ) -> None:
         super().__init__()
         weight = linear.weight.detach()
@@ -86,7 +86,7 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 
 
 def pack_linears(
-    model: nn.Module, kernel: ProductKernel, dtype: torch.dtype, but: nn.Module | None = None
+    model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
 ) -> int:
     """Replace those linear layers of a model that ``kernel`` takes, one at a time.
 
@@ -105,7 +105,7 @@ def pack_linears(
     return count
 
 
-def packs(linear: object, kernel: ProductKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
+def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
     """Whether ``kernel``, of weights of ``dtype``, multiplies by a layer's weight."""
     return (
         is_plain(linear)

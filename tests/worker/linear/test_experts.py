@@ -16,12 +16,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from batchinfer.config import ModelConfig
 from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.kernels.low_bit import Int4Weight, round_rows
+from batchinfer.worker.linear.experts import PackedExperts, matrices_of, pack_experts
+from batchinfer.worker.linear.prequantized import as_codes
+from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, linear_kernels, low_bit_kernel
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantised.few_bits import TableWeight
-from batchinfer.worker.product_kernels import LOW_BIT_METHODS, low_bit_kernel, product_kernels
-from batchinfer.worker.products.experts import PackedExperts, matrices_of, pack_experts
-from batchinfer.worker.products.saved_codes import as_codes
 from tests.models import make_checkpoint
 from tests.worker.model.quantised.checkpoints import write_quantised
 from tests.worker.model.quantised.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     ),
     "without a gate": (NemotronHExperts, NemotronHConfig(**SHAPE, n_routed_experts=NUM_EXPERTS)),
 }
-KERNELS = product_kernels(torch.float32)
+KERNELS = linear_kernels(torch.float32)
 _ALL_SPARSE = {"moe_intermediate_size": 64, "mlp_only_layers": []}
 needs_compiler = pytest.mark.skipif(
     low_bit_kernel("int8", torch.float32) is None, reason="no C compiler here"
@@ -82,7 +82,7 @@ def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) 
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> None:
     x, index, weights = routed(33)
-    for kernel in (low_bit_kernel(method, torch.float32), product_kernels(torch.float32)[0]):
+    for kernel in (low_bit_kernel(method, torch.float32), linear_kernels(torch.float32)[0]):
         assert kernel is not None
         model = make_experts(kind)
         pack_experts(model, kernel, torch.float32)

@@ -14,11 +14,11 @@ from torch import nn
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight
-from batchinfer.worker.product_kernels import FLOAT8_METHOD, ProductKernel, codes_kernel
-from batchinfer.worker.product_kernels import pack_codes as pack_weight
-from batchinfer.worker.products.codes import HostCodes, codes_of
-from batchinfer.worker.products.experts import pack_experts
-from batchinfer.worker.products.linear import PackedLinear, pack_linears, packs
+from batchinfer.worker.linear.codes import HostCodes, codes_of
+from batchinfer.worker.linear.experts import pack_experts
+from batchinfer.worker.linear.packed_linear import PackedLinear, pack_linears, packs
+from batchinfer.worker.linear_kernels import FLOAT8_METHOD, LinearKernel, codes_kernel
+from batchinfer.worker.linear_kernels import pack_codes as pack_weight
 
 _KINDS: Mapping[type, str] = {
     Int8Weight: "int8",
@@ -31,7 +31,7 @@ _OF_HEAD = "int8"
 """A head's outputs are compared with each other: four bits would change which is the largest."""
 
 
-def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> ProductKernel:
+def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel:
     """Round the weights of a model's linear layers and of its experts, and pack them; the output
     head's to int8, or with float8 not at all.
 
@@ -43,7 +43,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> ProductKerne
 
     Args:
         model: one of transformers' for text.
-        method: a key of ``product_kernels.ON_CPU``.
+        method: a key of ``linear_kernels.ON_CPU``.
         dtype: of its weights.
 
     Returns:
@@ -66,7 +66,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> ProductKerne
     return kernel
 
 
-def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, ProductKernel]:
+def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
     """Pack those linear layers of a model whose codes were kept (``codes.keep_codes``).
 
     Call it when the layers are fused, and before ``pack_linears`` packs the others. Where there is
@@ -78,7 +78,7 @@ def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, ProductKernel]
     Returns:
         What multiplies by them, by ``int8``, ``int4`` and ``fp8``.
     """
-    used: dict[str, ProductKernel] = {}
+    used: dict[str, LinearKernel] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = codes_of(child) if isinstance(child, nn.Linear) else None
@@ -92,7 +92,7 @@ def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, ProductKernel]
     return used
 
 
-def _kernel(name: str, dtype: torch.dtype, method: str) -> ProductKernel:
+def _kernel(name: str, dtype: torch.dtype, method: str) -> LinearKernel:
     kernel = codes_kernel(name, dtype)
     if kernel is None:
         raise DeviceError(

@@ -29,6 +29,13 @@ from batchinfer.kernels.low_bit import (
     round_rows,
 )
 from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.linear.choice import KernelRequirements
+from batchinfer.worker.linear.codes import Codes
+from batchinfer.worker.linear.float8_weight import Float8Weight
+from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
+from batchinfer.worker.linear.packed_linear import PackedLinear
+from batchinfer.worker.linear.prequantized import as_codes, keep_prequantized
+from batchinfer.worker.linear_kernels import low_bit_kernel, pack_own
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
@@ -36,13 +43,6 @@ from batchinfer.worker.model.quantised.choose import choose_format
 from batchinfer.worker.model.quantised.few_bits import IntegerWeight
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.model.weights import load_weights
-from batchinfer.worker.product_kernels import low_bit_kernel, pack_own
-from batchinfer.worker.products.choice import KernelWish
-from batchinfer.worker.products.codes import Codes
-from batchinfer.worker.products.float8_weight import Float8Weight
-from batchinfer.worker.products.fp8 import Fp8Linear, quantize_fp8
-from batchinfer.worker.products.linear import PackedLinear
-from batchinfer.worker.products.saved_codes import as_codes, keep_saved_codes
 from tests.models import make_checkpoint
 from tests.worker.model.quantised.checkpoints import write_quantised
 from tests.worker.model.quantised.test_formats import WEIGHT
@@ -267,10 +267,10 @@ def test_layers_saved_in_another_way_are_rounded_anew(tmp_path: Path) -> None:
         load_model(ModelConfig(str(folder), quantization="int8_weight_only"), device=CPU)
 
 
-def vectors(dtype: str) -> KernelWish:
+def vectors(dtype: str) -> KernelRequirements:
     """Products by the project's own kernel without tiles."""
     name = f"own {gemm.vector_instructions(getattr(torch, dtype))}"
-    return KernelWish(before={dtype: name})
+    return KernelRequirements(pinned={dtype: name})
 
 
 @needs_kernel
@@ -289,10 +289,10 @@ def test_float8_takes_a_byte_on_a_cpu_and_changes_no_number(
 ) -> None:
     section, writer = FP8_128 if case == "fp8 128" else CASES[case]
     folder, _ = write_quantised(tmp_path, family, section, writer, **BLOCKS, **changes)
-    wish = vectors(dtype)
+    required = vectors(dtype)
     kept, plain = (
         load_model(
-            ModelConfig(str(folder), dtype=dtype, quantization=method), device=CPU, kernels=wish
+            ModelConfig(str(folder), dtype=dtype, quantization=method), device=CPU, kernels=required
         )
         for method in ("fp8", None)
     )
@@ -311,10 +311,12 @@ def test_weights_are_rounded_to_float8_as_on_a_cuda_device(tmp_path: Path) -> No
     for name in filter(re.compile("_proj").search, weights):
         weights[name] = dequantize_blocks(*quantize_blocks(weights[name]))
     save_file(weights, rounded / "model.safetensors", {"format": "pt"})
-    wish = vectors("float32")
+    required = vectors("float32")
     loaded, expected = (
         load_model(
-            ModelConfig(str(saved), dtype="float32", quantization=method), device=CPU, kernels=wish
+            ModelConfig(str(saved), dtype="float32", quantization=method),
+            device=CPU,
+            kernels=required,
         )
         for saved, method in ((folder, "fp8"), (rounded, None))
     )
@@ -330,7 +332,7 @@ def test_float8_is_multiplied_as_it_was_saved(
     folder, plain = write_quantised(tmp_path, "llama", *FP8_128, **BLOCKS)
     config = load_config(folder)
     model = load_weights(folder, config, "bfloat16", CPU, 512)
-    assert keep_saved_codes(model, folder, config.to_dict(), "fp8", "cuda") == 2 * 7
+    assert keep_prequantized(model, folder, config.to_dict(), "fp8", "cuda") == 2 * 7
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype="bfloat16")
     assert fuse(model, layout, 512)
     quantize_fp8(model)

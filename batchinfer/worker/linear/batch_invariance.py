@@ -19,8 +19,8 @@ from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.probe import Probe, chunk_step
-from batchinfer.worker.product_kernels import ProductKernel
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
 """Tokens of a sequence, and how many equal sequences a step has."""
@@ -40,8 +40,8 @@ _PRODUCTS = {"matmul", "bmm"}
 _SAID = {"_grouped_mm": " (all experts of a layer at once)"}
 
 
-def check_row_bits(
-    model: torch.nn.Module, layout: KVLayout, kernel: ProductKernel | None = None
+def check_batch_invariance(
+    model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
     """Compare a sequence's logits alone with those beside others, and in chunks.
 
@@ -74,7 +74,7 @@ def check_row_bits(
 
 
 def check_operations(
-    model: torch.nn.Module, layout: KVLayout, kernel: ProductKernel | None = None
+    model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
     """Look at what a forward pass has torch compute on a CUDA device, with the arguments above.
 
@@ -125,7 +125,7 @@ def _logits_in_chunks(
     layout: KVLayout,
     tokens: tuple[int, ...],
     size: int,
-    kernel: ProductKernel | None,
+    kernel: LinearKernel | None,
 ) -> torch.Tensor:
     weight = next(model.parameters())
     cache = KVCache(layout, layout.blocks_for(len(tokens)), weight.device, weight.dtype)

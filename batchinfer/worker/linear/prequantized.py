@@ -20,6 +20,9 @@ from batchinfer.kernels.low_bit import (
     LowBitWeight,
     can_group,
 )
+from batchinfer.worker.linear.codes import Codes, KeptCodes, keep_codes
+from batchinfer.worker.linear.float8_weight import Float8Weight
+from batchinfer.worker.linear.prequantized_experts import in_layers, keep_prequantized_experts
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
 from batchinfer.worker.model.quantised.choose import choose_format
@@ -31,9 +34,6 @@ from batchinfer.worker.model.quantised.few_bits import (
 )
 from batchinfer.worker.model.quantised.stored import Quantised
 from batchinfer.worker.model.quantization import saved_section
-from batchinfer.worker.products.codes import Codes, KeptCodes, keep_codes
-from batchinfer.worker.products.float8_weight import Float8Weight
-from batchinfer.worker.products.saved_experts import in_layers, keep_codes_of_experts
 
 Kinds = tuple[type[Codes], ...]
 KEPT: Mapping[str, Kinds] = {
@@ -59,7 +59,7 @@ _NAN = 0x7F  # of float8 e4m3fn, but for the sign
 _STEP = 8  # inputs of a group are a multiple of it
 
 
-def keep_saved_codes(
+def keep_prequantized(
     model: nn.Module, folder: Path, config: Mapping[str, Any], method: str, device_type: str
 ) -> int:
     """Keep the codes that linear layers were saved with, where they are of the kind wanted.
@@ -87,7 +87,7 @@ def keep_saved_codes(
             saved[in_layers(name)].append(tensor.weight)
     kinds = (Float8Rows,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
     if device_type == "cpu":
-        keep_codes_of_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
+        keep_prequantized_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
     count = 0
     for name, module in model.named_modules():
         for weight in saved[in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():

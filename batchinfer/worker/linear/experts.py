@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_codes
-from batchinfer.worker.products.codes import HostCodes
+from batchinfer.worker.linear.codes import HostCodes
+from batchinfer.worker.linear_kernels import LinearKernel, OwnPacked, Packed, pack_codes
 
 _DOWN = "down_proj"
 _CODES = "saved_codes"
@@ -150,7 +150,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def pack_experts(
-    model: nn.Module, kernel: ProductKernel, dtype: torch.dtype, *, as_saved: bool = False
+    model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
 ) -> int:
     """Pack the experts of a model that ``kernel`` takes, a layer after the other.
 
@@ -170,7 +170,7 @@ def pack_experts(
     return count
 
 
-def _pack(kernel: ProductKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
+def _pack(kernel: LinearKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
     for expert, weight in enumerate(matrix.weight):
         codes = matrix.codes(expert) if as_saved else None
         yield kernel.pack(weight) if codes is None else pack_codes(codes, weight.dtype)

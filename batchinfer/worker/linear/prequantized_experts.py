@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.model.quantised.stored import Quantised
-from batchinfer.worker.products.codes import HostCodes
-from batchinfer.worker.products.experts import (
+from batchinfer.worker.linear.codes import HostCodes
+from batchinfer.worker.linear.experts import (
     ExpertWeights,
     expert_modules,
     keep_expert_codes,
     matrices_of,
 )
+from batchinfer.worker.model.quantised.stored import Quantised
 
 _LAYER = re.compile(r"layers\.\d+\.")
 _ONE_BY_ONE = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
@@ -38,7 +38,7 @@ AsCodes = Callable[[Any], HostCodes | None]
 """A saved weight of few bits as a kernel takes it; None: none of those wanted does."""
 
 
-def keep_codes_of_experts(
+def keep_prequantized_experts(
     model: nn.Module, saved: Mapping[str, Sequence[Quantised]], as_codes: AsCodes
 ) -> None:
     """Keep how the codes of a model's experts are read, until they are packed.

@@ -15,7 +15,7 @@ from torch import nn
 
 from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import GroupedWeight, Int8Weight
-from batchinfer.worker.products.float8_weight import Float8Weight
+from batchinfer.worker.linear.float8_weight import Float8Weight
 
 HostCodes = Int8Weight | GroupedWeight | Float8Rows
 """What a CPU's kernels multiply by."""

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from batchinfer.worker.product_kernels import ProductKernel, product_kernels
-from batchinfer.worker.products.linear import PackedLinear, pack_linears
+from batchinfer.worker.linear.packed_linear import PackedLinear, pack_linears
+from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels
 
 KERNELS = [
     pytest.param(kernel, dtype, id=f"{kernel.name} {str(dtype).removeprefix('torch.')}")
     for dtype in (torch.float32, torch.bfloat16)
-    for kernel in product_kernels(dtype)
+    for kernel in linear_kernels(dtype)
 ]
 every_kernel = pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 
@@ -26,7 +26,7 @@ def layer(in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 40), (2, 5, 40), (0, 40)])
 def test_the_product_is_that_of_the_layer(
-    kernel: ProductKernel, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
+    kernel: LinearKernel, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
 ) -> None:
     plain = layer(40, 24, dtype, bias=bias)
     x = torch.randn(shape).to(dtype)
@@ -38,10 +38,10 @@ def test_the_product_is_that_of_the_layer(
 @every_kernel
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 48), (768, 256), (2048, 768)])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(
-    kernel: ProductKernel, dtype: torch.dtype, in_features: int, out_features: int
+    kernel: LinearKernel, dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
     """With any number of threads."""
-    if not kernel.keeps_row_bits:
+    if not kernel.is_batch_invariant:
         pytest.skip(f"{kernel.name} does not say that it does")
     packed = PackedLinear(layer(in_features, out_features, dtype, bias=True), kernel)
     x = torch.randn(300, in_features).to(dtype)
@@ -57,8 +57,8 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kernel", product_kernels(torch.float32), ids=lambda kernel: kernel.name)
-def test_a_model_keeps_its_results_and_its_other_layers(kernel: ProductKernel) -> None:
+@pytest.mark.parametrize("kernel", linear_kernels(torch.float32), ids=lambda kernel: kernel.name)
+def test_a_model_keeps_its_results_and_its_other_layers(kernel: LinearKernel) -> None:
     model = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 32), nn.LayerNorm(32))
     model.requires_grad_(False)
     ids = torch.arange(9)
@@ -71,10 +71,10 @@ def test_a_model_keeps_its_results_and_its_other_layers(kernel: ProductKernel) -
 
 def test_layers_of_another_dtype_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
-    pack_linears(model, product_kernels(torch.float32)[0], torch.float32)
+    pack_linears(model, linear_kernels(torch.float32)[0], torch.float32)
     assert type(model[0]) is nn.Linear
 
 
 def test_there_is_always_a_kernel_for_float32_and_none_for_float16() -> None:
-    assert product_kernels(torch.float32)[-1].kind == "torch"
-    assert product_kernels(torch.float16) == ()
+    assert linear_kernels(torch.float32)[-1].kind == "torch"
+    assert linear_kernels(torch.float16) == ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.linear_kernels import LinearKernel
 
 
-class _OfCompany:
+class _BatchDependent:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.clone()
 
@@ -17,4 +17,4 @@ class _OfCompany:
         return product * (1.0 + 2.0**-12 * (len(rows) % 3))
 
 
-OF_COMPANY = ProductKernel("onednn", "slide rule", False, _OfCompany)
+BATCH_DEPENDENT = LinearKernel("onednn", "slide rule", False, _BatchDependent)

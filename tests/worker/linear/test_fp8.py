@@ -22,8 +22,8 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import fuse_layers
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
 from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.products.fp8 import Fp8Linear, quantize_fp8
 from tests.devices import NEEDS_CUDA
 from tests.kernels.fp8_cases import build_groups
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model

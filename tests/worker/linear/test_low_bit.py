@@ -23,14 +23,14 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear.batch_invariance import check_batch_invariance
+from batchinfer.worker.linear.codes import codes_of, keep_codes
+from batchinfer.worker.linear.low_bit import pack_codes
+from batchinfer.worker.linear.packed_linear import PackedLinear, merged
+from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, low_bit_kernel
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantization import check_quantization
-from batchinfer.worker.product_kernels import LOW_BIT_METHODS, low_bit_kernel
-from batchinfer.worker.products.codes import codes_of, keep_codes
-from batchinfer.worker.products.linear import PackedLinear, merged
-from batchinfer.worker.products.low_bit import pack_codes
-from batchinfer.worker.products.row_bits import check_row_bits
 from tests.lora import make_adapter
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 from tests.worker.step_maker import StepMaker
@@ -134,7 +134,7 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
     loaded = load(checkpoint("llama"), method)
     kinds = {type(module).__name__ for module in loaded.model.modules()}
     assert "NativeDecoderLayers" in kinds
-    check_row_bits(loaded.model, loaded.layout(16), loaded.kernels.kernel)
+    check_batch_invariance(loaded.model, loaded.layout(16), loaded.kernels.kernel)
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     cost = ModelCost.from_config(config, "float32", quantization=method)
     assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)

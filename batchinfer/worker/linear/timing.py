@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.cpu import library
+from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.product_kernels import ProductKernel
 
 Shape = tuple[int, int]
 """Outputs and inputs of a weight."""
@@ -45,7 +45,7 @@ def linear_shapes(model: nn.Module, dtype: torch.dtype) -> Counter[Shape]:
 
 
 def time_kernels(
-    kernels: Sequence[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
+    kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
     """The speed of each kernel over a model's products on one thread, in GFLOP/s, by name.
 
@@ -60,7 +60,7 @@ def time_kernels(
 
 
 def _on_one_thread(
-    kernels: Sequence[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
+    kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def _on_one_thread(
 
 
 def _measure(
-    kernels: Sequence[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
+    kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
     """Every kernel over the same shapes: those there is time for."""
     ends = time.perf_counter() + _SECONDS
@@ -93,7 +93,7 @@ def _measure(
 
 @torch.inference_mode()
 def _time_shape(
-    kernels: Sequence[ProductKernel], shape: Shape, dtype: torch.dtype, ends: float
+    kernels: Sequence[LinearKernel], shape: Shape, dtype: torch.dtype, ends: float
 ) -> dict[str, float]:
     """Operations per second of each kernel, in turn, the best round begun before ``ends``."""
     outputs, width = shape
@@ -116,7 +116,7 @@ def _time_shape(
 
 
 def _cache_path(
-    kernels: Iterable[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
+    kernels: Iterable[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> Path | None:
     """The file for such a model on such a machine; None where there is no folder to write to."""
     folder = library.cache_folder()
