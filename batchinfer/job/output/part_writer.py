@@ -114,6 +114,11 @@ class PartWriter:
         if sum(table.nbytes for table in self._tables) > _MOST_HELD_BYTES:
             self.flush()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are written."""
+        return self._num_written == len(self._parts)
+
     def leave(self, part: Part) -> None:
         """Do not make a part, of which others have rows: those that come here stay in segments."""
         self._left.add(part.index)

@@ -78,6 +78,8 @@ class EngineLoop:
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
         """What is to be told with the next step."""
+        self.num_given = 0
+        """Rows taken from the source and given to the engine, those that cannot run included."""
 
     def run(self, rows: RowSource, hand_over: Callable[[TurnResult], None]) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
@@ -112,6 +114,7 @@ class EngineLoop:
         if not self._taken:
             self._taken.extend(rows.take(timeout_s) or ())
         count = min(BATCH_ROWS, len(self._taken))
+        self.num_given += count
         return [self._taken.popleft() for _ in range(count)] or None
 
     def _give(self, rows: list[PromptRow]) -> None:

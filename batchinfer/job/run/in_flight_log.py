@@ -16,17 +16,15 @@ from batchinfer.job.storage.filesystem import storage_errors
 
 
 class InFlightLog:
-    """The log of the rows in flight, one of which may be what the run dies of.
+    """The log of the rows in flight, one of which may be what the run dies of."""
 
-    Args:
-        at_once: in a store, have each row there before it runs, not some seconds later.
-    """
-
-    def __init__(self, out: OutputDir, run_id: str, *, at_once: bool = False) -> None:
+    def __init__(self, out: OutputDir, run_id: str) -> None:
+        self.at_once = False
+        """Whether, in a store, each row is there before it runs, not some seconds later."""
         self._files = out.files
         self._path = out.in_flight / run_id
         with storage_errors(self._path):
-            self._file = out.files.append_to(self._path, at_once=at_once)
+            self._file = out.files.append_to(self._path)
 
     def note(self, row_ids: Sequence[int]) -> None:
         """Log rows that are about to be given to the engine.
@@ -51,6 +49,8 @@ class InFlightLog:
     def _write(self, entries: npt.NDArray[np.int64]) -> None:
         with storage_errors(self._path):
             self._file.write(entries.tobytes())  # one write: two threads may note rows
+            if self.at_once:
+                self._file.flush()
 
     def __enter__(self) -> Self:
         return self

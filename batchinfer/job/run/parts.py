@@ -21,7 +21,7 @@ from batchinfer.job.output.resume import ResumePlan
 from batchinfer.job.reuse.reuse import RowReuse
 from batchinfer.job.run.end import end_run
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
-from batchinfer.job.run.pipeline import run_pipeline
+from batchinfer.job.run.pipeline import OneClaim, run_pipeline
 from batchinfer.job.run.reporter import RunReporter
 from batchinfer.job.shards.claim import Claim
 from batchinfer.job.stats.recorder import kernels_of, runs_of
@@ -109,7 +109,8 @@ def run_parts(
                     shared = _as_workers_see(job, resume)
                     complete = fleet(shared, recovered, build, before, clear, progress, stop)
                 else:
-                    complete = run_pipeline(job, recovered, loaded, progress, stop, reuse)
+                    queue = OneClaim(job, recovered)
+                    complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
             if reuse is not None and not (reuse.num_reused or meter.before):  # else those may be
                 reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
             if not complete:

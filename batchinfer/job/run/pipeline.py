@@ -11,32 +11,39 @@ From the file it is read from to the part it is written to, a row is in turn a `
 ``PromptRow``, a ``Request``, a ``RequestState`` with its sequences, a ``Completion``, a
 ``RowResult`` and a ``FinishedRow``.
 
-Bounded queues lie between them: whoever is too fast waits. Two windows are in memory: the one whose
-rows run, and the one after it.
+Bounded queues between the threads apply backpressure. Two windows are in memory: the one whose rows
+run, and the next one.
+
+The parts to make come from a ``PartQueue``, some at a time: rows of the next ones follow while rows
+of the last ones still run, so that the engine never drains.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import PurePath
 from threading import Event
+from typing import Protocol
+
+import pyarrow as pa
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys
-from batchinfer.job.output.commit import publish
+from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
+from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.task import LoadedTask
@@ -52,26 +59,78 @@ from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
+_POLL_S = 0.02
 QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """The error of a row that is given up."""
+
+_ToWrite = TurnResult | FoundRows | TokenUpdate | RecoveredRows
+
+
+class PartQueue(Protocol):
+    """Parts that a run makes, some at a time."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others take parts from it too."""
+        ...
+
+    def next(self, is_over: Callable[[], bool]) -> RecoveredRows | None:
+        """The next parts, with the rows of them that are finished; it may wait for other workers.
+
+        Args:
+            is_over: whether no more parts are wanted.
+
+        Returns:
+            None: all parts are taken, or ``is_over``.
+
+        Raises:
+            JobError: the output directory cannot be read or written.
+        """
+        ...
+
+    def publish(self, part: Part, draft: Draft) -> None:
+        """Put a staged part in its place.
+
+        Raises:
+            StorageError: the file system refuses.
+            LockedError: others have taken over the part.
+        """
+        ...
+
+
+class OneClaim:
+    """The queue of a run that knows all of its parts when it begins."""
+
+    is_shared = False
+
+    def __init__(self, job: OutputJob, recovered: RecoveredRows) -> None:
+        self._left: list[RecoveredRows] = [recovered]
+        self._out = job.out
+
+    def next(self, is_over: Callable[[], bool]) -> RecoveredRows | None:
+        """All parts, the first time."""
+        return self._left.pop() if self._left and not is_over() else None
+
+    def publish(self, part: Part, draft: Draft) -> None:
+        """Publish a part: nobody else makes it."""
+        publish(self._out, part, draft)
 
 
 def run_pipeline(
     job: OutputJob,
-    recovered: RecoveredRows,
+    queue: PartQueue,
     loaded: LoadedJob | None,
     progress: Progress,
     stop: Event,
     reuse: RowReuse | None = None,
 ) -> bool:
-    """Make the parts that are not finished.
+    """Make the parts that a queue gives.
 
     Rows are read, made into prompts and planned in one thread, run in this one, made into text and
     written in a third.
 
     Args:
-        recovered: the parts to make, and what is there of them already.
-        loaded: its model; None where no row has to run.
+        loaded: the job's model; None where no row has to run.
         progress: shows finished rows.
         stop: when set, the running step is the last.
         reuse: finds rows that need not run, because another output holds them.
@@ -84,176 +143,303 @@ def run_pipeline(
             finished rows are kept.
     """
     recorder = Recorder(job.out, job.spec, next_run_id(job.out))
-    part_writer = PartWriter(
-        job.out,
-        recovered.parts,
-        recovered.segments,
-        recovered.finished,
-        job.table,
-        job.source,
-        file_metadata(job),
-        recorder.checkpoint,
-        partial(publish, job.out),
-    )
-    with flush_on_exit(recorder, part_writer):
-        part_writer.write_complete()  # parts that lack no row, like that of an empty dataset
-        for row_id in recovered.crash_history.given_up:
-            part_writer.add(fail_row(job, row_id, QUARANTINED))
-            progress.update(Counts(rows=1), None)
-            progress.fail(1)
+    writers = _PartWriters(job, queue, recorder, progress)
+    with _flushed_on_exit(recorder, writers):
         if loaded is None:
-            return True
+            while (claim := queue.next(stop.is_set)) is not None:
+                writers.begin(claim)
+            return not stop.is_set()
         recorder.loaded(loaded.context, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
-        token_files = TokenFiles(
-            job.out, job.manifest, loaded.context.adapters, recorder.run.run_id
-        )
-        kept = token_files.recover(recovered.missing)
-        tokens = TokensInFlight(job.out.files.flush_every_s, progress, kept)
-        at_once = recovered.crash_history.is_held
-        with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as in_flight:
+        run_id = recorder.run.run_id
+        with InFlightLog(job.out, run_id) as in_flight:
+            tokens = TokenFiles(job.out, job.manifest, loaded.context.adapters, run_id)
             rows = RowPipeline(
-                *(job, recovered, loaded, recorder, part_writer),
-                *(tokens, token_files, in_flight, progress, stop),
-                reuse,
+                job, queue, loaded, recorder, writers, tokens, in_flight, progress, stop, reuse
             )
-            for ranges in recovered.phases():
-                if not rows.run(ranges):
-                    return False
-                part_writer.flush()  # before the next: whose death it is must be beyond doubt
-    return True
+            return rows.run()
 
 
 @contextmanager
-def flush_on_exit(recorder: Recorder, part_writer: PartWriter) -> Iterator[None]:
-    """Whatever ends the run, the rows it has finished are on disk afterwards."""
+def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None]:
+    """Put the rows that a run has finished on disk, whatever ends it."""
     try:
         yield
     except BaseException as error:
         with suppress(JobError):
-            part_writer.flush()
+            writers.flush()
         with suppress(JobError):  # a full disk may still have room for why the run failed
             recorder.end(error)
         raise
-    part_writer.flush()
+    writers.flush()
     recorder.end()
 
 
-@dataclass(frozen=True)
+class _PartWriters:
+    """The part writers of a run, one for each claim whose parts are not all written."""
+
+    def __init__(
+        self, job: OutputJob, queue: PartQueue, recorder: Recorder, progress: Progress
+    ) -> None:
+        self._job = job
+        self._queue = queue
+        self._recorder = recorder
+        self._progress = progress
+        self._metadata = file_metadata(job)
+        self._first_rows = [part.rows.start for part in job.manifest.parts()]
+        self._of_part: dict[int, PartWriter] = {}
+
+    def begin(self, claim: RecoveredRows) -> None:
+        """Take up the parts of a claim: write those whose rows are all finished or given up."""
+        writer = PartWriter(
+            self._job.out,
+            claim.parts,
+            claim.segments,
+            claim.finished,
+            self._job.table,
+            self._job.source,
+            self._metadata,
+            self._recorder.checkpoint,
+            self._queue.publish,
+        )
+        self._of_part = {index: one for index, one in self._of_part.items() if not one.is_done}
+        self._of_part |= {part.index: writer for part in claim.parts}
+        writer.write_complete()
+        for row_id in claim.given_up:
+            writer.add(fail_row(self._job, row_id, QUARANTINED))
+            self._progress.update(Counts(rows=1), None)
+            self._progress.fail(1)
+
+    def add(self, row: FinishedRow) -> None:
+        """Take a finished row."""
+        self._of(row.values["row_id"]).add(row)
+
+    def add_table(self, rows: pa.Table) -> None:
+        """Take finished rows of one claim as a table."""
+        if rows.num_rows:
+            self._of(rows["row_id"][0].as_py()).add_table(rows)
+
+    def flush_if_due(self) -> None:
+        """Put finished rows on disk if a few seconds have passed, or a few thousand have come."""
+        for writer in set(self._of_part.values()):
+            writer.flush_if_due()
+
+    def flush(self) -> None:
+        """Put all finished rows on disk."""
+        for writer in set(self._of_part.values()):
+            writer.flush()
+        if not self._of_part:
+            self._recorder.checkpoint()
+
+    def _of(self, row_id: int) -> PartWriter:
+        return self._of_part[bisect_right(self._first_rows, row_id) - 1]
+
+
 class RowPipeline:
-    """Runs rows with nothing beside them."""
+    """One engine's way through the parts of a queue."""
 
-    job: OutputJob
-    recovered: RecoveredRows
-    loaded: LoadedJob
-    recorder: Recorder
-    part_writer: PartWriter
-    tokens: TokensInFlight
-    token_files: TokenFiles
-    in_flight: InFlightLog
-    progress: Progress
-    stop: Event
-    reuse: RowReuse | None
+    def __init__(
+        self,
+        job: OutputJob,
+        queue: PartQueue,
+        loaded: LoadedJob,
+        recorder: Recorder,
+        writers: _PartWriters,
+        token_files: TokenFiles,
+        in_flight: InFlightLog,
+        progress: Progress,
+        stop: Event,
+        reuse: RowReuse | None,
+    ) -> None:
+        self._job = job
+        self._queue = queue
+        self._loaded = loaded
+        self._recorder = recorder
+        self._writers = writers
+        self._token_files = token_files
+        self._tokens = TokensInFlight(job.out.files.flush_every_s, progress, {})
+        self._in_flight = in_flight
+        self._progress = progress
+        self._stop = stop
+        self._reuse = reuse
+        self._waiting: RecoveredRows | None = None
+        """The next claim, where it has been taken up and none of its rows is read."""
+        self._num_coming = 0
+        """Rows of claims that were taken up, less those that need not run."""
+        self._num_given = 0
+        """Of these, rows that the loops before this one have given to the engine."""
 
-    def run(self, ranges: Sequence[range]) -> bool:
-        """Run the rows in ``ranges``; whether they are all finished."""
-        spec, context, task = self.job.spec, self.loaded.context, self.loaded.task
+    def run(self) -> bool:
+        """Make all parts that the queue gives; whether it was not stopped before.
+
+        Rows that are suspected of earlier deaths run in groups, with nothing else in the engine.
+        """
+        while not self._stop.is_set():
+            if self._waiting is None:
+                claim = self._queue.next(self._stop.is_set)
+                if claim is None:
+                    break
+                self._take_up(claim)
+                self._writers.begin(claim)
+                self._waiting = claim
+            if not (self._run_apart() if self._waiting.groups else self._run_claims()):
+                return False
+        return not self._stop.is_set()
+
+    def _run_apart(self) -> bool:
+        """Run a claim with suspects by itself."""
+        assert self._waiting is not None
+        claim, self._waiting = self._waiting, None
+        self._in_flight.at_once = True
+        for ranges in claim.phases():
+            self._tokens.is_row_alone = sum(map(len, ranges)) == 1
+            if not self._run_rows(lambda *_, claim=claim, ranges=ranges: iter([(claim, ranges)])):
+                return False
+            self._writers.flush()  # before the next: whose death it is must be beyond doubt
+        self._tokens.is_row_alone = False
+        return True
+
+    def _run_claims(self) -> bool:
+        """Run one claim after the other, up to one with suspects."""
+        assert self._waiting is not None
+        rows = self._waiting.num_missing
+        self._tokens.is_row_alone = not self._queue.is_shared and rows == 1
+        return self._run_rows(self._claims)
+
+    def _take_up(self, claim: RecoveredRows) -> None:
+        self._tokens.add(self._token_files.recover(claim.missing, claim.beside))
+        self._in_flight.at_once = claim.is_held
+        self._num_coming += sum(map(self._job.source.count, claim.missing)) - len(claim.given_up)
+
+    def _claims(
+        self, is_needed: Callable[[], bool], is_over: Callable[[], bool], put: Callable[..., None]
+    ) -> Iterator[tuple[RecoveredRows, Sequence[range]]]:
+        """The claims to run now, each with its rows, taken when the engine will soon need rows."""
+        while self._waiting is not None and not self._waiting.groups:
+            claim, self._waiting = self._waiting, None
+            for ranges in claim.phases():
+                yield claim, ranges
+            while not is_needed() and not is_over():
+                time.sleep(_POLL_S)
+            self._waiting = self._queue.next(is_over)
+            if self._waiting is not None:
+                self._take_up(self._waiting)
+                put(self._waiting)
+
+    def _run_rows(
+        self, claims_of: Callable[..., Iterator[tuple[RecoveredRows, Sequence[range]]]]
+    ) -> bool:
+        """Run the rows of some claims; whether they are all finished."""
+        spec, context = self._job.spec, self._loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        self.tokens.is_row_alone = sum(map(len, ranges)) == 1
+        # Nobody takes back what the engine has: a queue that is shared leaves more to the others.
+        waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
-            task,
-            self.progress,
-            self.stop,
-            max_waiting=2 * spec.engine.max_num_seqs,
-            admit=self.in_flight.note,
+            self._loaded.task,
+            self._progress,
+            self._stop,
+            max_waiting=waiting if self._queue.is_shared else 2 * spec.engine.max_num_seqs,
+            admit=self._in_flight.note,
         )
 
-        def write(finished: TurnResult | FoundRows | TokenUpdate) -> None:
-            if isinstance(finished, FoundRows):
-                if not self._copy(finished):
-                    cut_short.set()
-                return
-            if isinstance(finished, TokenUpdate):
-                self.part_writer.flush()  # first: what it replaces may be of finished rows
-                self.token_files.write(finished)
-                return
-            self.recorder.add(finished.step, len(finished.rows))
-            if finished.recovered is not None:
-                self.recorder.note_recovery(finished.recovered)
-            for result in finished.rows:
-                row = finish_row(self.job, task, result)
-                self.part_writer.add(row)
-                if row.has_failed:
-                    self.progress.fail(1)
-            self.part_writer.flush_if_due()
+        def write(finished: _ToWrite) -> None:
+            if not self._write(finished):
+                cut_short.set()
+
+        def is_over() -> bool:
+            return self._stop.is_set() or ending.is_set()
+
+        def is_needed() -> bool:
+            left = self._num_coming - self._num_given - loop.num_given
+            return left < spec.engine.max_num_seqs
 
         complete = False
-        with (
-            BackgroundConsumer(write, _WRITES_DUE) as writer,
-            Prefetcher(
-                self._batches(
-                    ranges,
-                    lambda: self.stop.is_set() or ending.is_set(),
-                    starved.is_set,
-                    writer.put,
-                ),
-                1,
-                starved,
-            ) as rows,
-        ):
-            try:
-                with gc_frozen():
-                    with phase("reading and planning rows"):
-                        rows.wait(self.stop)
-                    with self.tokens.observing(context.engine, writer.put):
-                        complete = loop.run(rows, writer.put)
-            finally:
-                ending.set()
-                if not complete:
-                    self.loaded.processes.stop()  # what they are at may take long
+        with BackgroundConsumer(write, _WRITES_DUE) as writer:
+            claims = claims_of(is_needed, is_over, writer.put)
+            batches = self._batches(claims, is_over, starved.is_set, writer.put)
+            with Prefetcher(batches, 1, starved) as rows:
+                try:
+                    with gc_frozen():
+                        with phase("reading and planning rows"):
+                            rows.wait(self._stop)
+                        with self._tokens.observing(context.engine, writer.put):
+                            complete = loop.run(rows, writer.put)
+                finally:
+                    ending.set()
+                    if not complete:
+                        self._loaded.processes.stop()  # what they are at may take long
+        self._num_given += loop.num_given
         return complete and not cut_short.is_set()
+
+    def _write(self, finished: _ToWrite) -> bool:
+        """Write what has finished; False where that was cut short."""
+        match finished:
+            case FoundRows():
+                return self._copy(finished)
+            case RecoveredRows():
+                self._writers.begin(finished)
+            case TokenUpdate():
+                self._writers.flush()  # first: what it replaces may be of finished rows
+                self._token_files.write(finished)
+            case TurnResult():
+                self._recorder.add(finished.step, len(finished.rows))
+                if finished.recovered is not None:
+                    self._recorder.note_recovery(finished.recovered)
+                for result in finished.rows:
+                    row = finish_row(self._job, self._loaded.task, result)
+                    self._writers.add(row)
+                    if row.has_failed:
+                        self._progress.fail(1)
+                self._writers.flush_if_due()
+        return True
 
     def _copy(self, found: FoundRows) -> bool:
         """Write rows whose answers another output holds, unless asked to stop: whether all are."""
-        assert self.reuse is not None
-        for table in self.reuse.copied(found):
-            if self.stop.is_set():
+        assert self._reuse is not None
+        for table in self._reuse.copied(found):
+            if self._stop.is_set():
                 return False
-            self.part_writer.add_table(table)
-            self.part_writer.flush_if_due()
-            self.progress.reuse(table.num_rows)
+            self._writers.add_table(table)
+            self._writers.flush_if_due()
+            self._progress.reuse(table.num_rows)
         return True
 
     def _batches(
         self,
-        ranges: Sequence[range],
+        claims: Iterator[tuple[RecoveredRows, Sequence[range]]],
         is_over: Callable[[], bool],
         is_starved: Callable[[], bool],
         hand_over: Callable[[FoundRows], None],
     ) -> Iterator[list[PromptRow]]:
-        """The rows in ``ranges`` that have to run, in the order they should, until ``is_over``.
+        """The rows of some claims that have to run, in the order they should, until ``is_over``.
 
         Args:
             hand_over: takes those that need not.
         """
-        spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
-        read = self.job.source.batches(loaded.reader.columns, parts, ranges)
+        spec, loaded = self._job.spec, self._loaded
         keeps_text = "prompt" in spec.output.include
-        rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
-        rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
-        rows = row_keys(self.job, loaded.context).with_keys(rows)
-        if self.reuse is not None:
-            rows = self.reuse.without_found(rows, hand_over)
-        return plan_windows(
-            rows,
-            parts,
-            spec.engine.order_window,
-            by_prefix=spec.engine.order == "prefix",
-            by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
-            is_starved=is_starved,
-        )
+
+        def found(rows: FoundRows) -> None:
+            self._num_coming -= rows.table.num_rows
+            hand_over(rows)
+
+        for claim, ranges in claims:
+            read = self._job.source.batches(loaded.reader.columns, claim.parts, ranges)
+            rows = read_prompts(read, loaded.reader, self._in_flight.making, keeps_text=keeps_text)
+            rows = takewhile(lambda _: not is_over(), rows)  # a window takes a while to collect
+            rows = row_keys(self._job, loaded.context).with_keys(rows)
+            if self._reuse is not None:
+                rows = self._reuse.without_found(rows, found)
+            yield from plan_windows(
+                rows,
+                claim.parts,
+                spec.engine.order_window,
+                by_prefix=spec.engine.order == "prefix",
+                by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
+                is_starved=is_starved,
+            )
 
 
 def finish_row(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:

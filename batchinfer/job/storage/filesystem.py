@@ -89,10 +89,10 @@ class Files(Protocol):
         """Make a file, or empty it, and open it to write it."""
         ...
 
-    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+    def append_to(self, path: PurePath) -> BinaryIO:
         """Open a file, new or not, to add to its end.
 
-        Each write outlives this process, in a store only if it is asked to be there at once.
+        Each write outlives this process, in a store only after ``flush``.
         """
         ...
 
@@ -156,8 +156,7 @@ class LocalFiles:
     def create(self, path: PurePath) -> BinaryIO:
         return Path(path).open("wb")
 
-    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        """Open a file to add to its end; writes outlive this process in any case."""
+    def append_to(self, path: PurePath) -> BinaryIO:
         return cast(BinaryIO, Path(path).open("ab", buffering=0))
 
     def open(self, path: PurePath) -> BinaryIO:

@@ -45,19 +45,13 @@ class StoreLog(io.RawIOBase):
     Args:
         put: writes the object.
         clock: seconds.
-        at_once: put it with every write.
     """
 
     def __init__(
-        self,
-        put: Callable[[bytes], None],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        at_once: bool = False,
+        self, put: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = put
         self._clock = clock
-        self._at_once = at_once
         self._content = bytearray()
         self._changed = False
         self._put_at = -math.inf
@@ -74,16 +68,19 @@ class StoreLog(io.RawIOBase):
             self._content += data
             del self._content[:-KEPT_BYTES]
             self._changed = True
-            if self._at_once or self._clock() - self._put_at >= EVERY_S:
+            if self._clock() - self._put_at >= EVERY_S:
                 self._put()
         return len(data)
+
+    def flush(self) -> None:
+        with self._mutex:
+            self._put()
 
     def close(self) -> None:
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join()
-            with self._mutex:
-                self._put()
+            self.flush()
         super().close()
 
     def _run(self) -> None:
@@ -123,10 +120,9 @@ class StoreFiles(StagedFiles):
         """Of a write, after the store was asked for minutes: it ends the run, and is not asked for
         each of the things again that a run would still like to write at its end."""
 
-    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        """Open a log of which the end is kept, in the store some seconds later or at once."""
-        put = partial(self._put_unless_failed, _url(path))
-        return cast(BinaryIO, StoreLog(put, at_once=at_once))
+    def append_to(self, path: PurePath) -> BinaryIO:
+        """Open a log of which the end is kept, in the store some seconds later."""
+        return cast(BinaryIO, StoreLog(partial(self._put_unless_failed, _url(path))))
 
     def open(self, path: PurePath) -> BinaryIO:
         if path in self._staged:

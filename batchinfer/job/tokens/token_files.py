@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
 
@@ -68,26 +68,33 @@ class TokenFiles:
                 _add(kept, run_of_tokens(name), increment)
         return kept
 
-    def recover(self, missing: Sequence[range]) -> dict[RequestId, KeptOutput]:
+    def recover(
+        self, missing: Sequence[range], beside: Collection[str] | None = None
+    ) -> dict[RequestId, KeptOutput]:
         """Find the tokens that earlier runs have left; where there are none, their files are
         deleted.
 
         Args:
             missing: rows that are not finished, in order; of several writers: that this one runs.
+            beside: writers whose rows these are not, which others may take later: no file is
+                deleted; None: there are none.
 
         Raises:
             StorageError: a file cannot be read or deleted.
         """
         kept: dict[RequestId, KeptOutput] = {}
         for path in self._out.files.entries(self._out.tokens):
+            run, writer = run_of_tokens(path.name), writer_of(run_of_tokens(path.name))
+            if run == self._run_id or writer in (beside or ()):
+                continue
             size, increments = self._read(path)
-            if not self._out.writer or writer_of(run_of_tokens(path.name)) == self._out.writer:
+            if beside is None and self._out.writer in ("", writer):
                 self._sizes[path] = size
             wanted = set(within(sorted_row_ids(one.row_id for one in increments), missing).tolist())
             for increment in increments:
                 if increment.row_id in wanted:
-                    _add(kept, run_of_tokens(path.name), increment)
-        if not kept:
+                    _add(kept, run, increment)
+        if not kept and beside is None:
             self._delete(list(self._sizes))
         return kept
 

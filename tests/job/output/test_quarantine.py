@@ -110,7 +110,7 @@ def test_a_log_whose_end_cannot_be_written_is_a_storage_error(
         def close(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(out.files, "append_to", lambda path, *, at_once: Full())
+    monkeypatch.setattr(out.files, "append_to", lambda path: Full())
     full = r"cannot write .*run-00001: No space left"
     with pytest.raises(StorageError, match=full), InFlightLog(out, "run-00001") as log:
         log.note([1])

@@ -44,11 +44,12 @@ def test_what_follows_is_put_without_another_write(monkeypatch: pytest.MonkeyPat
     log.close()
 
 
-def test_what_cannot_wait_is_put_with_every_write() -> None:
+def test_a_flush_puts_it_at_once() -> None:
     put: list[bytes] = []
-    log = StoreLog(put.append, lambda: 0.0, at_once=True)
+    log = StoreLog(put.append, lambda: 0.0)
     log.write(b"a")
     log.write(b"b")
+    log.flush()
     assert put == [b"a", b"ab"]
     log.close()
 

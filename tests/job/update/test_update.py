@@ -296,7 +296,8 @@ def test_workers_find_the_next_generation_and_the_rows_of_the_last(place: Place)
         builds.append(build)
         clear()
         with closing(load(job, build)) as loaded:
-            return pipeline.run_pipeline(job, recovered, loaded, progress, stop, reuse)
+            queue = pipeline.OneClaim(job, recovered)
+            return pipeline.run_pipeline(job, queue, loaded, progress, stop, reuse)
 
     place.write(*ROWS, "more")
     assert place.run(update=True, fleet=one_worker) == [14]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.recovery.quarantine import CrashHistory, attribute_crashes
+from batchinfer.job.output.recovery.quarantine import CrashHistory, Group, attribute_crashes
 from batchinfer.job.output.resume import ResumePlan
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges_in, sorted_row_ids
@@ -27,6 +27,28 @@ class RecoveredRows:
     damaged: Mapping[str, str]
     """Segments that could not be read: name, and what is wrong."""
     crash_history: CrashHistory
+    beside: frozenset[str] | None = None
+    """Writers that make other parts now; None: whoever makes these parts makes no others later."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """Rows suspected of deaths: each group runs with nothing else in the engine."""
+        return self.crash_history.groups
+
+    @property
+    def given_up(self) -> Sequence[int]:
+        """Rows that will not run again."""
+        return self.crash_history.given_up
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a death without progress is remembered: the next must tell which rows ran."""
+        return self.crash_history.is_held
+
+    @property
+    def num_missing(self) -> int:
+        """Rows in ``missing``."""
+        return sum(map(len, self.missing))
 
     @property
     def missing(self) -> list[range]:
