@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -322,14 +323,25 @@ def test_after_a_death_a_store_is_told_of_rows_before_they_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts(tmp_path)
-    asked, append_to = list[bool](), LocalFiles.append_to
+    asked: list[bool] = []
 
-    def note(files: LocalFiles, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        if path.parent.name == "in_flight":
-            asked.append(at_once)
-        return append_to(files, path, at_once=at_once)
+    class Log(io.FileIO):
+        is_closing = False
 
-    monkeypatch.setattr(LocalFiles, "append_to", note)
+        def flush(self) -> None:
+            asked[-1] = asked[-1] or not self.is_closing
+
+        def close(self) -> None:
+            self.is_closing = True
+            super().close()
+
+    def open_log(files: LocalFiles, path: PurePath) -> io.FileIO:
+        if path.parent.name != "in_flight":
+            return io.FileIO(path, "ab")
+        asked.append(False)
+        return Log(path, "ab")
+
+    monkeypatch.setattr(LocalFiles, "append_to", open_log)
     for _ in range(3):
         with pytest.raises(RuntimeError):
             run_job(job(tmp_path), build=Dies(0), quiet=True)
