@@ -30,7 +30,7 @@ COPY --from=wheel /wheels /wheels
 
 # On Linux, torch from the package index is the one for CUDA, with all libraries it needs.
 FROM base AS cuda
-ARG EXTRAS=s3,structured,report,ray,metrics
+ARG EXTRAS=s3,structured,ray,metrics
 RUN pip install --no-cache-dir --constraint /constraints.txt torch \
  && pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[${EXTRAS}]"
 USER batchinfer
@@ -41,7 +41,7 @@ CMD ["--help"]
 
 # Give the index of PyTorch's CPU builds as TORCH_INDEX: some gigabytes less.
 FROM base AS cpu
-ARG EXTRAS=s3,structured,report,quantization,ray,metrics
+ARG EXTRAS=s3,structured,quantization,ray,metrics
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir --constraint /constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
  && pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[${EXTRAS}]"

@@ -1,9 +1,9 @@
 """Draw the memory charts of a finished job: ``python docs/make_pictures.py OUT FOLDER``.
 
-Writes ``memory.svg`` (what the rows took, beside what they would have taken) and ``pool.svg`` (what
-they held of the pool), in the colours of the report's light theme. What is in ``docs/gallery`` was
-taken by hand: reports in Chromium, 1,200 pixels wide, and what runs wrote to pseudo-terminals, as
-SVG.
+Writes ``memory.svg`` (memory that the rows took, and would have taken) and ``pool.svg`` (blocks of
+the pool that they held), in the colors of the report's light theme. The pictures in
+``docs/gallery`` were taken by hand: reports in Chromium, 1,200 pixels wide, and output of runs on
+pseudo-terminals, as SVG.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 
 from batchinfer.job.output.open import output_at
 from batchinfer.report import charts
-from batchinfer.report.drawing.over_time import over_time
-from batchinfer.report.drawing.svg import NARROW, WIDE
 from batchinfer.report.from_output import from_output
+from batchinfer.report.svg import NARROW, WIDE, over_time
 
 
 def main(out: str, folder: str) -> None:

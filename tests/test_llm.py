@@ -229,7 +229,7 @@ def test_calls_have_a_report(model: Path, tmp_path: Path) -> None:
     llm = LLM(model, dtype="float32", num_kv_blocks=64)
     for _ in range(2):
         llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
-    found = llm._calls.findings("m", {})
+    found = llm._calls.report_data("m", {})
     tokens = llm.stats()["tokens"]
     assert found.lengths.rows == 6
     assert found.lengths.sums["output_tokens"] == tokens["output"]
@@ -242,7 +242,7 @@ def test_calls_have_a_report(model: Path, tmp_path: Path) -> None:
     assert "Calls from Python" in html
     assert "<script" not in html
     llm.reset_stats()
-    assert llm._calls.findings("m", {}).lengths.rows == 0
+    assert llm._calls.report_data("m", {}).lengths.rows == 0
 
 
 def test_an_interrupted_call_leaves_nothing_behind(

@@ -15,7 +15,7 @@ from batchinfer.engine.metrics import KV_FACTS, MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.llm.outputs import Stats
 from batchinfer.report.from_calls import CallLog
-from batchinfer.report.report_data import Findings
+from batchinfer.report.report_data import ReportData
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ class Calls:
         measures = self._measured.metrics()
         return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
 
-    def findings(self, model: str, settings: Mapping[str, Any]) -> Findings:
-        """Contents of a report on the calls so far.
+    def report_data(self, model: str, settings: Mapping[str, Any]) -> ReportData:
+        """Return the data of a report about the calls so far.
 
         Args:
-            settings: sections, their keys and values.
+            settings: sections, with their keys and values.
         """
-        return self._log.findings(model, self._device, self._pool, settings)
+        return self._log.report_data(model, self._device, self._pool, settings)
 
 
 class OneCall:

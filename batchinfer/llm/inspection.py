@@ -11,7 +11,6 @@ from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.outputs import Stats
 from batchinfer.llm.vllm.engine_view import EngineView, ModelView
 from batchinfer.llm.vllm.metrics import Metric, read_metrics
-from batchinfer.report.write import check_installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,16 +100,14 @@ class Inspection:
             currency: of the price, as its code.
 
         Raises:
-            UsageError: the packages that draw are not installed.
             OSError: it cannot be written.
         """
-        check_installed()
         from batchinfer.report.page import page
         from batchinfer.report.report_data import Price
 
         price = None if price_per_hour is None else Price(price_per_hour, currency)
-        findings = self._calls.findings(str(self._settings["model"]["name"]), self._settings)
-        Path(path).write_bytes(page(findings, price).encode())
+        data = self._calls.report_data(str(self._settings["model"]["name"]), self._settings)
+        Path(path).write_bytes(page(data, price).encode())
         return Path(path)
 
     def reset_stats(self) -> None:

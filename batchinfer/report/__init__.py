@@ -1,8 +1,8 @@
 """A job, or the calls of an ``LLM``, as one HTML page: no scripts, no requests.
 
-A row of numbers goes one way: ``from_output`` or ``from_calls`` read it, ``timeline`` and
-``histograms`` bring it down to a few hundred points, ``report_data`` holds them, ``outcome`` and
-``captions`` say them, ``charts`` and ``drawing`` draw them, ``page`` puts both into HTML.
+``from_output`` and ``from_calls`` collect the numbers in a ``ReportData``; ``timeline`` and
+``histograms`` reduce steps and rows to a few hundred points. ``captions`` puts them into words,
+``charts`` and ``svg`` into pictures. ``page`` makes the HTML, ``write`` the file.
 
 May import: errors, console, engine, job.
 """

@@ -1,13 +1,15 @@
-"""A report's words: key figures and captions."""
+"""The words of a report: its headline, key figures and captions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinfer.console.format import duration, size
-from batchinfer.report.report_data import Findings, Price
-from batchinfer.report.units import counted, money, percent, short
+from batchinfer.console.format import counted, duration, size, whole_percent
+from batchinfer.job.run_ids import run_number
+from batchinfer.report.lanes import Piece
+from batchinfer.report.report_data import Price, ReportData
+from batchinfer.report.units import money, percent, short
 
 _MOST_WAITS = 3
 _SHORT_S = 0.5
@@ -15,14 +17,28 @@ _AROUND_ROWS = {
     *("reading finished rows", "checking ids", "finding saved codes"),
     *("reading and planning rows", "merging statistics"),
 }
-"""Waits before the first row and after the last."""
-_WORTH_SAYING = 0.01
-"""A share below which nothing is claimed."""
+"""Phases before the first row and after the last, other than loading."""
+_NOTICEABLE = 0.01
+"""A smaller share is not mentioned."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A headline, which begins with the outcome."""
+
+    word: str
+    """Such as ``Finished``."""
+    rest: str
+    """The rest of the sentence."""
+    tone: str
+    """``good``, ``bad`` or ``used``."""
+    then: str = ""
+    """What to do, or what happens next."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its name, and what to compare it with."""
+    """A number with its name, and a note to compare it with."""
 
     label: str
     value: str
@@ -37,249 +53,313 @@ class Slice:
     label: str
     amount: float
     value: str
-    colour: str
+    color: str
     note: str = ""
 
 
-def memory(found: Findings) -> str:
-    """What paging and sharing did to memory, in one sentence; "" where nothing ran."""
-    peak = found.timeline.peak
-    if not (found.has_pool and peak.running and peak.pool_bytes):
+def outcome(data: ReportData) -> Outcome:
+    """Return the headline for the state of a job."""
+    failed = f" {counted(data.rows_failed, 'row')} failed." if data.rows_failed else ""
+    if data.state == "so far":
+        took = f" in {duration(data.engine_s)}" if data.engine_s else ""
+        return Outcome("So far", f": {counted(data.rows_done, 'prompt')}{took}", "used")
+    if data.state == "running":
+        return Outcome(
+            "Running", f": {_done(data)}{_left(data)}", "used", f"{_work(data)}{failed}".lstrip()
+        )
+    if data.state in ("stopped", "failed"):
+        left = counted(data.rows_total - data.rows_done, "row")
+        subject = "The" if data.state == "stopped" else "Once the problem below is fixed, the"
+        kept = "finished rows and drawn tokens stay" if data.draws else "finished rows stay"
+        then = f"{subject} same command goes on with the {left} left; {kept}.{failed}"
+        return Outcome(data.state.capitalize(), f" after {_done(data)}", "bad", then)
+    return _ended(data)
+
+
+def progress(data: ReportData) -> list[Piece]:
+    """Return the progress bar: how many rows are answered, failed, running and left."""
+    whole = max(1, data.rows_total)
+    begun = max(0.0, (data.share or 0.0) - data.rows_done / whole)
+    good, failed = data.rows_done - data.rows_failed, data.rows_failed
+    left = data.rows_total - data.rows_done
+    return [
+        Piece("good", good / whole, f"{counted(good, 'row')} {_good(data)}"),
+        Piece("bad", failed / whole, f"{counted(failed, 'row')} failed"),
+        Piece("used", begun, "running rows, by their tokens"),
+        Piece("rule", 1 - data.rows_done / whole - begun, f"{left:,} not done"),
+    ]
+
+
+def _ended(data: ReportData) -> Outcome:
+    rows, failed = counted(data.rows_total, "row"), data.rows_failed
+    if not data.rows_total:
+        return Outcome("Finished", ": there were no rows", "good")
+    if not failed:
+        numbers = {run_number(run.name) for run in data.runs}
+        runs = f", in {len(numbers):,} runs" if len(numbers) > 1 else ""
+        every = f"all {rows}" if data.rows_total > 1 else rows
+        return Outcome("Finished", f": {every} in {duration(data.wall_s)}{runs}", "good")
+    word = f"Finished with {counted(failed, 'error')}"
+    if data.state == "finished":
+        return Outcome(word, f": {data.rows_total - failed:,} of {rows} {_good(data)}", "good")
+    share = percent(failed / data.rows_total)
+    return Outcome(
+        word,
+        f": {share} of {rows}, more than the {100 * data.max_error_rate:g}% that the job allows",
+        "bad",
+        "All rows are written, but there is no _SUCCESS. Run the failed ones again with "
+        "--retry-errors, or raise errors.max_error_rate (run-batch: --max-error-rate) and run "
+        "again.",
+    )
+
+
+def _good(data: ReportData) -> str:
+    return "answered" if data.draws else "ok"
+
+
+def _done(data: ReportData) -> str:
+    """Such as ``5 of 10 rows (50%)``."""
+    share = data.rows_done / data.rows_total if data.rows_total else 0.0
+    rows = counted(data.rows_total, "row")
+    return f"{data.rows_done:,} of {rows} ({whole_percent(share)})"
+
+
+def _work(data: ReportData) -> str:
+    """The share of the work done, if unfinished rows make it larger than that of finished rows."""
+    done = data.rows_done / data.rows_total if data.rows_total else 0.0
+    if data.share is None or whole_percent(data.share) == whole_percent(done):
         return ""
-    running, by = counted(peak.running, found.unit), _by_what(found)
-    at_once = f"{running} at once{_on_a_worker(found)}"
+    return f"{whole_percent(data.share)} of the work is done, unfinished rows included."
+
+
+def _left(data: ReportData) -> str:
+    if data.phase:
+        return f", {data.phase}"
+    if data.eta_s is None:
+        return ""
+    return f", {'at most' if data.eta_is_most else 'about'} {duration(data.eta_s)} left"
+
+
+def memory(data: ReportData) -> str:
+    """Say in one sentence what paging and sharing did to memory; "" if nothing ran."""
+    peak = data.timeline.peak
+    if not (data.has_pool and peak.running and peak.pool_bytes):
+        return ""
+    running = counted(peak.running, data.unit)
+    at_once = f"{running} at once{_on_one_worker(data)}"
+    shares = data.timeline.totals.mean("sharing_saving") > _NOTICEABLE
+    subject = "Sharing and paging" if shares else "Paging"
     if peak.contiguous_bytes > peak.pool_bytes:
         fits = int(peak.running * peak.pool_bytes / peak.contiguous_bytes)
         would = f"would have fit {fits:,}" if fits else "would not have fit one"
-        return f"{by} ran {at_once} where contiguous allocation {would}."
+        return f"{subject} ran {at_once} where contiguous allocation {would}."
     if peak.contiguous_bytes > 1.15 * peak.used_bytes:
         return (
-            f"{by} ran {at_once} in {size(peak.used_bytes)} where contiguous allocation "
+            f"{subject} ran {at_once} in {size(peak.used_bytes)} where contiguous allocation "
             f"would have taken {size(peak.contiguous_bytes)}."
         )
     return (
-        f"At most {running} ran at once{_on_a_worker(found)}, in {size(peak.used_bytes)} of a "
+        f"At most {running} ran at once{_on_one_worker(data)}, in {size(peak.used_bytes)} of a "
         f"{size(peak.pool_bytes)} pool."
     )
 
 
-def pool(found: Findings) -> str:
-    """The size of the KV pool, in words."""
-    if not found.kv:
+def pool(data: ReportData) -> str:
+    """Describe the size of the KV pool."""
+    if not data.kv:
         return ""
-    blocks, block_bytes = found.kv["num_blocks"], found.kv["bytes_per_block"]
+    blocks, block_bytes = data.kv["num_blocks"], data.kv["bytes_per_block"]
     if not blocks:
         return "no KV pool: the model reads texts whole"
     return (
-        f"a pool of {size(blocks * block_bytes)}{_on_a_worker(found)}: {blocks:,} blocks of "
-        f"{found.kv['block_size']} tokens, {size(block_bytes)} each"
+        f"a pool of {size(blocks * block_bytes)}{_on_one_worker(data)}: {blocks:,} blocks of "
+        f"{data.kv['block_size']} tokens, {size(block_bytes)} each"
     )
 
 
-def figures(found: Findings, price: Price | None) -> Iterator[Figure]:
-    """Key figures, shown before any chart."""
-    totals, sums = found.timeline.totals, found.lengths.sums
-    left = f"of {found.rows_total:,}, " if found.rows_done < found.rows_total else ""
-    failed = f"{found.rows_failed:,} failed" if found.rows_failed else "none failed"
-    reused = f", {found.rows_reused:,} reused" if found.rows_reused else ""
-    yield Figure("Rows done", f"{found.rows_done:,}", "", f"{left}{failed}{reused}")
-    load = f"{duration(found.load_s)} of it to load the model"
-    if found.wall_s < found.total_s:
-        load = f"{duration(found.total_s)} of all workers together, {load}"
-    yield Figure("Time", *_number_and_unit(duration(found.wall_s)), load)
+def figures(data: ReportData, price: Price | None) -> Iterator[Figure]:
+    """Yield the key figures above the charts."""
+    totals, sums = data.timeline.totals, data.lengths.sums
+    left = f"of {data.rows_total:,}, " if data.rows_done < data.rows_total else ""
+    failed = f"{data.rows_failed:,} failed" if data.rows_failed else "none failed"
+    reused = f", {data.rows_reused:,} reused" if data.rows_reused else ""
+    yield Figure("Rows done", f"{data.rows_done:,}", "", f"{left}{failed}{reused}")
+    load = f"{duration(data.load_s)} of it to load the model"
+    if data.wall_s < data.total_s:
+        load = f"{duration(data.total_s)} of all workers together, {load}"
+    yield Figure("Time", *_number_and_unit(duration(data.wall_s)), load)
     if price is not None:
-        cost = price.per_hour * found.total_s / 3600
+        cost = price.per_hour * data.total_s / 3600
         each = f"at {money(price.per_hour, price.currency)} an hour"
-        kind = "output" if found.draws else "prompt"
+        kind = "output" if data.draws else "prompt"
         if tokens := sums[f"{kind}_tokens"]:
             each += f"; {money(cost / tokens * 1e6, price.currency)} per million {kind} tokens"
         yield Figure("Cost", *_number_and_unit(money(cost, price.currency)), each)
-    if totals.steps or found.lengths.rows:
-        yield from _speed(found)
-    if totals.steps and found.has_pool:
-        yield Figure(
-            "Pool in use",
-            *(percent(totals.mean("mean_utilization")), ""),
-            f"{_of_a_worker(found)}on average, {percent(found.timeline.peak_utilization)} at most",
-        )
-        yield Figure(
-            "Waste",
-            *(percent(totals.mean("mean_waste")), ""),
-            f"of what is used; {percent(totals.mean('contiguous_waste'))} if reserved"
-            if found.draws
-            else "of what is used",
-        )
-        yield Figure(
-            "Saved by sharing",
-            *(percent(totals.mean("sharing_saving")), ""),
-            f"of the memory; {percent(found.prefix_hit_rate)} of prompt tokens found"
-            if found.lengths.rows
-            else "of the memory",
-        )
+    if totals.steps or data.lengths.rows:
+        yield from _speed(data)
+    if totals.steps and data.has_pool:
+        each = "of each worker's, " if data.lanes else ""
+        most = percent(data.timeline.peak_utilization)
+        used = percent(totals.mean("mean_utilization"))
+        yield Figure("Pool in use", used, "", f"{each}on average, {most} at most")
+        reserved = f"; {percent(totals.mean('contiguous_waste'))} if reserved" if data.draws else ""
+        waste = percent(totals.mean("mean_waste"))
+        yield Figure("Waste", waste, "", f"of what is used{reserved}")
+        hits = f"; {percent(data.prefix_hit_rate)} of prompt tokens found"
+        saved = percent(totals.mean("sharing_saving"))
+        note = f"of the memory{hits if data.lengths.rows else ''}"
+        yield Figure("Saved by sharing", saved, "", note)
 
 
-def _speed(found: Findings) -> Iterator[Figure]:
-    """Output tokens per second; rows and input tokens where none are drawn."""
-    sums, seconds = found.lengths.sums, found.engine_s
-    if found.draws:
-        drawn = f"{short(found.output_tokens)} tokens in {duration(seconds)}"
-        yield Figure("Output", short(found.output_tokens_per_s), "tokens/s", drawn)
+def _speed(data: ReportData) -> Iterator[Figure]:
+    """Yield output tokens per second, or rows and input tokens if the job draws none."""
+    seconds = data.engine_s
+    if data.draws:
+        drawn = f"{short(data.output_tokens)} tokens in {duration(seconds)}"
+        yield Figure("Output", short(data.output_tokens_per_s), "tokens/s", drawn)
         return
-    rows, read = found.lengths.rows, sums["prompt_tokens"]
+    rows, read = data.lengths.rows, data.lengths.sums["prompt_tokens"]
     per_s = 1 / seconds if seconds else 0.0
     yield Figure("Speed", short(rows * per_s), "rows/s", f"{short(rows)} in {duration(seconds)}")
     yield Figure("Input", short(read * per_s), "tokens/s", f"{short(read)} tokens")
 
 
 def _number_and_unit(text: str) -> tuple[str, str]:
-    """``7.3 s`` as a number and a unit; what has several units stays whole."""
+    """Split ``7.3 s`` into number and unit; a text with several units stays whole."""
     number, _, unit = text.partition(" ")
     return (text, "") if " " in unit else (number, unit)
 
 
-def time_slices(found: Findings) -> list[Slice]:
-    """Engine time by activity, in seconds."""
-    totals, span = found.timeline.totals, found.timeline.span_s
+def time_slices(data: ReportData) -> list[Slice]:
+    """Return the engine's time by activity, in seconds."""
+    totals, span = data.timeline.totals, data.timeline.span_s
     prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
     between = max(span - prompt - answer, 0.0)
-    rest = max(found.total_s - found.load_s - max(span, prompt + answer), 0.0)
+    rest = max(data.total_s - data.load_s - max(span, prompt + answer), 0.0)
     steps = [
         ("Steps with prompts in them", prompt, "shared", "answers go on beside them"),
         ("Steps of answers alone", answer, "used", ""),
     ]
     parts = [
-        ("Loading the model", found.load_s, "idle", _waits(found, found.load_s)),
-        *(steps if found.draws else [("Steps", prompt + answer, "shared", "")]),
+        ("Loading the model", data.load_s, "idle", _waits(data, data.load_s)),
+        *(steps if data.draws else [("Steps", prompt + answer, "shared", "")]),
         ("Between steps", between, "waste", "waiting for rows, or for this program itself"),
-        ("Before and after", rest, "rest", _waits(found, rest, around=True)),
+        ("Before and after", rest, "rest", _waits(data, rest, around=True)),
     ]
-    return [Slice(label, s, duration(s), colour, note) for label, s, colour, note in parts if s]
+    return [Slice(label, s, duration(s), color, note) for label, s, color, note in parts if s]
 
 
-def _waits(found: Findings, within_s: float, *, around: bool = False) -> str:
-    """The longest waits that have a name, but for short ones, and those of before the run.
+def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
+    """Name the longest phases of loading, or of the time ``around`` the rows.
 
     Args:
-        within_s: what they are part of.
-        around: those before the first row and after the last, not those of loading.
+        within_s: time that they are part of. Longer phases were before the run, and are left out.
     """
-    names = [name for name in found.phases if (name in _AROUND_ROWS) == around]
-    longest = sorted(names, key=lambda name: -found.phases[name])[:_MOST_WAITS]
-    told = [(name, found.phases[name]) for name in longest]
-    return ", ".join(f"{name} {duration(s)}" for name, s in told if _SHORT_S <= s <= within_s)
+    names = [name for name in data.phases if (name in _AROUND_ROWS) == around]
+    longest = sorted(names, key=lambda name: -data.phases[name])[:_MOST_WAITS]
+    waits = [(name, data.phases[name]) for name in longest]
+    return ", ".join(f"{name} {duration(s)}" for name, s in waits if _SHORT_S <= s <= within_s)
 
 
-def prompt_slices(found: Findings) -> list[Slice]:
-    """Prompt tokens computed, and found in the pool."""
-    sums = found.lengths.sums
-    cached = sums["cached_tokens"]
-    parts = [
-        ("Computed", sums["prompt_tokens"] - cached, "used", ""),
-        ("Found in the pool", cached, "shared", "another row had computed them"),
+def prompt_slices(data: ReportData) -> list[Slice]:
+    """Return the prompt tokens that were computed, and that were found in the pool."""
+    cached = data.lengths.sums["cached_tokens"]
+    computed = data.lengths.sums["prompt_tokens"] - cached
+    return [
+        Slice("Computed", computed, f"{computed:,}", "used"),
+        Slice(
+            "Found in the pool", cached, f"{cached:,}", "shared", "another row had computed them"
+        ),
     ]
-    return [Slice(label, n, f"{n:,}", colour, note) for label, n, colour, note in parts]
 
 
-def memory_slices(found: Findings) -> list[Slice]:
-    """Memory held, and saved by sharing, in bytes."""
-    states = found.timeline.states
-    used = float(states("kv_blocks_used").mean())
-    saved = max(float(states("kv_logical_blocks").mean()) - used, 0.0)
-    parts = [("Held", used, "used", ""), ("Not needed", saved, "saved", "held once for several")]
-    return [Slice(label, n, size(n), colour, note) for label, n, colour, note in parts]
+def memory_slices(data: ReportData) -> list[Slice]:
+    """Return the memory that was held, and that sharing saved, in bytes."""
+    used = float(data.timeline.mean("kv_blocks_used").mean())
+    saved = max(float(data.timeline.mean("kv_logical_blocks").mean()) - used, 0.0)
+    return [
+        Slice("Held", used, size(used), "used"),
+        Slice("Not needed", saved, size(saved), "saved", "held once for several"),
+    ]
 
 
-def sharing_caption(found: Findings) -> str:
-    """Prefix reuse in words: of what could be shared, how much was."""
-    if not found.lengths.sums["prompt_tokens"]:
+def sharing_caption(data: ReportData) -> str:
+    """Say how many prompt tokens were reused, of those that rows have in common."""
+    if not data.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
-    caption = f"{percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
-    if found.planned_rate > found.prefix_hit_rate:  # else all that they have in common was found
-        caption += f", of {percent(found.planned_rate)} that rows have in common"
-    if equal := found.lengths.sums["deduplicated"]:
-        caption += f". {counted(equal, 'rows')} took what equal ones came to"
-    copies = found.timeline.totals.cow_copies
+    caption = f"{percent(data.prefix_hit_rate)} of the prompt tokens did not have to be computed"
+    if data.planned_rate > data.prefix_hit_rate:  # otherwise all of them were found
+        caption += f", of {percent(data.planned_rate)} that rows have in common"
+    if equal := data.lengths.sums["deduplicated"]:
+        caption += f". {counted(equal, 'row')} copied the answers of equal rows"
     caption += ". Rows that begin alike, and the samples of a row, hold the same blocks"
-    return caption + (
-        f"; {counted(copies, 'blocks')} had to be copied when they parted." if copies else "."
-    )
+    copies = data.timeline.totals.cow_copies
+    copied = f"; {counted(copies, 'block')} had to be copied when they parted" if copies else ""
+    return f"{caption}{copied}."
 
 
-def pressure_caption(found: Findings) -> str:
-    """Preemption in words: what happened when memory was short."""
-    sums = found.lengths.sums
+def pressure_caption(data: ReportData) -> str:
+    """Say how many rows ran side by side, and what happened when memory was short."""
+    sums = data.lengths.sums
     caption = (
-        f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side"
-        f"{_on_a_worker(found)}, at most {found.timeline.peak.running:,}."
+        f"On average {data.timeline.totals.mean('mean_running'):,.0f} ran side by side"
+        f"{_on_one_worker(data)}, at most {data.timeline.peak.running:,}.{together(data)}"
     )
-    caption += together(found)
-    if not sums["preemptions"]:
-        caption += " None had to give up its memory." if found.has_pool else ""
-    else:
-        then = [
+    if sums["preemptions"]:
+        costs = [
             f"{counted(sums[name], unit)} {what}"
             for name, unit, what in (
-                ("swapped_blocks", "blocks", "came back from the host"),
-                ("recomputed_tokens", "tokens", "computed again"),
+                ("swapped_blocks", "block", "came back from the host"),
+                ("recomputed_tokens", "token", "computed again"),
             )
             if sums[name]
         ]
+        times = counted(sums["preemptions"], "time")
+        caption += f" {times} one gave up its memory to let others end"
+        caption += f": {', '.join(costs)}." if costs else "."
+    elif data.has_pool:
+        caption += " None had to give up its memory."
+    if data.out_of_memory:
         caption += (
-            f" {counted(sums['preemptions'], 'times')} one gave up its memory to let others end"
-        )
-        caption += f": {', '.join(then)}." if then else "."
-    if found.out_of_memory:
-        caption += (
-            f" In {counted(found.out_of_memory, 'steps')} the device had no memory left, and the "
+            f" In {counted(data.out_of_memory, 'step')} the device had no memory left, and the "
             "step was cut smaller."
         )
     return caption
 
 
-def lanes_caption(found: Findings) -> str:
-    """Workers in words: how many there were, and over what time their lanes go."""
-    died = sum("died" in lane.state for lane in found.lanes)
+def lanes_caption(data: ReportData) -> str:
+    """Say how many workers there were, and over what time."""
+    died = sum("died" in lane.state for lane in data.lanes)
     caption = (
-        f"{counted(len(found.lanes), 'workers')} over {duration(found.timeline.span_s)}, from the "
+        f"{counted(len(data.lanes), 'worker')} over {duration(data.timeline.span_s)}, from the "
         "first engine's start to the last step; times in which none ran are left out"
     )
     return caption + (f". {died:,} died, and others went on with their rows." if died else ".")
 
 
-def waits(found: Findings) -> list[tuple[str, ...]]:
-    """Latency by phase: name, median, 95th percentile, maximum."""
+def latencies(data: ReportData) -> list[tuple[str, ...]]:
+    """Return for each phase of a row: name, median, 95th percentile, maximum."""
     names = {
         "queue_ms": "In the queue",
         "prefill_ms": "Prompt",
-        **({"decode_ms": "Answer"} if found.draws else {}),
+        **({"decode_ms": "Answer"} if data.draws else {}),
         "latency_ms": "All in all",
     }
-    shares = (0.5, 0.95, 1.0)
     return [
-        (label, *(_moment(found.lengths.time_s(name, share)) for share in shares))
+        (label, *(_latency(data.lengths.time_s(name, share)) for share in (0.5, 0.95, 1.0)))
         for name, label in names.items()
     ]
 
 
-def _moment(seconds: float) -> str:
+def _latency(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else duration(seconds)
 
 
-def _on_a_worker(found: Findings) -> str:
-    """What a number of one step is of, where several workers have steps at a time."""
-    return " on one worker" if found.lanes else ""
+def together(data: ReportData) -> str:
+    """Say that charts add up several workers, if there are several."""
+    return " The chart adds up all workers." if data.lanes else ""
 
 
-def together(found: Findings) -> str:
-    """What a chart is of, where several workers have steps at a time."""
-    return " The chart adds up all workers." if found.lanes else ""
-
-
-def _of_a_worker(found: Findings) -> str:
-    """What a share of a pool is of, where several workers have one each."""
-    return "of each worker's, " if found.lanes else ""
-
-
-def _by_what(found: Findings) -> str:
-    shares = found.timeline.totals.mean("sharing_saving") > _WORTH_SAYING
-    return "Sharing and paging" if shares else "Paging"
+def _on_one_worker(data: ReportData) -> str:
+    """Say that a number of one step is of one worker, if there are several."""
+    return " on one worker" if data.lanes else ""

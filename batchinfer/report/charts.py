@@ -1,4 +1,4 @@
-"""A report's charts: which series they show, in which colours, under which names."""
+"""The charts of a report: their series, colors and labels."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from functools import partial
 import numpy as np
 
 from batchinfer.console.format import size
-from batchinfer.report.drawing.over_time import Layer, Series
-from batchinfer.report.report_data import Findings
+from batchinfer.report.report_data import ReportData
+from batchinfer.report.svg import Layer, Series
 from batchinfer.report.timeline import Timeline
 from batchinfer.report.units import amount
 
 _ON_ONE_SCALE = 1.5
-"""The whole pool is drawn where it is at most so many times what else is."""
+"""The size of the pool is drawn if it is at most this many times the largest other value."""
 
 
-def all_series(found: Findings) -> Mapping[str, Series]:
-    """What each chart over time shows, by its name on the page; of a pool, if there is one."""
-    timeline = found.timeline
-    of_pool = {
+def all_series(data: ReportData) -> Mapping[str, Series]:
+    """Return the series of each chart over time, by its name on the page."""
+    timeline = data.timeline
+    pool = {
         "memory": memory(timeline),
         "held": held_by_rows(timeline),
         "pool": whole_pool(timeline),
     }
     return {
-        **(of_pool if found.has_pool else {}),
-        "running": running(timeline, found.unit),
-        "tokens": tokens_per_second(timeline, draws=found.draws),
+        **(pool if data.has_pool else {}),
+        "running": running(timeline, f"{data.unit}s"),
+        "tokens": tokens_per_second(timeline, draws=data.draws),
         "waiting": waiting(timeline),
     }
 
 
 def memory(timeline: Timeline) -> Series:
-    """The memory that running rows took and would have taken, one drawn over the other."""
-    states = timeline.states
-    reserved = states("contiguous_blocks")
+    """Memory that running rows took, over what they would have taken."""
+    mean = timeline.mean
+    reserved = mean("contiguous_blocks")
     layers = [
         Layer("contiguous", "reserved: prompt and longest answer", reserved),
-        Layer("logical", "paged alone: nothing shared", states("kv_logical_blocks")),
-        Layer("used", "paged and shared: what they took", states("kv_blocks_used")),
+        Layer("logical", "paged alone: nothing shared", mean("kv_logical_blocks")),
+        Layer("used", "paged and shared: what they took", mean("kv_blocks_used")),
         *_pool_line(timeline, float(reserved.max(initial=0))),
     ]
     name = "the memory that running rows take"
@@ -48,11 +48,11 @@ def memory(timeline: Timeline) -> Series:
 
 
 def held_by_rows(timeline: Timeline) -> Series:
-    """The blocks that running rows hold, by how many rows hold them, and what that saves."""
-    used, waste = timeline.states("kv_blocks_used"), timeline.states("waste_blocks")
-    saved = np.maximum(timeline.states("kv_logical_blocks") - used, 0)
-    # What is shared are full blocks nearly always; where it is not, its empty slots are waste.
-    shared = np.minimum(timeline.states("kv_blocks_shared"), used - waste)
+    """Blocks that running rows hold, by how many rows hold them, and what sharing saves."""
+    used, waste = timeline.mean("kv_blocks_used"), timeline.mean("waste_blocks")
+    saved = np.maximum(timeline.mean("kv_logical_blocks") - used, 0)
+    # Shared blocks are nearly always full; the empty slots of others count as waste.
+    shared = np.minimum(timeline.mean("kv_blocks_shared"), used - waste)
     layers = [
         Layer("used", "used by one row", used - shared - waste),
         Layer("waste", "empty slots", waste),
@@ -63,8 +63,8 @@ def held_by_rows(timeline: Timeline) -> Series:
 
 
 def whole_pool(timeline: Timeline) -> Series:
-    """The blocks that running rows hold, and those that are kept for rows to come."""
-    used, kept = timeline.states("kv_blocks_used"), timeline.states("kv_blocks_cached")
+    """Blocks that running rows hold, and blocks kept for later rows."""
+    used, kept = timeline.mean("kv_blocks_used"), timeline.mean("kv_blocks_cached")
     layers = [
         Layer("used", "held by running rows", used),
         Layer("cached", "kept for rows to come", kept),
@@ -74,35 +74,34 @@ def whole_pool(timeline: Timeline) -> Series:
 
 
 def running(timeline: Timeline, unit: str) -> Series:
-    """The sequences that run, and those whose blocks are on the host."""
-    layers = [Layer("used", "running", timeline.states("num_running"))]
-    swapped = timeline.states("num_swapped")
+    """Sequences that run, and sequences whose blocks are on the host."""
+    layers = [Layer("used", "running", timeline.mean("num_running"))]
+    swapped = timeline.mean("num_swapped")
     if swapped.any():
         layers.append(Layer("swapped", "set aside: blocks on the host", swapped))
     return Series(f"{unit} that run", timeline.edges_s, layers, unit, partial(amount, unit=unit))
 
 
 def waiting(timeline: Timeline) -> Series:
-    """The rows in the engine's queue."""
-    layers = [Layer("idle", "waiting", timeline.states("num_waiting"))]
-    say = partial(amount, unit="rows")
-    return Series("rows in the queue", timeline.edges_s, layers, "rows", say)
+    """Rows in the engine's queue."""
+    layers = [Layer("idle", "waiting", timeline.mean("num_waiting"))]
+    format_value = partial(amount, unit="rows")
+    return Series("rows in the queue", timeline.edges_s, layers, "rows", format_value)
 
 
 def tokens_per_second(timeline: Timeline, *, draws: bool) -> Series:
-    """Tokens per second: of prompts, recomputed, of answers if any are drawn."""
-    again = timeline.rate("recomputed_tokens")
-    layers = [Layer("used", "answers", timeline.rate("decode_tokens"))] if draws else []
-    prompts = np.maximum(timeline.rate("prefill_tokens") - again, 0)
+    """Tokens per second: of prompts, recomputed, and of answers if the job draws any."""
+    again = timeline.mean("recomputed_tokens")
+    layers = [Layer("used", "answers", timeline.mean("decode_tokens"))] if draws else []
+    prompts = np.maximum(timeline.mean("prefill_tokens") - again, 0)
     layers.append(Layer("shared", "prompts", prompts))
     if again.any():
         layers.append(Layer("again", "computed again", again))
-    say = partial(amount, unit="tokens/s")
-    return Series("tokens per second", timeline.edges_s, layers, "tokens/s", say)
+    format_value = partial(amount, unit="tokens/s")
+    return Series("tokens per second", timeline.edges_s, layers, "tokens/s", format_value)
 
 
 def _pool_line(timeline: Timeline, most_bytes: float) -> list[Layer]:
-    """The pool's size as a line, where it is on the scale of what else is drawn."""
-    total = timeline.states("kv_blocks_total")
+    total = timeline.mean("kv_blocks_total")
     fits = total.max(initial=0) <= _ON_ONE_SCALE * most_bytes
     return [Layer("ink", "the whole pool", total, is_line=True)] if fits else []

@@ -1,8 +1,8 @@
-"""A few rows of a job, and a few that failed, with little reading whatever the job's size."""
+"""A few rows of a job, and a few that failed; reads little, however large the job."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import repeat
@@ -22,28 +22,27 @@ from batchinfer.report.report_data import Example, Failure
 from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 
 MOST_ROWS, MOST_COLUMNS = 4, 4
-MOST_CODES, OF_EACH_CODE = 12, 3
+MOST_CODES, EXAMPLES_PER_CODE = 12, 3
 MOST_CHARACTERS = 2000
-"""Longest text that is handed on; a page shows less."""
+"""Longest text that is read; the page shows less."""
 
 
 def find_examples(
     out: OutputDir, records: Sequence[tuple[Part, PartRecord]], task: Task | None
 ) -> list[Example]:
-    """Rows from the beginning of a few finished parts, spread over the job.
+    """Return rows from the beginning of a few finished parts, spread over the job.
 
     Args:
-        task: the job's; None: one that this version does not know.
+        task: the job's; None: this version does not know it.
     """
     if not records or task is None:
         return []
     count = min(MOST_ROWS, len(records))
-    parts = [records[at * len(records) // count][0] for at in range(count)]
-    of_each = MOST_ROWS // count
-    found: list[Example] = []
-    for part in parts:
-        found += _first_rows(out, out.part_file(part), task, of_each)
-    return found[:MOST_ROWS]
+    examples: list[Example] = []
+    for at in range(count):
+        part, _ = records[at * len(records) // count]
+        examples += _first_rows(out, out.part_file(part), task, MOST_ROWS // count)
+    return examples
 
 
 def find_failures(
@@ -53,48 +52,44 @@ def find_failures(
     done: FinishedRows,
     ids: str | None,
 ) -> list[Failure]:
-    """Rows that failed, by code, with examples; reads only parts that have more of them.
+    """Return failed rows by code, with examples; reads a part only for an example it may give.
 
     Args:
         ids: the output column of ids; None: there is none.
     """
+    examples: dict[str, list[tuple[str, str]]] = defaultdict(list)
+
+    def collect(path: PurePath, done: FinishedRows) -> Iterator[str]:
+        for row, code, message in _errors(out, path, done, ids):
+            if len(examples[code]) < EXAMPLES_PER_CODE:
+                examples[code].append((row, message))
+            yield code
+
     counts: Counter[str] = Counter()
     for _, record in records:
         counts.update(record.error_codes)
-    examples: dict[str, list[tuple[str, str]]] = {}
     for path in segments:
-        for row, code, message in _errors(out, path, done, ids):
-            counts[code] += 1
-            _keep(examples, row, code, message)
-    most = [code for code, _ in counts.most_common(MOST_CODES)]
+        counts.update(collect(path, done))
+    shown = {code for code, _ in counts.most_common(MOST_CODES)}
     for part, record in records:
-        missing = {c for c in record.error_codes if len(examples.get(c, ())) < OF_EACH_CODE}
-        if missing.isdisjoint(most):
-            continue
-        for row, code, message in _errors(out, out.part_file(part), FinishedRows([]), ids):
-            _keep(examples, row, code, message)
-    return [Failure(code, rows, examples.get(code, [])) for code, rows in counts.most_common()]
-
-
-def _keep(examples: dict[str, list[tuple[str, str]]], row: str, code: str, message: str) -> None:
-    some = examples.setdefault(code, [])
-    if len(some) < OF_EACH_CODE:
-        some.append((row, message))
+        if any(len(examples[code]) < EXAMPLES_PER_CODE for code in shown & {*record.error_codes}):
+            list(collect(out.part_file(part), FinishedRows([])))
+    return [Failure(code, rows, examples[code]) for code, rows in counts.most_common()]
 
 
 def _errors(
-    out: OutputDir, path: PurePath, but: FinishedRows, ids: str | None
+    out: OutputDir, path: PurePath, done: FinishedRows, ids: str | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Rows by their names, codes and messages."""
+    """Yield failed rows that are not in ``done``: their names, codes and messages."""
     for batch in batches(out, path, ["row_id", "error", *([] if ids is None else [ids])]):
-        rows = but.left_out(batch)
+        rows = done.removed_from(batch)
         failed = rows.filter(rows.column("error").is_valid())
         codes, messages = (failed.column("error").field(name) for name in ("code", "message"))
         names = failed.column(ids).to_pylist() if ids in failed.schema.names else repeat(None)
-        for row_id, known_as, code, message in zip(
+        for row_id, id_, code, message in zip(
             failed.column("row_id").to_pylist(), names, codes, messages, strict=False
         ):
-            yield named_row(row_id, shown_id(known_as)), _text(code), _text(message)
+            yield named_row(row_id, shown_id(id_)), _text(code), _text(message)
 
 
 def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[Example]:
@@ -103,19 +98,17 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    # A prompt is what a row is about, be it kept or generated.
+    # The prompt says what a row is about, whether it was kept or generated.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
     columns = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
-    rows: list[Example] = []
-    for batch in batches(out, path, columns, count):
-        with suppress(*UNREADABLE):
-            rows = [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
-        break
-    return rows
+    with suppress(*UNREADABLE):
+        for batch in batches(out, path, columns, count):
+            return [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
+    return []
 
 
 def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
-    """Kept columns: texts and conversations first, they are what a row is about."""
+    """Choose kept columns. Texts and conversations come first: they say what a row is about."""
     kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}
@@ -124,8 +117,9 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
 
 def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
     error = row.column("error")[0]
-    own = set(row.schema.names).difference(inputs)
-    values = {name: _cut(row.column(name))[0].as_py() for name in own}
+    values = {
+        name: _cut(row.column(name))[0].as_py() for name in row.schema.names if name not in inputs
+    }
     answer, facts = task.summarise(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
@@ -137,13 +131,13 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
 
 
 def _cut(values: pa.Array) -> pa.Array:
-    """Texts, their beginnings: a row may hold half a gigabyte."""
+    """Keep only the beginning of texts: a row may hold half a gigabyte."""
     return pc.utf8_slice_codeunits(values, 0, MOST_CHARACTERS) if _is_text(values.type) else values
 
 
 def _text(value: Any) -> str:
-    found = value.as_py()
-    return found if isinstance(found, str) else "" if found is None else str(found)
+    plain = value.as_py()
+    return "" if plain is None else str(plain)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""A log of an ``LLM``'s calls, and the report's findings on them."""
+"""A log of an ``LLM``'s calls, and the data of a report about them."""
 
 from __future__ import annotations
 
@@ -12,71 +12,70 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
-from batchinfer.report.histograms import Float, Lengths
-from batchinfer.report.report_data import Findings
+from batchinfer.report.histograms import Lengths
+from batchinfer.report.report_data import ReportData
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
-from batchinfer.report.timeline import Timeline
+from batchinfer.report.timeline import Float, Timeline
 from batchinfer.report.units import moment
 
 _CHUNK_ROWS = 1024
 
 
-class _Rows:
-    """A growing table of numbers. One thread adds, any may read meanwhile: what is being added is
-    left out."""
+class _Table:
+    """A growing table of numbers. One thread adds rows while any thread reads the finished ones."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._chunks: list[Float] = []
-        self._width = width
         self._count = 0
 
     def add(self, row: Sequence[float]) -> None:
         at = self._count % _CHUNK_ROWS
         if at == 0:
-            self._chunks.append(np.zeros((_CHUNK_ROWS, self._width)))
+            self._chunks.append(np.zeros((_CHUNK_ROWS, len(self._names))))
         self._chunks[-1][at] = row
         self._count += 1
 
-    def columns(self, names: Sequence[str]) -> dict[str, Float]:
+    def columns(self) -> dict[str, Float]:
         count = self._count
-        rows = np.concatenate([np.zeros((0, self._width)), *self._chunks])[:count]
-        return {name: np.ascontiguousarray(rows[:, at]) for at, name in enumerate(names)}
+        rows = np.concatenate([np.zeros((0, len(self._names))), *self._chunks])[:count]
+        return {name: np.ascontiguousarray(rows[:, at]) for at, name in enumerate(self._names)}
 
 
 class CallLog:
-    """The steps and rows of an ``LLM``'s calls: 8 bytes a number, about 150 a step."""
+    """The steps and rows of an ``LLM``'s calls, in about 150 bytes a step."""
 
     def __init__(self) -> None:
-        self._steps = _Rows(len(STEP_COLUMNS))
-        self._requests = _Rows(len(REQUEST_COLUMNS))
+        self._steps = _Table(STEP_COLUMNS)
+        self._requests = _Table(REQUEST_COLUMNS)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats], seconds: float) -> None:
         """Add a step and the rows that it finished.
 
         Args:
-            seconds: time the engine has run; what passes between calls does not count.
+            seconds: time that the engine has run so far, without the time between calls.
         """
         if step is not None:
-            values = (seconds if n == "t_s" else getattr(step, n) for n in STEP_COLUMNS)
+            values = (seconds if name == "t_s" else getattr(step, name) for name in STEP_COLUMNS)
             self._steps.add(tuple(values))
         for row in rows:
             self._requests.add(tuple(getattr(row, name, 0) for name in REQUEST_COLUMNS))
 
-    def findings(
+    def report_data(
         self, model: str, device: str, kv: Mapping[str, int], settings: Mapping[str, Any]
-    ) -> Findings:
-        """Findings of a report on the calls so far.
+    ) -> ReportData:
+        """Return the data of a report about the calls so far.
 
         Args:
             kv: ``block_size``, ``num_blocks`` and ``bytes_per_block``.
-            settings: sections, their keys and values.
+            settings: sections, with their keys and values.
         """
-        steps = self._steps.columns(STEP_COLUMNS)
+        steps = self._steps.columns()
         span_s = float(steps["t_s"].max(initial=0.0))
         timeline, lengths = Timeline(span_s), Lengths()
         timeline.add(steps, 0.0, 0.0, kv["block_size"], kv["bytes_per_block"])
-        lengths.add(self._requests.columns(REQUEST_COLUMNS))
-        return Findings(
+        lengths.add(self._requests.columns())
+        return ReportData(
             title="Calls from Python",
             state="so far",
             when=moment(time.time()),
@@ -92,7 +91,7 @@ class CallLog:
             timeline=timeline,
             lengths=lengths,
             kv=kv,
-            unit="sequences",
+            unit="sequence",
             draws=lengths.sums["output_tokens"] > 0 or not lengths.rows,
             job=settings,
             versions=package_versions(),

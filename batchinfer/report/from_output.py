@@ -1,4 +1,4 @@
-"""The report's findings on a job from its output directory: running, stopped or finished."""
+"""The data of a report about a job, from its output directory; the job may still run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ from batchinfer.job.stats.summary import phase_seconds
 from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.report.examples import find_examples, find_failures
 from batchinfer.report.lanes import lanes_of
-from batchinfer.report.report_data import Findings, RunFacts
+from batchinfer.report.report_data import ReportData, RunFacts
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.stored_stats import FinishedRows, read_lengths, read_timeline
 from batchinfer.report.units import moment
 
 _MOST_FILES = 12
-_MAX_ERROR_RATE = 0.01  # where no run has noted its job
+_MAX_ERROR_RATE = 0.01  # if no run has recorded its job
 
 
-def from_output(out: OutputDir, now: float) -> Findings:
-    """Read all that is finished in ``out``, a batch at a time.
-
-    Args:
-        now: seconds since 1970.
+def from_output(out: OutputDir, now: float) -> ReportData:
+    """Read what is finished in ``out``, a batch at a time; ``now`` is in seconds since 1970.
 
     Raises:
-        DataError: there is no job's output, or its plan is damaged.
+        DataError: ``out`` holds no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
     status = read_status(out, now)
@@ -46,6 +43,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
     runs = list(runs_of(out))
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     job = latest.job or plan.job
+    sampling = job.get("sampling") or {}
     merged = len(records) == len(plan.parts()) and out.files.stat(out.summary) is not None
     steps, requests = [out.stats / "steps.parquet"], [out.stats / "requests.parquet"]
     if not merged:
@@ -53,10 +51,9 @@ def from_output(out: OutputDir, now: float) -> Findings:
         requests = [out.request_stats(part) for part, _ in records]
     timeline = read_timeline(out, steps, runs, merged)
     max_error_rate = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
-    running = [worker.worker for worker in status.workers if worker.state == "running"]
-    living = set() if merged else {*running}
+    running = {worker.worker for worker in status.workers if worker.state == "running"}
     task = TASKS.get(plan.job.get("task", "generate"))
-    return Findings(
+    return ReportData(
         title=without_secrets(str(job.get("name") or out.root.name)),
         state=_state(status, max_error_rate, merged),
         when=", ".join(filter(None, [moment(runs[-1].saved_at if runs else 0.0), _update(status)])),
@@ -72,7 +69,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         timeline=timeline,
         lengths=read_lengths(out, requests, segments, done),
         kv=latest.kv,
-        unit=_unit(job),
+        unit="sequence" if (sampling.get("n") or 1) > 1 or sampling.get("beam_width") else "row",
         draws=task is None or task.spec.draws,
         phases=phase_seconds(runs),
         rows_reused=sum(record.num_reused for _, record in records),
@@ -86,7 +83,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         failures=find_failures(out, records, segments, done, id_column(plan)),
         examples=find_examples(out, records, task),
         runs=[_facts(run) for run in runs],
-        lanes=lanes_of(runs, timeline, living),
+        lanes=lanes_of(runs, timeline, set() if merged else running),
         job=_sections(job, plan),
         versions=package_versions(),
     )
@@ -101,8 +98,7 @@ def _records(out: OutputDir, plan: Manifest) -> Iterator[tuple[Part, PartRecord]
 
 
 def _state(status: Status, max_error_rate: float, merged: bool) -> str:
-    """The job's state; a run that has written all but ``_SUCCESS`` writes the report before it
-    ends."""
+    """Return the job's state. A run writes its report just before it ends, without _SUCCESS yet."""
     if merged or status.state == "finished_with_errors":
         too_many = status.rows_error > max_error_rate * status.rows_total
         return "finished with too many errors" if too_many else "finished"
@@ -110,15 +106,9 @@ def _state(status: Status, max_error_rate: float, merged: bool) -> str:
 
 
 def _update(status: Status) -> str:
-    """How far the next generation is, if there is one."""
+    """Say how far the next generation is, if there is one."""
     line = None if status.update is None else status.update.line
     return "" if line is None else f"{line.label}: {line.value}{line.note}"
-
-
-def _unit(job: Mapping[str, Any]) -> str:
-    sampling = job.get("sampling") or {}
-    several = (sampling.get("n") or 1) > 1 or sampling.get("beam_width")
-    return "sequences" if several else "rows"
 
 
 def _facts(run: Run) -> RunFacts:
@@ -128,24 +118,23 @@ def _facts(run: Run) -> RunFacts:
 
 
 def _device(run: Run) -> str:
-    """A run's device, and what computed on it."""
-    kernels = {
-        name: ", ".join(what for what, other in run.kernels.items() if other == name)
-        for name in run.kernels.values()
-    }
-    used = [f"{name} ({what})" for name, what in kernels.items()]
+    """Return a run's device, and each kernel library with what it computed."""
+    computed: dict[str, list[str]] = {}
+    for what, name in run.kernels.items():
+        computed.setdefault(name, []).append(what)
+    used = [f"{name} ({', '.join(what)})" for name, what in computed.items()]
     return ", ".join(filter(None, [run.device, *used]))
 
 
 def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any]]:
-    """The job by sections; what stands beside them comes first."""
-    beside = {key: value for key, value in job.items() if not isinstance(value, dict) or not value}
-    sections = {key: value for key, value in job.items() if key not in beside}
+    """Return the job by sections; keys outside a section come first."""
+    plain = {key: value for key, value in job.items() if not isinstance(value, dict) or not value}
+    sections = {key: value for key, value in job.items() if key not in plain}
     files = {file.path: f"{file.num_rows:,} rows" for file in plan.inputs[:_MOST_FILES]}
     if len(plan.inputs) > _MOST_FILES:
         files["and"] = f"{len(plan.inputs) - _MOST_FILES:,} more files"
     sections.pop("model_facts", None)  # hashes
-    found: dict[str, dict[str, Any]] = without_secrets(
-        {"job": beside, **sections, "input files": files}
+    shown: dict[str, dict[str, Any]] = without_secrets(
+        {"job": plain, **sections, "input files": files}
     )
-    return found
+    return shown

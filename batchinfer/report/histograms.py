@@ -1,4 +1,4 @@
-"""Histograms of bounded size over rows, however many."""
+"""Histograms over rows, whose size does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-Float = npt.NDArray[np.float64]
+from batchinfer.report.timeline import Float
 
 SUMS = (
     "prompt_tokens",
@@ -23,17 +22,19 @@ SUMS = (
 )
 TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
-"""Columns of ``requests`` that are looked at."""
+"""Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""A few bars stand in the middle of empty ones."""
+"""Fewer bars are padded with empty ones on both sides."""
 _MOST_LENGTH = 1 << 22
-_STEPS_PER_DECADE = 200  # of times: they are then right to about a percent
+_STEPS_PER_DECADE = 200
+"""Slots of times per factor of ten, which makes times accurate to about a percent."""
 _DECADES = (-3, 9)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram: ``counts[i]`` lengths from ``starts[i]`` to below ``starts[i] + width``."""
+    """A histogram: ``counts[i]`` rows have a length from ``starts[i]`` to below ``starts[i] +
+    width``."""
 
     starts: list[int]
     width: int
@@ -44,18 +45,18 @@ class Bars:
 
 @dataclass
 class Lengths:
-    """Collector of rows' lengths and times."""
+    """Collects the lengths and times of rows."""
 
     rows: int = 0
     sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
 
     def __post_init__(self) -> None:
         self._counts = {name: np.zeros(1, np.int64) for name in SUMS[:2]}
-        decades = _DECADES[1] - _DECADES[0]
-        self._times = {name: np.zeros(decades * _STEPS_PER_DECADE + 1, np.int64) for name in TIMES}
+        slots = (_DECADES[1] - _DECADES[0]) * _STEPS_PER_DECADE + 1
+        self._times = {name: np.zeros(slots, np.int64) for name in TIMES}
 
     def add(self, requests: Mapping[str, Float]) -> None:
-        """Add rows: ``COLUMNS`` by name."""
+        """Add rows: ``COLUMNS`` by name, each [rows]."""
         self.rows += len(requests["prompt_tokens"])
         for name in SUMS:
             self.sums[name] += int(requests[name].sum())
@@ -70,10 +71,10 @@ class Lengths:
             counts += np.bincount(slots, minlength=len(counts))
 
     def bars(self, name: str) -> Bars | None:
-        """Histogram of ``prompt_tokens`` or ``output_tokens``; None without rows.
+        """Return the histogram of ``prompt_tokens`` or ``output_tokens``; None without rows.
 
-        A few rows far longer than the rest are counted in the last bar, so that the others can be
-        told apart.
+        The last bar also counts the few rows that are far longer than the rest, so that the scale
+        suits the others.
         """
         counts = self._counts[name]
         if not counts.sum():
@@ -85,26 +86,24 @@ class Lengths:
         last = most if most <= 2 * shown else shown
         width = _round_up((last - first + 1) / _MOST_BARS)
         start = first // width * width
-        beside = max(0, _LEAST_BARS - (last - start) // width - 1) // 2 * width
-        starts = list(range(max(0, start - beside), last + beside + 1, width))
+        padding = max(0, _LEAST_BARS - (last - start) // width - 1) // 2 * width
+        starts = list(range(max(0, start - padding), last + padding + 1, width))
         summed = [int(counts[at : at + width].sum()) for at in starts]
         summed[-1] += int(counts[starts[-1] + width :].sum())
         return Bars(starts, width, summed, median, most)
 
     def time_s(self, name: str, share: float) -> float:
-        """The time that this share of the rows did not exceed, right to about a percent."""
+        """Return the time in seconds that this share of the rows did not exceed."""
         cumulative = np.cumsum(self._times[name])
-        if not cumulative[-1]:
-            return 0.0
         slot = int(np.searchsorted(cumulative, cumulative[-1] * share))
-        return 0.0 if slot == 0 else float(10 ** (slot / _STEPS_PER_DECADE + _DECADES[0] - 3))
+        if not cumulative[-1] or slot == 0:
+            return 0.0
+        return float(10 ** (slot / _STEPS_PER_DECADE + _DECADES[0] - 3))
 
 
 def _round_up(width: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50, ..."""
+    """Return the next of 1, 2, 5, 10, 20, 50, ..."""
     decade = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * decade >= width:
-                return factor * decade
+    while 5 * decade < width:
         decade *= 10
+    return next(factor * decade for factor in (1, 2, 5) if factor * decade >= width)

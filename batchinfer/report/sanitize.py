@@ -1,4 +1,4 @@
-"""Texts of unknown content, made fit for a page: they can say anything, and do nothing."""
+"""Untrusted text made safe for the page: it can say anything, and do nothing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import re
 import unicodedata
 from typing import Any
 
-_MOST_MARKS = 3  # on one character: more would be drawn over the lines above and below
-_KEPT = "\n\t\u200c\u200d"  # joiners are part of how some scripts and signs are written
+_MOST_MARKS = 3
+"""Combining marks on one character. More would cover the lines above and below."""
+_KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need the joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*)\?[^\s\"'<>]*")
 
 
 def sanitize(text: str) -> str:
-    """``text`` without control characters, without what turns the direction of other text, and
-    without piles of combining marks; characters that have no meaning become U+FFFD."""
+    """Remove control characters, direction overrides and piles of combining marks from ``text``.
+
+    Characters without a meaning become U+FFFD.
+    """
     shown: list[str] = []
     marks = 0
     for character in text.replace("\r\n", "\n"):
@@ -31,15 +34,17 @@ def sanitize(text: str) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """At most ``limit`` characters of a cleaned ``text``, on no more lines than it has paragraphs
-    and breaks; an ellipsis says that there is more."""
+    """Sanitize ``text`` and cut it to ``limit`` characters; an ellipsis marks the cut.
+
+    Several blank lines become one.
+    """
     cleaned = _BLANK_LINES.sub("\n\n", sanitize(text[: 4 * limit]))
     whole = len(text) <= 4 * limit and len(cleaned) <= limit
     return cleaned if whole else cleaned[:limit].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def without_secrets(value: Any) -> Any:
-    """JSON data without what URLs may carry beside a place: users, passwords, signed queries."""
+    """Remove users, passwords and queries, which may be signed, from the URLs in JSON data."""
     if isinstance(value, str):
         return _QUERY.sub("\\1?\N{HORIZONTAL ELLIPSIS}", _USERINFO.sub(r"\1", value))
     if isinstance(value, dict):

@@ -1,12 +1,13 @@
-"""Steps over time as a few hundred points, however many there are.
+"""Steps over time, reduced to a few hundred points.
 
-A step's states are taken to hold from the end of the step before it to its own end, and what it
-computed is spread evenly over that time. Every point is then the exact mean of its slice of time,
-whatever the number of steps in it; and memory does not grow with their number.
+A step's states hold from the end of the step before it to its own end, and what it computed is
+spread evenly over that time. Each point is the exact mean of its slice of time, however many steps
+there are, and memory does not grow with their number.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 Float = npt.NDArray[np.float64]
 
 POINTS = 240
-"""Points of a chart; more could not be told apart."""
+"""Points of a chart; more would not be visible."""
 STATES = (
     "num_running",
     "num_waiting",
@@ -30,13 +31,12 @@ STATES = (
 )
 FLOWS = ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens")
 COLUMNS = (*STATES, *FLOWS, "t_s", "step_ms", "kv_waste", "kv_tokens_logical", "cow_copies")
-"""Columns of ``steps`` that a timeline is made of."""
-_BLOCKS = tuple(name for name in STATES if "blocks" in name)
+"""Columns of ``steps`` that a timeline reads."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The step at which most sequences ran."""
+    """The step with the most running sequences."""
 
     running: int = 0
     used_bytes: float = 0.0
@@ -50,26 +50,27 @@ class Totals:
 
     steps: int = 0
     prompt_ms: float = 0.0
-    """Of steps that computed prompt tokens, beside what else they computed."""
+    """Time of steps that computed prompt tokens, perhaps among others."""
     answer_ms: float = 0.0
-    """Of the other steps."""
+    """Time of the other steps."""
     answer_tokens: int = 0
-    """Drawn, also for rows that did not end."""
+    """Tokens drawn, including those of unfinished rows."""
     cow_copies: int = 0
-    weighted: dict[str, float] = field(default_factory=dict)
-    """Sums of step time x measure, and of step time where the measure is defined."""
+    weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """For each measure the sum of its values times step time, and under ``NAME ms`` the sum of step
+    time where it is defined."""
 
     def mean(self, name: str) -> float:
-        """A measure of ``summary.json``, with its definition."""
-        weight = self.weighted.get(f"{name} ms", 0.0)
+        """Return a measure as ``summary.json`` defines it."""
+        weight = self.weighted[f"{name} ms"]
         return self.weighted[name] / weight if weight else 0.0
 
 
 class Timeline:
-    """Collector of steps.
+    """Collects steps.
 
     Args:
-        span_s: when the last step ends; steps end at times from 0 to this.
+        span_s: when the last step ends; all steps end at times from 0 to this.
     """
 
     def __init__(self, span_s: float) -> None:
@@ -78,10 +79,11 @@ class Timeline:
         self.peak = Peak()
         self.peak_utilization = 0.0
         self.began_s: dict[str, float] = {}
-        """When each run's clock began, by its id."""
-        self.busy_s: dict[str, Float] = {}
-        """Seconds of each slice of time in which a run's steps computed, by its id."""
-        self._edges = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)
+        """When each run's clock began, by the run's id."""
+        self.busy_s: dict[str, Float] = defaultdict(lambda: np.zeros(POINTS))
+        """Seconds of each slice of time in which a run's steps computed, by the run's id."""
+        self.edges_s: Float = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)
+        """Bounds of the slices of time, [POINTS + 1]."""
         self._sums = {name: np.zeros(POINTS) for name in (*STATES, *FLOWS, "waste_blocks")}
 
     def add(
@@ -96,16 +98,15 @@ class Timeline:
         """Add steps of one run, in order.
 
         Args:
-            steps: ``COLUMNS`` by name.
+            steps: ``COLUMNS`` by name, each [steps].
             began_s: when the step before them ended, on the run's clock.
-            offset_s: when the run's clock began, on this timeline's.
-            block_size: tokens of a block.
-            block_bytes: bytes of a block; what counts blocks is in bytes from here on.
-            run_id: its id, where there are several.
+            offset_s: when the run's clock began, on this timeline's clock.
+            block_size: tokens in a block.
+            block_bytes: bytes in a block; counts of blocks become bytes.
         """
         if not len(steps["t_s"]):
             return
-        values = {name: steps[name] * (block_bytes if name in _BLOCKS else 1) for name in STATES}
+        values = {name: steps[name] * (block_bytes if "blocks" in name else 1) for name in STATES}
         values["waste_blocks"] = values["kv_blocks_used"] * steps["kv_waste"]
         ends = np.maximum.accumulate(np.concatenate([[began_s], steps["t_s"]]))
         times, lasted = ends + offset_s, np.diff(ends)
@@ -113,61 +114,47 @@ class Timeline:
             self._sums[name] += self._spread(times, value * lasted)
         for name in FLOWS:
             self._sums[name] += self._spread(times, steps[name])
-        self._note_busy(run_id, times, steps["step_ms"] / 1e3)
-        self._note_peak(values)
-        self._count(steps, block_size)
+        self._add_busy(run_id, times, steps["step_ms"] / 1e3)
+        self._update_peak(values)
+        self._add_totals(steps, block_size)
 
-    def states(self, name: str) -> Float:
-        """Mean of a state in each slice of time; blocks in bytes."""
-        return self._sums[name] / np.diff(self._edges)
+    def mean(self, name: str) -> Float:
+        """Return the mean of a state in each slice of time, or a flow per second, [POINTS].
 
-    def rate(self, name: str) -> Float:
-        """A flow per second in each slice of time."""
-        return self.states(name)
-
-    @property
-    def edges_s(self) -> Float:
-        """Bounds of the slices, one more than there are."""
-        return self._edges
-
-    @property
-    def middles_s(self) -> Float:
-        """Middles of the slices."""
-        return (self._edges[1:] + self._edges[:-1]) / 2
+        Blocks are in bytes.
+        """
+        return self._sums[name] / np.diff(self.edges_s)
 
     def _spread(self, times: Float, amounts: Float) -> Float:
-        """Amounts in each slice of time, where they accrue evenly between ``times``."""
+        """Return amounts in each slice of time, where they accrue evenly between ``times``."""
         so_far = np.concatenate([[0.0], np.cumsum(amounts)])
-        # Two steps may end at one time: the amount of the second is then in the first that lasts.
-        at_edges = np.interp(self._edges, times, so_far)
+        # If two steps end at the same time, the second one's amount counts in the step before.
+        at_edges = np.interp(self.edges_s, times, so_far)
         at_edges[0], at_edges[-1] = 0.0, so_far[-1]
         return np.diff(at_edges)
 
-    def _note_busy(self, run_id: str, times: Float, lasted_s: Float) -> None:
+    def _add_busy(self, run_id: str, times: Float, lasted_s: Float) -> None:
         starts = np.maximum(times[:-1], times[1:] - lasted_s)
         moments = np.concatenate([times[:1], np.stack([starts, times[1:]], axis=1).ravel()])
         amounts = np.stack([np.zeros(len(starts)), times[1:] - starts], axis=1).ravel()
-        before = self.busy_s.get(run_id, np.zeros(POINTS))
-        self.busy_s[run_id] = before + self._spread(moments, amounts)
+        self.busy_s[run_id] += self._spread(moments, amounts)
 
-    def _note_peak(self, values: Mapping[str, Float]) -> None:
+    def _update_peak(self, values: Mapping[str, Float]) -> None:
         at = int(np.argmax(values["num_running"]))
         if values["num_running"][at] > self.peak.running:
+            names = ("kv_blocks_used", "kv_blocks_total", "contiguous_blocks")
             self.peak = Peak(
-                int(values["num_running"][at]),
-                float(values["kv_blocks_used"][at]),
-                float(values["kv_blocks_total"][at]),
-                float(values["contiguous_blocks"][at]),
+                int(values["num_running"][at]), *(float(values[name][at]) for name in names)
             )
         use = _ratio(values["kv_blocks_used"], values["kv_blocks_total"])
         self.peak_utilization = max(self.peak_utilization, float(use.max()))
 
-    def _count(self, steps: Mapping[str, Float], block_size: int) -> None:
-        totals, weights = self.totals, steps["step_ms"]
+    def _add_totals(self, steps: Mapping[str, Float], block_size: int) -> None:
+        totals, step_ms = self.totals, steps["step_ms"]
         with_prompt = steps["prefill_tokens"] > 0
-        totals.steps += len(weights)
-        totals.prompt_ms += float(weights[with_prompt].sum())
-        totals.answer_ms += float(weights[~with_prompt].sum())
+        totals.steps += len(step_ms)
+        totals.prompt_ms += float(step_ms[with_prompt].sum())
+        totals.answer_ms += float(step_ms[~with_prompt].sum())
         totals.answer_tokens += int(steps["decode_tokens"].sum())
         totals.cow_copies += int(steps["cow_copies"].sum())
         used, logical = steps["kv_blocks_used"], steps["kv_logical_blocks"]
@@ -177,15 +164,11 @@ class Timeline:
             ("mean_waste", steps["kv_waste"], used),
             ("contiguous_waste", 1 - _ratio(steps["kv_tokens_logical"], reserved), reserved),
             ("sharing_saving", 1 - _ratio(used, logical), logical),
-            ("mean_running", steps["num_running"], weights),
+            ("mean_running", steps["num_running"], step_ms),
         ):
             is_defined = defined > 0
-            sums = {
-                name: value[is_defined] @ weights[is_defined],
-                f"{name} ms": weights[is_defined].sum(),
-            }
-            for key, amount in sums.items():
-                totals.weighted[key] = totals.weighted.get(key, 0.0) + float(amount)
+            totals.weighted[name] += float(value[is_defined] @ step_ms[is_defined])
+            totals.weighted[f"{name} ms"] += float(step_ms[is_defined].sum())
 
 
 def _ratio(part: Float, whole: Float) -> Float:

@@ -6,17 +6,12 @@ from datetime import datetime
 
 
 def amount(count: float, unit: str) -> str:
-    """A mean number of things with its unit."""
+    """Format a mean number of things; ``unit`` is their plural."""
     return f"{count:,.0f} {unit}" if count >= 10 or count == round(count) else f"{count:.2g} {unit}"
 
 
-def counted(count: int, unit: str) -> str:
-    """A number of things, ``unit`` of which is their plural."""
-    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
-
-
 def percent(share: float) -> str:
-    """A share, to a tenth of a percent where it is small; never 0% or 100% of what is not."""
+    """Format a share, a small one to a tenth of a percent; only nothing is 0%, only all is 100%."""
     if 0 < share < 0.0005:
         return "under 0.1%"
     if 0.9945 < share < 1:
@@ -25,33 +20,34 @@ def percent(share: float) -> str:
 
 
 def short(count: float) -> str:
-    """A number in a few characters."""
+    """Format a number in a few characters."""
     if count < 10:
         return f"{count:.2g}"
-    for limit, unit in ((1e4, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
-        if count < limit:
-            scaled = count / {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
-            return f"{scaled:,.0f}{unit}" if not unit or scaled >= 100 else f"{scaled:.1f}{unit}"
+    for scale, suffix in ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G")):
+        scaled = count / scale
+        if scaled < (1e4 if scale == 1 else 1e3):
+            return (
+                f"{scaled:,.0f}{suffix}" if not suffix or scaled >= 100 else f"{scaled:.1f}{suffix}"
+            )
     return f"{count:.2g}"
 
 
-def money(sum_: float, currency: str) -> str:
-    """A sum of money with its currency."""
-    shown = f"{sum_:,.2f}" if sum_ >= 0.1 or not sum_ else f"{sum_:.2g}"
-    return f"{shown} {currency}"
+def money(amount: float, currency: str) -> str:
+    """Format an amount of money with its currency."""
+    return (
+        f"{amount:,.2f} {currency}" if amount >= 0.1 or not amount else f"{amount:.2g} {currency}"
+    )
 
 
 def moment(seconds: float) -> str:
-    """A time in this machine's zone and with its offset, such as ``2026-11-22 21:10 UTC+01:00``; ""
-    where there is none.
+    """Format a time in seconds since 1970, such as ``2026-11-22 21:10 UTC+01:00``, in local time.
 
-    Args:
-        seconds: since 1970.
+    Returns "" for 0, and for a time that does not exist: the clock was not set.
     """
     try:
         at = datetime.fromtimestamp(seconds).astimezone() if seconds else None
     except (ValueError, OverflowError, OSError):
-        return ""  # a clock that was not set
+        at = None
     if at is None:
         return ""
     zone = f"{at:%z}"

@@ -1,37 +1,30 @@
-"""Texts that want to be more than text."""
+"""Texts that try to be more than text."""
 
 from __future__ import annotations
 
+_SCRIPT = "<script>document.documentElement.id='pwned'</script>"
+_EVENT = "document.documentElement.id='pwned'"
 _MARKS = "\N{COMBINING ACUTE ACCENT}\N{COMBINING DIAERESIS}" * 400
 _CORE = (
-    "<script>window.pwned = 1</script>",
-    "<img src=x onerror=window.pwned=1>",
-    "<svg/onload=window.pwned=1>",
-    "</svg><script>window.pwned=1</script>",
-    "</style><script>window.pwned=1</script>",
-    "</title><script>window.pwned=1</script>",
-    "</textarea><script>window.pwned=1</script>",
-    '"><script>window.pwned=1</script>',
-    "'><script>window.pwned=1</script>",
-    '" onmouseover="window.pwned=1" x="',
-    "javascript:window.pwned=1",
+    _SCRIPT,
+    f'<img src=x onerror="{_EVENT}">',
+    f'<svg/onload="{_EVENT}">',
+    f"</svg>{_SCRIPT}",
+    f"</style>{_SCRIPT}",
+    f"</title>{_SCRIPT}",
+    f'">{_SCRIPT}',
+    f"'>{_SCRIPT}",
+    f'" onmouseover="{_EVENT}" x="',
     "<iframe src='https://example.com/'></iframe>",
-    "<link rel=stylesheet href=https://example.com/x.css>",
     "<meta http-equiv=refresh content='0;url=https://example.com/'>",
     "<base href=https://example.com/>",
     "<style>@import 'https://example.com/x.css'; * { display: none }</style>",
-    "<object data=https://example.com/x.swf></object>",
-    "<details open ontoggle=window.pwned=1>",
-    "<body onload=window.pwned=1>",
-    "<math><mtext><script>window.pwned=1</script>",
-    "<template><script>window.pwned=1</script></template>",
-    "<!-- --><script>window.pwned=1</script><!--",
-    "<![CDATA[<script>window.pwned=1</script>]]>",
-    "&lt;script&gt;window.pwned=1&lt;/script&gt;",
-    "&#60;script&#62;window.pwned=1",
+    f'<details open ontoggle="{_EVENT}">',
+    f"<math><mtext>{_SCRIPT}",
+    f"<!-- -->{_SCRIPT}<!--",
+    f"<![CDATA[{_SCRIPT}]]>",
+    "&lt;script&gt;document.title=1&lt;/script&gt;",
     "{{ 7 * 7 }}{% for x in y %}",
-    "{{ ''.__class__.__mro__ }}",
-    "${7*7} #{7*7} <%= 7*7 %>",
     "\x1b[31mred\x1b[0m\x1b]0;title\x07\x1b[2J",
     "\x9b31m\x9d0;title\x9c",
     "a\x00b\x08\x08\x7f\r\rc",
@@ -47,17 +40,9 @@ _CORE = (
     "\u4e2d\u6587" * 600,
     "\u0645\u0631\u062d\u0628\u0627 <b>rtl</b> " * 60,
     "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 200,
-    "\u0e01" * 900,
-    "url(https://example.com/x.png)",
-    "expression(window.pwned=1)",
-    "data:text/html,<script>window.pwned=1</script>",
-    "</div></section></main></body></html><script>window.pwned=1</script>",
+    f"</div></section></main></body></html>{_SCRIPT}",
     "<plaintext>",
-    "<xmp><script>window.pwned=1</script>",
 )
 HOSTILE: tuple[str, ...] = tuple(
-    form(text)
-    for form in (str, str.upper, lambda text: f"x {text} y", lambda text: text * 2)
-    for text in _CORE
+    form(text) for form in (str, str.upper, lambda text: f"x {text} y") for text in _CORE
 )
-"""200 of them."""

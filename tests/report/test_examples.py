@@ -1,4 +1,4 @@
-"""Rows to look at, of jobs of any kind; and the charts alone, as pictures."""
+"""Example rows of a report; and its charts as separate pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_rows_come_from_several_parts(out: Path) -> None:
+def test_example_rows_come_from_several_parts(out: Path) -> None:
     examples = from_output(OutputDir(out), time.time()).examples
     assert [example.row_id for example in examples] == [0, 10, 20, 30]
     first = examples[0]
@@ -40,7 +40,7 @@ def test_rows_come_from_several_parts(out: Path) -> None:
     assert first.error is None
 
 
-def test_the_charts_alone(out: Path, tmp_path: Path) -> None:
+def test_charts_can_be_written_as_pictures(out: Path, tmp_path: Path) -> None:
     make_pictures(str(out), str(tmp_path))
     for name in ("memory.svg", "pool.svg"):
         svg = (tmp_path / name).read_text()
@@ -48,7 +48,7 @@ def test_the_charts_alone(out: Path, tmp_path: Path) -> None:
         assert "<path" in svg
 
 
-def test_failed_rows_are_named_by_their_ids(tmp_path: Path) -> None:
+def test_failed_rows_are_named_by_id(tmp_path: Path) -> None:
     columns = {"prompt": ["a", "", "c"], "name": ["x", "<y>", "z"]}
     write_parquet(tmp_path / "in" / "x.parquet", columns)
     spec = job(tmp_path, input={"id_column": "name"}, errors={"max_error_rate": 1})

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from batchinfer.job.stats.recorder import Run
 from batchinfer.report.lanes import Lane, key, lanes_of
-from batchinfer.report.timeline import COLUMNS, POINTS, Timeline
-from tests.report.test_page import page_of
+from batchinfer.report.timeline import COLUMNS, Timeline
+from tests.report.hostile import HOSTILE
+from tests.report.pages import page_of
 
-COLOURS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
+COLORS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
 
 
 def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: Any) -> Run:
@@ -46,13 +47,10 @@ def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timelin
 
 def drawn(lane: Lane, width: int = 24) -> str:
     """A lane in letters."""
-    return "".join(
-        COLOURS[piece.colour] * round(piece.share * POINTS * width / POINTS)
-        for piece in lane.pieces
-    )
+    return "".join(COLORS[piece.color] * round(piece.share * width) for piece in lane.pieces)
 
 
-def test_who_loads_waits_computes_and_dies_is_seen() -> None:
+def test_lane_shows_loading_waiting_computing_and_death() -> None:
     timeline = timeline_of(240.0, w01=[(60.0, 60.0), (120.0, 20.0), (240.0, 120.0)], w02=[(40, 40)])
     timeline.began_s = {"run-00001-w01": 0.0, "run-00001-w02": 0.0, "run-00001-w03": 200.0}
     runs = [
@@ -63,25 +61,25 @@ def test_who_loads_waits_computes_and_dies_is_seen() -> None:
     first, second, third = lanes_of(runs, timeline, living={"w03"})
     assert drawn(first) == "c" * 6 + "w" * 4 + "c" * 14
     assert re.fullmatch("cccc(w{1,2})X?[.]{18}", drawn(second))
-    assert second.pieces[2].colour == "again"
+    assert second.pieces[2].color == "again"
     assert drawn(third) == "." * 17 + "l" * 3 + "w" * 4
     assert dict(key([first])) == {"used": "computed", "waste": "waited"}
-    assert [colour for colour, _ in key([third, second])] == ["used", "waste", "idle", "again"]
+    assert [color for color, _ in key([third, second])] == ["used", "waste", "idle", "again"]
     assert [lane.state for lane in (first, second, third)] == ["ended", "died", "running"]
     assert [lane.busy for lane in (first, second, third)] == pytest.approx([200 / 240, 40 / 60, 0])
 
 
-def test_a_worker_that_the_job_failed_of_has_failed_and_not_died() -> None:
+def test_worker_with_an_error_has_failed_and_not_died() -> None:
     runs = [
         a_run("run-00001-w01", 0.0, 10.0, ended=True, error="no memory"),
         a_run("run-00001-w02", 0.0, 10.0, ended=True),
     ]
     lanes = lanes_of(runs, Timeline(10.0), living=set())
     assert [lane.state for lane in lanes] == ["failed", "ended"]
-    assert all(piece.colour != "again" for lane in lanes for piece in lane.pieces)
+    assert all(piece.color != "again" for lane in lanes for piece in lane.pieces)
 
 
-def test_a_shard_that_is_run_again_has_one_lane() -> None:
+def test_shard_that_runs_again_has_one_lane() -> None:
     timeline = Timeline(100.0)
     timeline.began_s = {"run-00001-s0001of4": 0.0, "run-00002-s0001of4": 50.0}
     runs = [a_run("run-00001-s0001of4", 0.0, 25.0), a_run("run-00002-s0001of4", 50.0, 50.0)]
@@ -90,13 +88,13 @@ def test_a_shard_that_is_run_again_has_one_lane() -> None:
     assert (lane.worker, lane.state, lane.rows) == ("shard 1/4", "ended (died before)", 10)
 
 
-def test_runs_alone_have_no_lane() -> None:
+def test_run_that_wrote_alone_has_no_lane() -> None:
     assert not lanes_of([a_run("run-00001", 0.0, 10.0)], Timeline(10.0), set())
     assert not lanes_of([a_run("run-00001-w01", 0.0, 0.0)], Timeline(0.0), set())
 
 
 @given(st.floats(0.1, 1e7), st.floats(0, 1.5), st.floats(0, 1.5), st.floats(0, 2), st.booleans())
-def test_a_lane_is_as_long_as_the_time(
+def test_lane_covers_the_whole_time(
     span_s: float, began: float, lasted: float, load: float, ended: bool
 ) -> None:
     timeline = Timeline(span_s)
@@ -104,10 +102,9 @@ def test_a_lane_is_as_long_as_the_time(
     run = a_run("run-00001-w01", began * span_s, lasted * span_s, load * span_s, ended=ended)
     (lane,) = lanes_of([run], timeline, living=set())
     assert sum(piece.share for piece in lane.pieces) == pytest.approx(1.0)
-    assert ("again" in {piece.colour for piece in lane.pieces}) == (not ended)
+    assert ("again" in {piece.color for piece in lane.pieces}) == (not ended)
 
 
-@pytest.mark.long
-def test_more_workers_than_can_be_looked_at_are_counted() -> None:
-    assert "And 160 more workers." in page_of("hostile")
+def test_workers_beyond_the_limit_are_counted() -> None:
+    assert f"And {len(HOSTILE) - 40} more workers." in page_of("hostile")
     assert "more workers." not in page_of("plain")

@@ -1,4 +1,4 @@
-"""The numbers of a report are those of ``summary.json``, whatever the number of steps."""
+"""The numbers of a report are those of ``summary.json`` and of the stored steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.stats.status import read_status
-from batchinfer.report.captions import sharing_caption
 from batchinfer.report.charts import all_series
 from batchinfer.report.from_output import from_output
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import SUMS, Lengths
-from batchinfer.report.report_data import Findings
+from batchinfer.report.report_data import ReportData
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import FLOWS, POINTS, Timeline
 from tests.job.datasets import write_parquet
@@ -43,18 +42,18 @@ def dataset(path: Path, rows: int = 40) -> None:
     write_parquet(path / "in" / "x.parquet", {"prompt": prompts})
 
 
-def findings(path: Path) -> Findings:
+def data_of(path: Path) -> ReportData:
     return from_output(OutputDir(path / "out"), time.time())
 
 
 @pytest.mark.parametrize("num_blocks", [128, 30])
 @pytest.mark.parametrize("every_steps", [1, 7])
-def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int) -> None:
+def test_numbers_equal_the_summary(tmp_path: Path, num_blocks: int, every_steps: int) -> None:
     dataset(tmp_path)
     spec = job(tmp_path, stats={"every_steps": every_steps}, sampling={"n": 2}, **LENIENT)
     assert run_job(spec, build=FakeBuild(num_blocks), quiet=True) is ExitCode.OK
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
-    found, kv, tokens = findings(tmp_path), summary["kv"], summary["tokens"]
+    found, kv, tokens = data_of(tmp_path), summary["kv"], summary["tokens"]
     totals, sums = found.timeline.totals, found.lengths.sums
     for name in ("mean_utilization", "mean_waste", "contiguous_waste", "sharing_saving"):
         assert totals.mean(name) == pytest.approx(kv[name], rel=1e-9), name
@@ -70,10 +69,10 @@ def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int
     assert found.phases == times["phases"]
     assert found.output_tokens_per_s == pytest.approx(summary["throughput"]["output_tokens_per_s"])
     assert (found.state, found.rows_done, found.rows_failed) == ("finished", 40, 1)
-    assert found.unit == "sequences"
+    assert found.unit == "sequence"
 
 
-def test_what_computed_stands_beside_the_device(tmp_path: Path) -> None:
+def test_device_names_the_kernels(tmp_path: Path) -> None:
     class Build(FakeBuild):
         def __call__(self, *arguments: Any, **options: Any) -> Any:
             built = super().__call__(*arguments, **options)
@@ -82,15 +81,15 @@ def test_what_computed_stands_beside_the_device(tmp_path: Path) -> None:
 
     dataset(tmp_path)
     run_job(job(tmp_path, **LENIENT), build=Build(), quiet=True)
-    assert findings(tmp_path).device == "fake, own AVX2 (float32, attention), own int8 (int8)"
+    assert data_of(tmp_path).device == "fake, own AVX2 (float32, attention), own int8 (int8)"
 
 
-def test_they_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
-    seen: list[Findings] = []
-    build = Build(lambda step: seen.append(findings(tmp_path)))
+    seen: list[ReportData] = []
+    build = Build(lambda step: seen.append(data_of(tmp_path)))
     spec = job(tmp_path, engine={"order": "input"}, stats={"every_steps": 5}, **LENIENT)
     assert run_job(spec, build=build, quiet=True) is ExitCode.OK
     assert {found.state for found in seen} == {"running"}
@@ -105,52 +104,51 @@ def test_they_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert seen[-1].failures[0].rows == 1
 
 
-def test_runs_come_one_after_the_other(tmp_path: Path) -> None:
+def test_timeline_joins_consecutive_runs(tmp_path: Path) -> None:
     dataset(tmp_path)
     sections: dict[str, Any] = {"output": {"rows_per_part": 100}, "stats": {"every_steps": 7}}
     run_job(job(tmp_path, **sections, **LENIENT), build=Build(stop_at(20)), quiet=True)
-    first = findings(tmp_path)
+    first = data_of(tmp_path)
     assert first.state == "stopped"
     run_job(job(tmp_path, **sections, **LENIENT), build=Build(), quiet=True)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
     spans = steps.group_by("run_id").aggregate([("t_s", "max")])["t_s_max"].to_pylist()
     assert len(spans) == 2
     assert found.timeline.span_s == pytest.approx(sum(spans))
     for name in FLOWS:
-        over_time = found.timeline.rate(name).mean() * found.timeline.span_s
+        over_time = found.timeline.mean(name).mean() * found.timeline.span_s
         assert over_time == pytest.approx(pc.sum(steps[name]).as_py()), name
     assert [run.end for run in found.runs] == ["ended", "ended"]
 
 
-def test_why_a_run_failed_is_told_until_another_goes_on(tmp_path: Path) -> None:
+def test_error_of_a_failed_run_is_shown_until_another_run_goes_on(tmp_path: Path) -> None:
     dataset(tmp_path)
     error = StorageError("the disk is full", hint="free some space")
     with pytest.raises(StorageError):
         run_job(job(tmp_path, **LENIENT), build=Build(fail_at(9, error)), quiet=True)
-    failed = findings(tmp_path)
+    failed = data_of(tmp_path)
     assert (failed.state, failed.error) == ("failed", "the disk is full\nfree some space")
     assert [run.end for run in failed.runs] == ["failed"]
     status = read_status(OutputDir(tmp_path / "out"), time.time())
     assert status.state == "failed"
     assert "error    the disk is full" in status.lines()
     run_job(job(tmp_path, **LENIENT), build=Build(stop_at(9)), quiet=True)
-    stopped = findings(tmp_path)
+    stopped = data_of(tmp_path)
     assert (stopped.state, stopped.error) == ("stopped", "")
     assert [run.end for run in stopped.runs] == ["failed", "ended"]
     with pytest.raises(ZeroDivisionError):
         run_job(job(tmp_path, **LENIENT), build=Build(fail_at(1, ZeroDivisionError())), quiet=True)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     assert found.error == "a bug of batchinfer (ZeroDivisionError); see its crash log"
 
 
 @pytest.mark.parametrize("num_blocks", [128, 30])
-def test_what_is_drawn_is_what_steps_say(tmp_path: Path, num_blocks: int) -> None:
-    """Areas under the drawn series, against sums over ``steps.parquet``."""
+def test_chart_areas_equal_sums_over_the_steps(tmp_path: Path, num_blocks: int) -> None:
     dataset(tmp_path)
     sections: dict[str, Any] = {"sampling": {"n": 2}, **LENIENT}
     run_job(job(tmp_path, **sections), build=FakeBuild(num_blocks), quiet=True)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     table = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
     steps = {name: table[name].to_numpy().astype(float) for name in STEP_COLUMNS}
     lasted = np.diff(steps["t_s"], prepend=0.0)
@@ -172,38 +170,30 @@ def test_what_is_drawn_is_what_steps_say(tmp_path: Path, num_blocks: int) -> Non
     series = all_series(found)
     width, block_bytes = found.timeline.span_s / POINTS, found.kv["bytes_per_block"]
     for (chart, colour), expected in areas.items():
-        (layer,) = (layer for layer in series[chart].layers if layer.colour == colour)
+        (layer,) = (layer for layer in series[chart].layers if layer.color == colour)
         area = layer.values.sum() * width
         assert area == pytest.approx(
             expected * (block_bytes if series[chart].unit == "bytes" else 1)
         ), (chart, colour)
     in_use = sum(layer.values for layer in series["held"].layers[:3])
-    assert in_use == pytest.approx(found.timeline.states("kv_blocks_used"))
-    assert {layer.colour for layer in series["held"].layers[:3]} == {"used", "waste", "shared"}
+    assert in_use == pytest.approx(found.timeline.mean("kv_blocks_used"))
+    assert {layer.color for layer in series["held"].layers[:3]} == {"used", "waste", "shared"}
 
 
-def test_a_job_without_rows_has_none(tmp_path: Path) -> None:
+def test_job_without_good_rows_has_no_numbers(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [""]})
     run_job(job(tmp_path, **LENIENT), build=FakeBuild(), quiet=True)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     assert (found.timeline.totals.steps, found.lengths.rows) == (0, 0)
     assert found.lengths.bars("prompt_tokens") is None
     assert found.lengths.time_s("latency_ms", 0.5) == 0.0
 
 
-def test_equal_rows_are_told(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["the same"] * 30 + ["other"]})
-    run_job(job(tmp_path), build=FakeBuild(), quiet=True)
-    found = findings(tmp_path)
-    assert found.lengths.sums["deduplicated"] == 29
-    assert "29 rows took what equal ones came to" in sharing_caption(found)
-
-
 @pytest.mark.parametrize("stop", [-1, 60])
-def test_what_was_not_measured_yet_when_the_job_ran_is_zero(tmp_path: Path, stop: int) -> None:
+def test_columns_missing_in_old_outputs_count_as_zero(tmp_path: Path, stop: int) -> None:
     dataset(tmp_path)
     run_job(job(tmp_path, **LENIENT), build=Build(stop_at(stop)), quiet=True)
-    before = findings(tmp_path)
+    before = data_of(tmp_path)
     for path in (tmp_path / "out").rglob("*.parquet"):
         table = pq.read_table(path)
         if "request" in table.column_names:
@@ -216,13 +206,13 @@ def test_what_was_not_measured_yet_when_the_job_ran_is_zero(tmp_path: Path, stop
         for name in {"deduplicated", "swapped_blocks"}.intersection(table.column_names):
             table = table.drop_columns([name])
             pq.write_table(table, path)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     assert found.lengths.rows == before.lengths.rows > 0
     assert found.timeline.totals.steps == before.timeline.totals.steps > 0
     assert found.lengths.sums["deduplicated"] == 0
 
 
-def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     dataset(tmp_path)
     run_job(job(tmp_path, **LENIENT), build=Build(stop_at(60)), quiet=True)
     out = tmp_path / "out"
@@ -233,16 +223,16 @@ def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
             path.write_bytes(path.read_bytes()[:-30])
     for path in (out / "data").iterdir():
         path.write_bytes(b"")
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     assert (found.state, found.timeline.totals.steps, found.lengths.rows) == ("stopped", 0, 0)
 
 
-def test_the_resolved_job_has_no_secrets(tmp_path: Path) -> None:
+def test_resolved_job_has_no_secrets(tmp_path: Path) -> None:
     dataset(tmp_path)
     name = "s3://key:secret@store/x?X-Amz-Signature=secret"
     spec = job(tmp_path, **LENIENT).model_copy(update={"name": name})
     run_job(spec, build=FakeBuild(), quiet=True)
-    found = findings(tmp_path)
+    found = data_of(tmp_path)
     assert "secret" not in str(found.job)
     assert "secret" not in found.title
     assert found.job["engine"]["max_num_seqs"] == spec.engine.max_num_seqs
@@ -261,7 +251,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(columns=steps(), cut=st.floats(0, 1))
-def test_points_are_the_means_of_their_time(columns: dict[str, Any], cut: float) -> None:
+def test_timeline_points_are_means_of_their_slices(columns: dict[str, Any], cut: float) -> None:
     span = float(columns["t_s"][-1])
     at = int(cut * len(columns["t_s"]))
     parts = [{name: values[:at] for name, values in columns.items()}]
@@ -273,19 +263,19 @@ def test_points_are_the_means_of_their_time(columns: dict[str, Any], cut: float)
         began = float(part["t_s"][-1]) if len(part["t_s"]) else began
     lasted = np.diff(columns["t_s"], prepend=0.0)
     width = max(span, 1e-9) / POINTS
-    area = timeline.states("num_running").sum() * width
+    area = timeline.mean("num_running").sum() * width
     assert area == pytest.approx(float(columns["num_running"] @ lasted), abs=1e-6)
-    area = timeline.states("kv_blocks_used").sum() * width
+    area = timeline.mean("kv_blocks_used").sum() * width
     assert area == pytest.approx(2 * float(columns["kv_blocks_used"] @ lasted), abs=1e-6)
     for name in FLOWS:
-        assert timeline.rate(name).sum() * width == pytest.approx(columns[name].sum(), abs=1e-6)
+        assert timeline.mean(name).sum() * width == pytest.approx(columns[name].sum(), abs=1e-6)
     longest = columns["num_running"].max()
-    assert timeline.states("num_running").max() <= longest * (1 + 1e-9)
+    assert timeline.mean("num_running").max() <= longest * (1 + 1e-9)
     assert timeline.peak.running == longest
 
 
 @given(lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=300), scale=st.integers(1, 500))
-def test_every_row_is_in_one_bar(lengths: list[int], scale: int) -> None:
+def test_histogram_counts_every_row_once(lengths: list[int], scale: int) -> None:
     collected = Lengths()
     values = np.array([length * scale for length in lengths], dtype=float)
     collected.add(dict.fromkeys(REQUEST_COLUMNS, values))

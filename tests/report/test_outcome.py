@@ -1,4 +1,4 @@
-"""The headline of each state: the outcome is its first word."""
+"""The headline of each state of a job, and numbers in words."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from batchinfer.report.outcome import outcome, progress
+from batchinfer.report.captions import outcome, progress
 from batchinfer.report.report_data import RunFacts
 from batchinfer.report.units import amount, moment, percent
-from tests.report.test_page import some_findings
+from tests.report.pages import some_data
 
 DONE: dict[str, Any] = {
     **{"rows_total": 2048, "rows_done": 2048, "rows_failed": 0},
@@ -43,12 +43,6 @@ def a_run(name: str) -> RunFacts:
             "good",
         ),
         (
-            "finished",
-            {**DONE, "rows_failed": 2, "draws": False},
-            "Finished with 2 errors: 2,046 of 2,048 rows ok",
-            "good",
-        ),
-        (
             "finished with too many errors",
             {**DONE, "rows_failed": 32, "max_error_rate": 0.01},
             "Finished with 32 errors: 1.6% of 2,048 rows, more than the 1% that the job allows",
@@ -70,12 +64,6 @@ def a_run(name: str) -> RunFacts:
         ),
         (
             "running",
-            {**HALF, "rows_done": 0, "share": 0.357},
-            "Running: 0 of 2,048 rows (0%)",
-            "used",
-        ),
-        (
-            "running",
             {**HALF, "phase": "loading the model, 3.0 s"},
             "Running: 2,047 of 2,048 rows (99%), loading the model, 3.0 s",
             "used",
@@ -83,38 +71,36 @@ def a_run(name: str) -> RunFacts:
         ("so far", {"rows_done": 1, "engine_s": 2.0}, "So far: 1 prompt in 2.0 s", "used"),
     ],
 )
-def test_the_outcome_comes_first(
+def test_headline_begins_with_the_outcome(
     state: str, facts: dict[str, Any], headline: str, tone: str
 ) -> None:
-    found = outcome(replace(some_findings(), state=state, **facts))
-    assert f"{found.word}{found.rest}" == headline
-    assert found.tone == tone
-    assert headline.startswith(found.word)
+    found = outcome(replace(some_data(), state=state, **facts))
+    assert (f"{found.word}{found.rest}", found.tone) == (headline, tone)
 
 
-def test_what_to_do_is_said_where_there_is_something_to_do() -> None:
+def test_headline_says_what_to_do() -> None:
     then = {
-        state: outcome(replace(some_findings(), state=state, **HALF)).then
+        state: outcome(replace(some_data(), state=state, **HALF)).then
         for state in ("stopped", "failed", "finished with too many errors", "finished")
     }
     goes_on = "same command goes on with the 1 row left; finished rows and drawn tokens stay."
     assert then["stopped"] == f"The {goes_on} 3 rows failed."
-    assert then["failed"] == f"Once what is said below is mended, the {goes_on} 3 rows failed."
+    assert then["failed"] == f"Once the problem below is fixed, the {goes_on} 3 rows failed."
     assert "--retry-errors" in then["finished with too many errors"]
     assert then["finished"] == ""
 
 
-def test_work_on_rows_that_are_not_finished_is_no_share_of_finished_rows() -> None:
-    running = replace(some_findings(), state="running", rows_total=2048, rows_done=50)
+def test_work_on_unfinished_rows_is_separate_from_finished_rows() -> None:
+    running = replace(some_data(), state="running", rows_total=2048, rows_done=50)
     found = outcome(replace(running, rows_failed=1, share=0.23))
     assert f"{found.word}{found.rest}" == "Running: 50 of 2,048 rows (2%)"
-    work = "23% of the work is done, with what was done for rows that are not finished."
+    work = "23% of the work is done, unfinished rows included."
     assert found.then == f"{work} 1 row failed."
     assert outcome(replace(running, rows_failed=0, share=0.025)).then == ""
 
 
-def test_rows_are_answered_failed_or_not_done() -> None:
-    found = replace(some_findings(), rows_total=10, rows_done=6, rows_failed=1, share=0.75)
+def test_progress_bar_shows_answered_failed_running_and_other_rows() -> None:
+    found = replace(some_data(), rows_total=10, rows_done=6, rows_failed=1, share=0.75)
     shares = progress(found)
     assert [(name, share) for name, share, _ in shares] == [
         ("good", 0.5),
@@ -136,7 +122,7 @@ def test_rows_are_answered_failed_or_not_done() -> None:
         ("Asia/Kolkata", "2026-11-23 02:24 UTC+05:30"),
     ],
 )
-def test_times_have_their_zone(monkeypatch: pytest.MonkeyPatch, zone: str, shown: str) -> None:
+def test_times_name_their_zone(monkeypatch: pytest.MonkeyPatch, zone: str, shown: str) -> None:
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
@@ -147,7 +133,7 @@ def test_times_have_their_zone(monkeypatch: pytest.MonkeyPatch, zone: str, shown
         time.tzset()
 
 
-def test_numbers_are_not_rounded_to_all_or_nothing() -> None:
+def test_shares_are_not_rounded_to_nothing_or_all() -> None:
     shares = [0.0, 0.0001, 0.012, 0.5, 0.999, 1.0]
     assert [*map(percent, shares)] == ["0.0%", "under 0.1%", "1.2%", "50%", "over 99%", "100%"]
     assert [amount(count, "rows") for count in (0.0, 1.25, 3.0, 1234.5)] == [
