@@ -16,7 +16,6 @@ import pyarrow as pa
 from batchinfer.engine.request import RequestStats
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
-from batchinfer.job.input.union import UnitedFormat, same
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import publish
 from batchinfer.job.output.directory import OutputDir
@@ -41,7 +40,7 @@ GENERATED = pa.schema(
     ]
 )
 TABLE = OutputTable({}, pa.schema([]), GENERATED)
-SOURCE = Source((), pa.schema([]), NUM_ROWS, UnitedFormat(ParquetFormat(), "strict", same))
+SOURCE = Source((), pa.schema([]), NUM_ROWS, ParquetFormat())
 FAILING = {1, 4}
 """Rows that end in an error until the model is mended."""
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from batchinfer.errors import RowError
 
-_BYTES_TYPE = {
+BYTES_TYPE = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
@@ -44,7 +44,7 @@ def python_values(column: pa.Array) -> list[Any]:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of this type are texts, or bytes that may be UTF-8."""
-    return kind in _BYTES_TYPE or kind in _BYTES_TYPE.values()
+    return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
 def is_conversation(kind: pa.DataType) -> bool:
@@ -119,7 +119,7 @@ def _python_time(value: pa.Scalar, name: str) -> Any:
 
 def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
     if not _in_nanoseconds(kind):
-        return _BYTES_TYPE.get(kind, kind)
+        return BYTES_TYPE.get(kind, kind)
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz)
     return pa.time64("us") if pa.types.is_time(kind) else pa.duration("us")
@@ -127,7 +127,7 @@ def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
 
 def _as_bytes_and_numbers(kind: pa.DataType) -> pa.DataType:
     if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
-        return _BYTES_TYPE.get(kind, kind)
+        return BYTES_TYPE.get(kind, kind)
     return pa.int32() if kind.bit_width == 32 else pa.int64()
 
 
@@ -167,4 +167,4 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
         return [(_decoded(k, kind.key_type), _decoded(v, kind.item_type)) for k, v in value]
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return [_decoded(item, kind.value_type) for item in value]
-    return value.decode("utf-8", errors="replace") if kind in _BYTES_TYPE else value
+    return value.decode("utf-8", errors="replace") if kind in BYTES_TYPE else value

@@ -1,7 +1,7 @@
-"""OpenAI batch files as input: a request a line, each with an id that no earlier one has.
+"""OpenAI batch files as input: a request a line, each with an id of its own.
 
-A request with several prompts is several rows, one for each, with the prompt's place among them in
-``body`` as ``prompt_index``.
+A request with several prompts becomes a row for each, with the prompt's index as ``prompt_index``
+in ``body``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from batchinfer.job.input.formats.openai_prompts import (
 from batchinfer.job.input.formats.text_file import batched, opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
+from batchinfer.job.input.union import Difference, SchemaMode
 from batchinfer.job.storage.urls import is_url
 
 _BYTES = 16
@@ -44,20 +45,20 @@ _TAKEN_KEY = f'"{PROMPT_INDEX}"'.encode()
 
 
 class CustomIds:
-    """Ids of requests, in order, of which a hash without collisions is kept, 16 bytes each."""
+    """Ids of requests in order, kept as hashes of 16 bytes each."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
 
-    def add(self, ids: Sequence[Any]) -> None:
-        """Take the ids of the next requests; what is no text is equal to no other."""
+    def add(self, ids: Sequence[str | None]) -> None:
+        """Add the ids of the next requests; None is equal to no other."""
         for value in ids:
             row = len(self._digests) // _BYTES
-            text = f"id {value}" if isinstance(value, str) else f"row {row}"
+            text = f"row {row}" if value is None else f"id {value}"
             self._digests += hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
     def is_repeated(self, row: int) -> bool:
-        """Whether an earlier request than ``row`` has its id; all were added before."""
+        """Whether an earlier request than ``row`` has its id; call it once all are added."""
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 
@@ -72,7 +73,7 @@ class CustomIds:
 class OpenAIFormat(JsonlFormat):
     """OpenAI batch files, with the columns of ``SCHEMA``.
 
-    A line whose ``custom_id`` an earlier one has is an error row, whichever file that is in.
+    A line with the ``custom_id`` of an earlier one, in whichever file, is an error row.
     """
 
     holds_requests = True
@@ -80,46 +81,50 @@ class OpenAIFormat(JsonlFormat):
     def __init__(self) -> None:
         self._ids = CustomIds()
 
-    def see(self, first_row: int, rows: Sequence[Row]) -> None:
-        """Remember the ids of requests."""
-        self._ids.add([_own_id(row) for row in rows])
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        """Read a file, and remember the ids of its requests; files come in order."""
+        return self.read_whole(path, lambda rows: self._ids.add(list(map(_own_id, rows)))), SCHEMA
 
-    def parsed(self, lines: Sequence[Line], path: str) -> list[Row]:
-        """Rows of lines, a ``RowError`` for what is no object.
+    def unite(
+        self, schemas: Mapping[str, pa.Schema], mode: SchemaMode
+    ) -> tuple[pa.Schema, Mapping[str, Difference]]:
+        """``SCHEMA``, even if there are no requests."""
+        return SCHEMA, {}
+
+    def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
+        """The objects of lines, or a ``RowError``.
 
         Raises:
-            DataError: an object has no ``custom_id`` by which its answer could be known.
+            DataError: an object has no ``custom_id``, by which its answer would be found.
         """
-        rows = super().parsed(lines, path)
-        for (number, _), row in zip(lines, rows, strict=True):
+        rows = super().parsed(records, path)
+        for (number, _), row in zip(records, rows, strict=True):
             if isinstance(row, RowError):
                 continue
             custom_id = row.get("custom_id")
             if not isinstance(custom_id, str) or not custom_id:
                 given = f"is {format_value(custom_id)}" if "custom_id" in row else "is missing"
                 raise DataError(
-                    f"{path}, line {number}: custom_id {given}; it must be a text, not empty",
-                    hint="give each request one of its own: its answer is found by it",
+                    f"{path}, line {number}: custom_id {given}; it must be a non-empty string",
+                    hint="give each request its own: its answer is found by it",
                 )
         return rows
 
-    def batches(self, chunks: Iterable[bytes]) -> Iterator[list[Line]]:
+    def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
         """Requests of one prompt each."""
         lines = chain.from_iterable(map(_one_prompt_each, split_lines(chunks)))
         return batched(lines, lambda line: len(line[1]))
 
-    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """``SCHEMA``, whatever the files hold: there may be no requests at all."""
-        return SCHEMA
-
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Rows with all that is in their lines, whatever columns are asked for."""
-        for first, lines in self.wanted_lines(request):
-            rows = enumerate(self.parsed(lines, request.file.path), first)
-            yield first, [_repeated(row) if self._is_repeated(at, row) else row for at, row in rows]
-
-    def _is_repeated(self, at: int, row: Row) -> bool:
-        return not isinstance(row, RowError) and self._ids.is_repeated(at)
+        for first, lines in self.wanted(request):
+            rows = self.parsed(lines, request.file.path)
+            for at, row in enumerate(rows):
+                if not isinstance(row, RowError) and self._ids.is_repeated(first + at):
+                    shown = format_value(row["custom_id"])
+                    what = f"an earlier line has the custom_id {shown} already"
+                    rows[at] = RowError("duplicate_custom_id", what)
+            yield first, rows
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
         """The columns that go to the output; of a damaged line, as far as they can be read."""
@@ -129,12 +134,12 @@ class OpenAIFormat(JsonlFormat):
 
 
 def _one_prompt_each(line: Line) -> Iterator[Line]:
-    """A line that asks for something of several prompts, texts or pairs as one line for each."""
+    """Split a line with several prompts, texts or pairs into one line for each."""
     number, text = line
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
     if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
-        # A request's own is no number of ours: as a text it is refused when the line is read.
+        # The request's own key is not ours: as a text it is refused when the line is read.
         own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
         yield number, to_json({**row, "body": {**body, **own}})
         return
@@ -153,9 +158,8 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
 
 
 def first_url(path: str) -> str | None:
-    """What the first request of a file is made to, among lines that are none; None where there is
-    no such line, or the file cannot be read."""
-    if not is_url(path) and not os.path.isfile(path):  # what is read from a pipe is gone
+    """The URL of the first request in a file; None if there is none or the file cannot be read."""
+    if not is_url(path) and not os.path.isfile(path):  # a pipe can be read only once
         return None
     try:
         with opened(path) as chunks:
@@ -166,27 +170,21 @@ def first_url(path: str) -> str | None:
 
 
 def prompt_index(body: object) -> int:
-    """The place of a row's prompt among those of its request."""
+    """The index of a row's prompt among those of its request."""
     index = body.get(PROMPT_INDEX, 0) if isinstance(body, Mapping) else 0
     return index if type(index) is int else 0
 
 
 def _own_id(row: Row) -> str | None:
-    """The id of a request, at its first prompt."""
+    """The id of a request, for its first prompt only."""
     if isinstance(row, RowError) or prompt_index(row.get("body")):
         return None
     custom_id = row.get("custom_id")
     return custom_id if isinstance(custom_id, str) else None
 
 
-def _repeated(row: Row) -> RowError:
-    assert isinstance(row, Mapping)
-    what = f"an earlier line has the custom_id {format_value(row['custom_id'])} already"
-    return RowError("duplicate_custom_id", what)
-
-
 def _beginning(line: bytes) -> Mapping[str, Any]:
-    """An object as far as it can be read: of one that is cut, its whole values."""
+    """An object as far as it can be read: the complete values of a truncated one."""
     try:
         row = from_json(line, allow_partial=True)
     except ValueError:

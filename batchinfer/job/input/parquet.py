@@ -1,8 +1,8 @@
-"""Parquet files as input: what their footers say, and their rows.
+"""Parquet files as input: their footers and their rows.
 
-The Arrow schema that pyarrow keeps in a file must be that of the file's columns. pyarrow takes from
-it what Parquet cannot say, and passes over what does not go with the columns: a damaged footer can
-so make a list a struct.
+The Arrow schema that pyarrow stores in a file must match the file's columns. pyarrow takes from it
+what Parquet cannot express and ignores what does not match, so that a damaged footer can turn a
+list into a struct.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices
 from batchinfer.job.input.format import (
-    MEND,
     READ_ERRORS,
+    REWRITE,
+    Format,
     InputFile,
     ReadRequest,
     check_unchanged,
@@ -30,26 +31,24 @@ from batchinfer.job.input.parquet_footer import check_footer, compressed_bytes
 from batchinfer.job.storage.reader import store_of
 
 Shape = tuple["str | Shape", ...]
-
 _KEY = b"ARROW:schema"
-
 _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
 
 
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Check that columns are nested, and named, as the file's own Arrow schema says.
+    """Check that columns are nested and named as the file's own Arrow schema says.
 
     Args:
-        metadata: the file's; a file of another writer has no Arrow schema, and nothing to check.
-        schema: as pyarrow makes it of both.
+        metadata: the file's; other writers than pyarrow store no Arrow schema to check.
+        schema: as pyarrow reads it from the file.
 
     Raises:
-        ValueError: they are nested in another way, or something in it is no text.
+        ValueError: they are nested in another way, or a name in it is not UTF-8.
     """
-    kept = (metadata.metadata or {}).get(_KEY)
-    if kept is None:
+    stored_schema = (metadata.metadata or {}).get(_KEY)
+    if stored_schema is None:
         return
-    stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kept)))
+    stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(stored_schema)))
     if shape_of(pa.struct(list(stored))) != shape_of(pa.struct(list(schema))):
         raise ValueError("its footer is damaged: columns are nested otherwise than its schema says")
 
@@ -58,12 +57,12 @@ def shape_of(kind: pa.DataType) -> Shape:
     """How a type is nested, and the names in it.
 
     Raises:
-        UnicodeDecodeError: one of them is no text.
+        UnicodeDecodeError: a name is not UTF-8.
     """
     if isinstance(kind, pa.BaseExtensionType):
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
-        _ = kind.tz  # UnicodeDecodeError, where it is no text; times of 96 bits lose theirs
+        _ = kind.tz  # raises if it is not UTF-8; INT96 times lose theirs, so it is not compared
     if pa.types.is_struct(kind):
         fields = ((field.name, shape_of(field.type)) for field in kind)
         return ("struct", *(part for field in fields for part in field))
@@ -74,15 +73,15 @@ def shape_of(kind: pa.DataType) -> Shape:
     return ("value",)
 
 
-class ParquetFormat:
-    """Parquet files, their footers and page checksums checked; ``TypedFormat``."""
+class ParquetFormat(Format):
+    """Parquet files, with checks of their footers and page checksums."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         store = store_of(path)
         try:
             stat = store.stat(path)
             if stat.size == 0:
-                raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {MEND}")
+                raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {REWRITE}")
             with store.open(path) as file:
                 with open_parquet(file) as reader:
                     num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
@@ -91,7 +90,7 @@ class ParquetFormat:
             check_footer(footer)
         except (*READ_ERRORS, ValueError) as error:
             raise DataError(
-                f"{path} cannot be read as Parquet: {first_line(error)}", hint=MEND
+                f"{path} cannot be read as Parquet: {first_line(error)}", hint=REWRITE
             ) from error
         digest = hashlib.sha256(footer).hexdigest()
         return InputFile.of(path, stat, num_rows, digest), schema
@@ -108,21 +107,23 @@ class ParquetFormat:
                     stop = row + metadata.row_group(group).num_rows
                     if wanted and wanted[0].start < stop:
                         for batch in row_group_batches(opened, metadata, group, columns):
-                            _check_indices(batch)
-                            length, chosen = len(batch), batch.select(columns)
-                            pieces = cut(chosen, length, row, wanted, pa.RecordBatch.slice)
-                            del batch, chosen  # a huge one goes with its last piece
+                            for at in range(batch.num_columns):
+                                check_indices(batch.column(at))
+                            length = len(batch)
+                            pieces = cut(batch.select(columns), row, wanted)
+                            del batch  # so that a huge batch is freed with its last piece
                             yield from pieces
                             row += length
                             if not wanted or wanted[0].start >= stop:
                                 break
                         else:
-                            _check_complete(row, stop)
+                            if row != stop:
+                                raise OSError(f"it should have {stop - row} more rows")
                     row = stop
         except READ_ERRORS as error:
             raise DataError(
                 f"{file.path}: row group {group} cannot be read: {first_line(error)}",
-                hint=f"the file is damaged or has changed; {MEND}",
+                hint=f"the file is damaged or has changed; {REWRITE}",
             ) from error
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
@@ -134,7 +135,9 @@ class ParquetFormat:
         try:
             return compressed_bytes(footer, columns)
         except ValueError as error:
-            raise DataError(f"{file.path} cannot be read as Parquet: {error}", hint=MEND) from error
+            raise DataError(
+                f"{file.path} cannot be read as Parquet: {error}", hint=REWRITE
+            ) from error
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:
@@ -149,13 +152,3 @@ def _footer(file: pa.NativeFile, size: int) -> bytes:
     length = int.from_bytes(file.read(4), "little")
     file.seek(max(0, size - _MAGIC_BYTES - length))
     return bytes(file.read(length))
-
-
-def _check_indices(batch: pa.RecordBatch) -> None:
-    for column in batch.columns:
-        check_indices(column)
-
-
-def _check_complete(row: int, stop: int) -> None:
-    if row != stop:
-        raise OSError(f"it should have {stop - row} more rows")

@@ -1,13 +1,14 @@
-"""A check of Parquet footers, which have no checksum: what one says twice must agree.
+"""A check of Parquet footers, which have no checksum: facts that are stored twice must agree.
 
-pyarrow does not compare, and asking it for what a row group says of a column ends the process where
-that is damaged. So the few bytes that matter are decoded here. Sources: apache/parquet-format,
-``parquet.thrift``; apache/thrift, ``doc/specs/thrift-compact-protocol.md``.
+pyarrow does not compare them, and if the entry of a column in a row group is damaged, asking
+pyarrow for it ends the process. So this module decodes the few fields it needs. Sources:
+apache/parquet-format, ``parquet.thrift``; apache/thrift, ``doc/specs/thrift-compact-protocol.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _STRUCT, _LIST, _SET, _MAP = 12, 9, 10, 11
@@ -25,70 +26,66 @@ Column = tuple[int, tuple[bytes, ...]]
 
 
 def check_footer(footer: bytes) -> None:
-    """Check that the first row group has the columns that the file is said to have.
+    """Check that the first row group has the columns of the file's schema.
 
     Args:
         footer: the file's metadata, without length and magic bytes.
 
     Raises:
-        ValueError: it has not, or the footer is damaged.
+        ValueError: it does not, or the footer is damaged.
     """
-    try:
-        schema, columns = _schema_and_columns(_Compact(footer))
-    except (IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError("its footer is damaged") from error
-    if columns is not None and list(_leaves(schema)) != columns:
-        raise ValueError("its footer is damaged: columns have other names in it than in its data")
+    with _damage():
+        schema, groups = _schema_and_groups(footer, most_groups=1)
+        for group in groups:
+            columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
+            found = [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
+            if list(_leaves(schema)) != found:
+                raise ValueError(
+                    "its footer is damaged: columns have other names in it than in its data"
+                )
 
 
 def compressed_bytes(footer: bytes, columns: Collection[str]) -> int:
-    """Bytes of columns in a file, as they are compressed in all of its row groups.
+    """Compressed bytes of columns in all row groups of a file.
 
     Args:
         footer: the file's metadata, without length and magic bytes.
-        columns: names at the top; those nested in them count.
+        columns: names at the top; columns nested in them count too.
 
     Raises:
         ValueError: the footer is damaged.
     """
     names = {name.encode() for name in columns}
+    with _damage():
+        _, groups = _schema_and_groups(footer)
+        chunks = [chunk[_CHUNK_COLUMN] for group in groups for chunk in group[_GROUP_COLUMNS]]
+        return sum(int(c[_COLUMN_COMPRESSED]) for c in chunks if c[_COLUMN_PATH][0] in names)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
     try:
-        chunks = [chunk for group in _groups(footer) for chunk in group[_GROUP_COLUMNS]]
-        metadata = [chunk[_CHUNK_COLUMN] for chunk in chunks]
-        return sum(int(m[_COLUMN_COMPRESSED]) for m in metadata if m[_COLUMN_PATH][0] in names)
+        yield
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("its footer is damaged") from error
 
 
-def _groups(footer: bytes) -> list[dict[int, Any]]:
+def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[Any], list[Any]]:
+    """The elements of the schema, and the first row groups, which come after it."""
     reader = _Compact(footer)
-    for number, kind in reader.fields():
-        value = reader.value(kind)
-        if number == _FILE_GROUPS:
-            groups: list[dict[int, Any]] = value
-            return groups
-    return []
-
-
-def _schema_and_columns(reader: _Compact) -> tuple[list[Any], list[Column] | None]:
     schema: list[Any] = []
     for number, kind in reader.fields():
         if number == _FILE_GROUPS:
             size, item = reader.list_header()
-            return schema, _columns(reader.value(item)) if size else None
+            return schema, [reader.value(item) for _ in range(min(size, most_groups))]
         value = reader.value(kind)
         if number == _FILE_SCHEMA:
             schema = value
-    return schema, None
-
-
-def _columns(group: dict[int, Any]) -> list[Column]:
-    columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
-    return [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
+    return schema, []
 
 
 def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
-    """Columns of a schema: its elements depth first, the root before all."""
+    """Columns of a schema, whose elements are listed depth first, the root before all."""
     elements = iter(schema)
     for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
         yield from _leaves_below(elements, ())
@@ -113,7 +110,7 @@ class _Compact:
         self._depth = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Number and type of each field of a structure; its value is read in between."""
+        """Number and type of each field of a structure; the caller reads its value in between."""
         number = 0
         while header := self._byte():
             number = number + (header >> 4) if header >> 4 else self._integer()
@@ -145,7 +142,7 @@ class _Compact:
             value: Any = {number: self.value(item) for number, item in self.fields()}
         else:
             if kind == _MAP:
-                raise IndexError  # Parquet has none
+                raise IndexError  # Parquet uses no maps
             size, item = self.list_header()
             value = [self._byte() if item in (1, 2) else self.value(item) for _ in range(size)]
         self._depth -= 1

@@ -1,34 +1,32 @@
 """Files of one dataset whose columns differ, read as one table (``input.schema``).
 
-Only types that hold every value of another unchanged take it in; so a text, and a number as Python
-writes it, are the same in whichever file they stand. What columns have in common beyond that is
-kept apart: it is an error where such a column is asked for, and none where nobody reads it.
+Types unite only if one holds every value of the other unchanged, so that a text, or a number as
+Python writes it, is the same in every file. A column that cannot be united is an error only if
+somebody asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, Protocol
+from typing import Literal
 
 import pyarrow as pa
 
-from batchinfer.console.format import first_line, format_value, printable
+from batchinfer.console.format import format_value, printable
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import python_rows
-from batchinfer.job.input.format import MEND, InputFile, ReadRequest, Row, Rows
 
 SchemaMode = Literal["strict", "union"]
 Widen = Callable[[Collection[pa.DataType]], pa.DataType | None]
-"""The type that holds the values of all; None: there is none."""
+"""The type that holds the values of all types, or None."""
 
 _FAMILIES = (
     (pa.large_string(), {pa.string(), pa.large_string(), pa.string_view()}),
     (pa.large_binary(), {pa.binary(), pa.large_binary(), pa.binary_view()}),
 )
 _EXACT_IN_FLOAT64 = 32
-"""Bits of whole numbers that a float64 holds unchanged."""
+"""Widest integers, in bits, that a float64 holds unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Difference:
 
     column: str
     first: str
-    """Path of a file, and of the other below."""
+    """Path of one of the files."""
     first_type: pa.DataType | None
     """None: no such column."""
     other: str
@@ -49,7 +47,7 @@ class Difference:
         """Why the column cannot be used.
 
         Args:
-            only_kept: it is in ``input.keep_columns`` alone.
+            only_kept: only ``input.keep_columns`` names it.
         """
         ways = ["write them again with the same columns, or run them as jobs of their own"]
         if self.can_be_united:
@@ -60,14 +58,72 @@ class Difference:
             ways.append("or leave it out of input.keep_columns: the prompt does not need it")
         return DataError(
             f"input files differ in column {format_value(self.column)}:\n"
-            f"  {printable(self.first)}: {_shown(self.first_type)}\n"
-            f"  {printable(self.other)}: {_shown(self.other_type)}",
+            f"  {printable(self.first)}: {shown_type(self.first_type)}\n"
+            f"  {printable(self.other)}: {shown_type(self.other_type)}",
             hint=", ".join(ways),
         )
 
 
-def _shown(kind: pa.DataType | None) -> str:
+def shown_type(kind: pa.DataType | None) -> str:
+    """A type as messages show it; None is a column that is missing."""
     return "no such column" if kind is None else printable(str(kind), 200)
+
+
+def united(
+    schemas: Mapping[str, pa.Schema], mode: SchemaMode, widen: Widen
+) -> tuple[pa.Schema, dict[str, Difference]]:
+    """The columns of all files, in the order they are first met.
+
+    Columns that cannot be read as one are among them, of the first type met, and in the second
+    result.
+
+    Args:
+        schemas: by path; equal ones in sequence are cheap if they are the same object.
+        mode: ``union``: a column that a file does not have is null there.
+
+    Raises:
+        DataError: a file has two columns of one name.
+    """
+    runs: list[tuple[str, dict[str, pa.Field]]] = []
+    before = None
+    for path, schema in schemas.items():
+        if schema is not before:
+            _check_names(path, schema)
+            runs.append((path, {field.name: field for field in schema}))
+            before = schema
+    names = dict.fromkeys(name for _, fields in runs for name in fields)
+    columns: list[pa.Field] = []
+    differences: dict[str, Difference] = {}
+    for name in names:
+        column, difference = _united(name, runs, mode, widen)
+        columns.append(column)
+        if difference is not None:
+            differences[name] = difference
+    return pa.schema(columns), differences
+
+
+def _united(
+    name: str, runs: Sequence[tuple[str, Mapping[str, pa.Field]]], mode: SchemaMode, widen: Widen
+) -> tuple[pa.Field, Difference | None]:
+    first_with: dict[pa.DataType | None, str] = {}
+    for path, fields in runs:
+        first_with.setdefault(fields[name].type if name in fields else None, path)
+    field = next(fields[name] for _, fields in runs if name in fields)
+    kinds = [kind for kind in first_with if kind is not None]
+    kind = widen(kinds)
+    if kind is not None and (None not in first_with or mode == "union"):
+        return field.with_type(kind), None
+    pairs = combinations(first_with if kind is not None else kinds, 2)
+    one, other = next(pair for pair in pairs if None in pair or widen(pair) is None)
+    can_be_united = mode == "strict" and (kind or widened(kinds)) is not None
+    return field, Difference(name, first_with[one], one, first_with[other], other, can_be_united)
+
+
+def _check_names(path: str, schema: pa.Schema) -> None:
+    names = schema.names
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{path} has more than one column named {format_value(twice)}; rename one")
 
 
 def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
@@ -79,9 +135,9 @@ def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
 def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
     """The type that holds all values of some types unchanged; None if there is none.
 
-    Nulls go with all, whole numbers with wider ones and, up to 32 bits, with float64, floats with
-    wider ones; texts with texts and bytes with bytes, however they are stored; lists and structs by
-    what is in them, fields that one does not have being null there.
+    Null unites with every type, an integer with wider ones and, up to 32 bits, with float64, a
+    float with wider ones, texts with texts and bytes with bytes, however they are stored. Lists and
+    structs unite by their content; fields that a struct does not have are null.
     """
     given = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
     if len(given) < 2:
@@ -92,27 +148,18 @@ def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
     for large, family in _FAMILIES:
         if all(kind in family for kind in plain):
             return large
-    if all(map(_is_number, plain)):
+    if all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in plain):
         return _widened_number(plain)
     if all(map(pa.types.is_struct, plain)):
         return _widened_struct(plain)
-    if all(map(_is_list, plain)):
+    if all(isinstance(k, pa.ListType | pa.LargeListType | pa.FixedSizeListType) for k in plain):
         value = widened([kind.value_type for kind in plain])
         make = pa.large_list if any(map(pa.types.is_large_list, plain)) else pa.list_
         return None if value is None else make(value)
     return None
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
 def _widened_number(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
-    """The narrowest number type for the values of different ones."""
     whole = [kind for kind in kinds if pa.types.is_integer(kind)]
     if len(whole) < len(kinds):
         exact = all(kind.bit_width <= _EXACT_IN_FLOAT64 for kind in whole)
@@ -134,145 +181,3 @@ def _widened_struct(kinds: Sequence[pa.StructType]) -> pa.DataType | None:
             fields.setdefault(field.name, []).append(field.type)
     wider = {name: widened(found) for name, found in fields.items()}
     return None if None in wider.values() else pa.struct(list(wider.items()))
-
-
-class TypedFormat(Protocol):
-    """A kind of file that says what columns it has, and of which types.
-
-    Methods are as those of ``Format``; what is read has the types that the file says.
-    """
-
-    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]: ...
-
-    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]: ...
-
-    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int: ...
-
-
-class UnitedFormat:
-    """Files of a typed format read as if all had the same columns.
-
-    Args:
-        inner: reads the files.
-        mode: ``union``: a column that a file does not have is null there.
-        widen: the type for values of files' types.
-    """
-
-    holds_requests = False
-
-    def __init__(self, inner: TypedFormat, mode: SchemaMode, widen: Widen) -> None:
-        self._inner = inner
-        self._mode = mode
-        self._widen = widen
-        self._types: dict[str, Mapping[str, pa.DataType]] = {}
-        """Columns of each file, by its path."""
-        self.differences: dict[str, Difference] = {}
-        """Columns that cannot be read as one, by name."""
-
-    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        return self._inner.inspect(path)
-
-    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """The columns of all files, in the order they are first met.
-
-        Those that cannot be read as one are among them, of the first type met, and in
-        ``differences``.
-        """
-        before: pa.Schema | None = None
-        fields: dict[str, pa.Field] = {}
-        for file, schema in zip(files, schemas, strict=True):
-            if before is None or not schema.equals(before):
-                _check_names(file.path, schema)
-                types, before = {field.name: field.type for field in schema}, schema
-                fields = {field.name: field for field in schema} | fields
-            self._types[file.path] = types
-        paths = [file.path for file in files]
-        return pa.schema([self._united(fields[name], paths) for name in _in_order(schemas)])
-
-    def _united(self, field: pa.Field, paths: Sequence[str]) -> pa.Field:
-        """A column of all files."""
-        first_with: dict[pa.DataType | None, str] = {}
-        for path in paths:
-            first_with.setdefault(self._types[path].get(field.name), path)
-        kinds = [kind for kind in first_with if kind is not None]
-        kind = self._widen(kinds)
-        if kind is not None and (None not in first_with or self._mode == "union"):
-            return field.with_type(kind)
-        pairs = combinations(first_with if kind is not None else kinds, 2)
-        one, other = next(pair for pair in pairs if None in pair or self._widen(pair) is None)
-        can_be_united = self._mode == "strict" and (kind or widened(kinds)) is not None
-        self.differences[field.name] = Difference(
-            field.name, first_with[one], one, first_with[other], other, can_be_united
-        )
-        return field.with_type(kinds[0])
-
-    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        types = self._types[request.file.path]
-        schema = pa.schema([request.schema.field(name) for name in request.columns])
-        if all(types.get(field.name) == field.type for field in schema):
-            yield from self._inner.scan(request)
-            return
-        # A column that differs is only read to see how many rows there are.
-        own = [n for n in request.columns if n in types and n not in self.differences]
-        for first, batch in self._inner.scan(replace(request, columns=own or list(types)[:1])):
-            united = [_united(batch, own, schema, request.file.path)]
-            del batch  # a huge one goes with its last piece
-            yield first, united.pop()
-
-    def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        for first, batch in self.scan(request):
-            rows: list[Row] = list(python_rows(batch))
-            del batch  # before the next one is read: it may be huge
-            yield first, rows
-
-    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        return self._inner.stored_bytes(file, columns)
-
-
-def _in_order(schemas: Sequence[pa.Schema]) -> list[str]:
-    names: dict[str, None] = {}
-    before: pa.Schema | None = None
-    for schema in schemas:
-        if before is None or not schema.equals(before):
-            names.update(dict.fromkeys(schema.names))
-            before = schema
-    return list(names)
-
-
-def _united(
-    batch: pa.RecordBatch, own: Sequence[str], schema: pa.Schema, path: str
-) -> pa.RecordBatch:
-    """A file's batch with the columns of ``schema``: ``own`` cast, the others null."""
-    arrays = [
-        _cast(batch.column(field.name), field.type, path, field.name)
-        if field.name in own
-        else pa.nulls(len(batch), field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(arrays, names=schema.names)
-
-
-def _cast(column: pa.Array, kind: pa.DataType, path: str, name: str) -> pa.Array:
-    if column.type == kind:
-        return column
-    try:
-        return column.cast(kind)
-    except pa.ArrowException as error:  # what is damaged, or of a type that no cast is written for
-        raise DataError(
-            f"{path}: column {format_value(name)} cannot be read as {_shown(kind)}: "
-            f"{first_line(error)}",
-            hint=MEND,
-        ) from error
-
-
-def _check_names(path: str, schema: pa.Schema) -> None:
-    """Check that no two columns have one name.
-
-    Raises:
-        DataError: naming file and column.
-    """
-    for name in schema.names:
-        if schema.names.count(name) > 1:
-            raise DataError(
-                f"{path} has more than one column named {format_value(name)}; rename one"
-            )

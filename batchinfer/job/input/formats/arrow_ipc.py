@@ -1,24 +1,25 @@
-"""Arrow IPC as input: files (Feather version 2 among them) and streams.
+"""Arrow IPC as input: files (which Feather version 2 is) and streams.
 
 A record batch is read as a whole, but only the columns that are asked for: a file needs as much
-memory as these take in its largest batch. What a batch says of itself is checked before its values
-are touched: pyarrow itself takes offsets as they come.
+memory as these take in its largest batch. Offsets and indices are checked before values are read,
+which pyarrow does not do.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import check_indices
+from batchinfer.job.input.arrow_text import BYTES_TYPE, check_indices
 from batchinfer.job.input.format import (
     BATCH_ROWS,
-    MEND,
     READ_ERRORS,
+    REWRITE,
+    Format,
     InputFile,
     ReadRequest,
     check_unchanged,
@@ -30,15 +31,10 @@ from batchinfer.job.storage.reader import store_of
 _MAGIC = b"ARROW1"
 _FEATHER_1 = b"FEA1"
 _CHUNK = 1 << 20
-_BYTES_TYPE = {
-    pa.string(): pa.binary(),
-    pa.large_string(): pa.large_binary(),
-    pa.string_view(): pa.binary_view(),
-}
 
 
-class ArrowFormat:
-    """Arrow IPC files and streams; ``TypedFormat``."""
+class ArrowFormat(Format):
+    """Arrow IPC files and streams."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, list[int]] = {}
@@ -52,14 +48,14 @@ class ArrowFormat:
             with store.open(path) as file:
                 _check_kind(file, path)
                 schema = _reader(file).schema
-                shape_of(pa.struct(list(schema)))  # names are text, or cannot be read
+                shape_of(pa.struct(list(schema)))  # raises if a name is not UTF-8
                 self._lengths[path] = [len(batch) for batch in _all_batches(file, schema)]
                 file.seek(0)
                 for chunk in iter(lambda: file.read(_CHUNK), b""):
                     digest.update(chunk)
         except (*READ_ERRORS, ValueError) as error:
             raise DataError(
-                f"{path} cannot be read as Arrow IPC: {first_line(error)}", hint=MEND
+                f"{path} cannot be read as Arrow IPC: {first_line(error)}", hint=REWRITE
             ) from error
         num_rows = sum(self._lengths[path])
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2), schema
@@ -76,25 +72,23 @@ class ArrowFormat:
                         return
                     if wanted[0].start < row + length:
                         batch = batches.read(number)
-                        _check_batch(batch, length)
+                        if len(batch) != length:
+                            raise ValueError(f"it has {len(batch)} rows and had {length}")
+                        for at in range(batch.num_columns):
+                            check_buffers(batch.column(at))
                         for at in range(0, length, BATCH_ROWS):
-                            piece = batch.slice(at, BATCH_ROWS)
-                            yield from cut(piece, len(piece), row + at, wanted, _slice)
-                        del batch, piece
+                            yield from cut(batch.slice(at, BATCH_ROWS), row + at, wanted)
+                        del batch
                     row += length
         except (*READ_ERRORS, ValueError, IndexError) as error:
             raise DataError(
                 f"{file.path}: record batch {number} cannot be read: {first_line(error)}",
-                hint=f"the file is damaged or has changed; {MEND}",
+                hint=f"the file is damaged or has changed; {REWRITE}",
             ) from error
-
-    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """A third of the file, whatever columns are kept: about what it compresses to."""
-        return file.size // 3 if columns else 0
 
 
 class _Batches:
-    """Record batches of a file by their numbers, which ascend, with some columns."""
+    """Record batches of a file, read in ascending order, with some columns."""
 
     def __init__(self, file: pa.NativeFile, columns: Sequence[str]) -> None:
         names = _reader(file).schema.names
@@ -103,17 +97,13 @@ class _Batches:
         self._next = 0
 
     def read(self, number: int) -> pa.RecordBatch:
-        """A batch; of a stream, those before it are passed over."""
+        """The batch of a number; a stream skips those before it."""
         if hasattr(self._reader, "get_batch"):
             return self._reader.get_batch(number).select(self._columns)
         for _ in range(self._next, number):
             self._reader.read_next_batch()
         self._next = number + 1
         return self._reader.read_next_batch().select(self._columns)
-
-
-def _slice(batch: pa.RecordBatch, at: int, length: int) -> pa.RecordBatch:
-    return batch.slice(at, length)
 
 
 def _check_kind(file: pa.NativeFile, path: str) -> None:
@@ -124,13 +114,13 @@ def _check_kind(file: pa.NativeFile, path: str) -> None:
             hint="write it again as version 2: pyarrow.feather.write_feather",
         )
     if not start:
-        raise DataError(f"{path} is empty (0 bytes), no Arrow IPC; {MEND}")
+        raise DataError(f"{path} is empty (0 bytes), not Arrow IPC; {REWRITE}")
 
 
 def _reader(
     file: pa.NativeFile, fields: Sequence[int] = ()
 ) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """A reader from the file's beginning, of some fields, or of all."""
+    """A reader of a file from its beginning; no fields means all."""
     file.seek(0)
     is_file = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)
@@ -140,7 +130,7 @@ def _reader(
 
 
 def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """All record batches with one column, of numbers if there is one."""
+    """All record batches with one column, the narrowest."""
     sizes = [kind.bit_width if pa.types.is_primitive(kind) else 1 << 20 for kind in schema.types]
     reader = _reader(file, sorted(range(len(sizes)), key=sizes.__getitem__)[:1])
     if hasattr(reader, "get_batch"):
@@ -149,20 +139,8 @@ def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBa
         yield from reader
 
 
-def _check_batch(batch: pa.RecordBatch, length: int) -> None:
-    """Check that a batch has as many rows as before, and that nothing in it points outside.
-
-    Raises:
-        ValueError, pyarrow.ArrowInvalid: it has not.
-    """
-    if len(batch) != length:
-        raise ValueError(f"it has {len(batch)} rows and had {length}")
-    for column in batch.columns:
-        check_buffers(column)
-
-
 def check_buffers(column: pa.Array) -> None:
-    """Check that offsets and indices of a column point into it; texts may be no UTF-8.
+    """Check that a column's offsets and indices point into it; texts may be invalid UTF-8.
 
     Raises:
         pyarrow.ArrowInvalid, OSError: one does not.
@@ -182,12 +160,12 @@ def check_buffers(column: pa.Array) -> None:
         _without_values(column).validate(full=True)
         check_buffers(column.values)
     else:
-        as_bytes = _BYTES_TYPE.get(kind)
+        as_bytes = BYTES_TYPE.get(kind)
         (column if as_bytes is None else column.view(as_bytes)).validate(full=True)
 
 
 def _without_values(lists: pa.Array) -> pa.Array:
-    """Lists as they are, of nulls: then nothing but the lists is looked at."""
+    """The same lists with null values, so that validation looks at the lists alone."""
     kind, nulls = lists.type, pa.nulls(len(lists.values))
     if pa.types.is_fixed_size_list(kind):
         return pa.nulls(0)  # it has no offsets

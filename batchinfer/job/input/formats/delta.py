@@ -47,7 +47,9 @@ def read_delta(path: str, version: int | None) -> Snapshot:
         uri: {column: _text(action["partition"][column]) for column in columns}
         for uri, action in found
     }
-    return Snapshot(path, table.version(), schema, files)
+    own = [field for field in schema if field.name not in columns]
+    whole = pa.schema([*own, *map(schema.field, columns)])
+    return Snapshot(table.version(), whole, files)
 
 
 def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
@@ -58,12 +60,12 @@ def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
 def _has_deletion_vectors(table: DeltaTable) -> bool:
     try:
         return bool(pa.table(table.deletion_vectors()).num_rows)
-    except _ERRORS:  # one that is there cannot be read
+    except _ERRORS:  # there is one that cannot be read
         return True
 
 
 def _text(value: object) -> str | None:
-    """A partition's value as the names of folders have it."""
+    """A partition's value as the name of a folder has it."""
     if isinstance(value, bool):
         return str(value).lower()
     return None if value is None else str(value)

@@ -30,7 +30,7 @@ def read_iceberg(path: str, version: int | None) -> Snapshot:
         version: a snapshot's id; None: the current one.
 
     Raises:
-        DataError: it cannot be read; it has delete files, files that are no Parquet, or columns
+        DataError: it cannot be read; it has delete files, files that are not Parquet, or columns
             that have been renamed, or moved to partitions.
     """
     try:
@@ -54,7 +54,7 @@ def read_iceberg(path: str, version: int | None) -> Snapshot:
     files = [_path(uri) for uri in uris]
     for file in files:
         _check_names(file, schema)
-    return Snapshot(path, snapshot.snapshot_id, schema.as_arrow(), {file: {} for file in files})
+    return Snapshot(snapshot.snapshot_id, schema.as_arrow(), {file: {} for file in files})
 
 
 def _metadata_file(path: str) -> str:
@@ -82,7 +82,7 @@ def _check_task(path: str, task: FileScanTask) -> None:
     if task.delete_files:
         refuse_deleted_rows(path, "rewrite its data files, which applies the deletes")
     if str(task.file.file_format).rpartition(".")[2].upper() != "PARQUET":
-        raise DataError(f"{path} has data files that are no Parquet: {task.file.file_path}")
+        raise DataError(f"{path} has data files that are not Parquet: {task.file.file_path}")
 
 
 def _check_names(file: str, schema: Schema) -> None:
@@ -95,7 +95,7 @@ def _check_names(file: str, schema: Schema) -> None:
         with store_of(file).open(file) as opened:
             fields = pq.read_schema(opened)
     except (OSError, pa.ArrowException):
-        return  # which is said where it is read
+        return  # ParquetFormat reports it
     wanted = {number: field.name for number, field in index_by_id(schema).items()}
     top = {field.name: field.field_id for field in schema.fields}
     for number, name, is_top in _numbered(fields, is_top=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchinfer.console.format import printable
-from batchinfer.errors import UsageError, install_command
+from batchinfer.errors import DataError, UsageError, install_command
 from batchinfer.job.input.discover import is_named
 from batchinfer.job.input.formats.snapshot import Snapshot
 from batchinfer.job.storage.reader import store_of
@@ -15,14 +15,14 @@ TABLES = ("delta", "iceberg")
 
 
 def table_format(paths: Sequence[str], format_name: str) -> str | None:
-    """The kind of table that is to be read; None: there are files.
+    """The kind of table to read; None: the paths are files.
 
     Args:
         paths: ``input.path``.
         format_name: ``input.format``; with ``auto``, a folder is a table if it looks like one.
 
     Raises:
-        UsageError: a table among other paths.
+        UsageError: there is a table among other paths.
     """
     kinds = [_kind(path) for path in paths] if format_name == "auto" else [format_name]
     found = next((kind for kind in kinds if kind in TABLES), None)
@@ -50,15 +50,15 @@ def _kind(path: str) -> str | None:
         )
         return "iceberg" if is_iceberg else None
     except OSError:
-        return None  # which is said where files are looked for
+        return None  # find_files reports it
 
 
 def open_table(path: str, kind: str, version: int | None) -> Snapshot:
-    """A table's files at a version; None: the latest.
+    """A table at a version; None: the latest.
 
     Raises:
-        DataError: it cannot be read, or not as its files alone.
-        UsageError: what reads it is not installed.
+        DataError: it cannot be read, its files alone are not its rows, or it has none.
+        UsageError: the library that reads it is not installed.
     """
     try:
         if kind == "delta":
@@ -76,5 +76,6 @@ def open_table(path: str, kind: str, version: int | None) -> Snapshot:
             hint=f"{install_command(kind)}; or set input.format: parquet to read all files that "
             "are there, those of other versions too",
         ) from None
-    snapshot.check()
+    if not snapshot.partitions:
+        raise DataError(f"{path} has no rows at version {snapshot.version}")
     return snapshot

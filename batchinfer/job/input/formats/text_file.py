@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
 from batchinfer.console.format import first_line
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import (
     BATCH_ROWS,
-    MEND,
     READ_ERRORS,
+    REWRITE,
+    Format,
+    InputFile,
     ReadRequest,
     check_unchanged,
     cut,
@@ -25,7 +29,7 @@ MARK = b"\xef\xbb\xbf"
 _CHUNK = 1 << 20
 _MOST_BYTES = 64 << 20
 """Of records that are read at a time."""
-_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """How compressed files begin; no line of text does."""
 _MARKS = {
     b"\xff\xfe\0\0": "UTF-32LE",
@@ -39,102 +43,104 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Which of the first four bytes are zero where two characters of ASCII come first (RFC 4627, 3)."""
-_LOOKED_AT = 100
-_MOST_GOOD = 10
-"""Lines for one that is not UTF-8, where a few bad ones are all that is not ASCII."""
+"""Which of the first four bytes are zero if a file begins with two ASCII characters (RFC 4627)."""
+_CHECKED_LINES = 100
+_GOOD_PER_BAD = 10
+"""Lines for each that is not UTF-8, where a few bad lines are all that is not ASCII."""
 
 Record = TypeVar("Record")
 
 
+class TextFormat(Format, Generic[Record]):
+    """Files of text with a record for each row."""
+
+    title: str
+    """The format's name in messages."""
+
+    @abstractmethod
+    def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
+        """The records of a file's content, in batches."""
+
+    @abstractmethod
+    def parsed(self, records: list[Record], path: str) -> list[Any]:
+        """What records hold, or a ``RowError``."""
+
+    def read_whole(self, path: str, learn: Callable[[list[Any]], None]) -> InputFile:
+        """Read a file once, when it is opened, to count and hash it.
+
+        Args:
+            learn: called with what the records of each batch hold.
+
+        Raises:
+            DataError: it cannot be read, or every record in it is wrong.
+        """
+        digest = hashlib.sha256()
+        num_rows = num_good = 0
+        problem: RowError | None = None
+        with read_errors(path):
+            stat = store_of(path).stat(path)
+            with opened(path) as chunks:
+                for records in self.records(_checked(chunks, path, digest.update), path):
+                    rows = self.parsed(records, path)
+                    learn(rows)
+                    bad = [row for row in rows if isinstance(row, RowError)]
+                    num_rows, num_good = num_rows + len(rows), num_good + len(rows) - len(bad)
+                    problem = problem or next(iter(bad), None)
+        if problem is not None and not num_good:
+            raise DataError(f"{path} holds no {self.title}: {problem.message}", hint=REWRITE)
+        return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
+
+    def wanted(self, request: ReadRequest) -> Iterator[tuple[int, list[Record]]]:
+        """Records of the rows that are asked for, in runs, each with its first row's id.
+
+        Raises:
+            DataError: the file cannot be read, or is no longer the one that was planned.
+        """
+        file, wanted, row = request.file, request.wanted, request.first_row
+        stop = row + file.num_rows
+        with read_errors(file.path):
+            check_unchanged(file)
+            with opened(file.path) as chunks:
+                for records in self.records(chunks, file.path):
+                    yield from cut(records, row, wanted)
+                    row += len(records)
+                    if not wanted or wanted[0].start >= stop:
+                        return
+            if row < stop:
+                raise OSError("it has fewer lines than before")
+
+
 @contextmanager
 def opened(path: str) -> Iterator[Iterator[bytes]]:
-    """The content of a file in chunks, decompressed.
+    """Open a file; gives its content in chunks, decompressed.
 
     Raises:
         OSError: it cannot be read.
     """
     with store_of(path).open(path) as file:
-        start = file.read(max(map(len, _PACKED)))
+        start = file.read(max(map(len, _COMPRESSED)))
         file.seek(0)
-        packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), None)
-        if packed is None:
+        codec = next((name for mark, name in _COMPRESSED.items() if start.startswith(mark)), None)
+        if codec is None:
             yield iter(lambda: file.read(_CHUNK), b"")
         else:
-            with pa.CompressedInputStream(file, packed) as unpacked:
+            with pa.CompressedInputStream(file, codec) as unpacked:
                 yield iter(lambda: unpacked.read(_CHUNK), b"")
 
 
-def looked_at(
-    chunks: Iterable[bytes], path: str, update: Callable[[bytes], None]
-) -> Iterator[bytes]:
-    """Pass on the chunks of a file that is read for the first time.
-
-    Args:
-        update: takes every chunk: a hash's.
-
-    Raises:
-        DataError: it is in another encoding than UTF-8.
-    """
-    for number, chunk in enumerate(chunks):
-        if number == 0:
-            _check_encoding(chunk, path)
-        update(chunk)
-        yield chunk
-
-
-def refuse_encoding(path: str, encoding: str, name: str | None = None) -> DataError:
-    """Why a file in another encoding cannot be read, and what to do about it.
-
-    Args:
-        encoding: as ``iconv`` calls it.
-        name: as people call it.
-    """
-    return DataError(
-        f"{path} is in {name or encoding}, or so it looks; it must be UTF-8",
-        hint=f"convert it: iconv -f {encoding} -t UTF-8 OLD > NEW (of what is in it, if it is "
-        "compressed)",
-    )
-
-
-def refuse_8_bit(path: str) -> DataError:
-    """As ``refuse_encoding``, where bytes above ASCII are no UTF-8."""
-    return refuse_encoding(path, "WINDOWS-1252", "Latin-1 or Windows-1252")
-
-
-def _check_encoding(start: bytes, path: str) -> None:
-    """Check that a file's beginning is UTF-8, but for a few lines.
-
-    Raises:
-        DataError: naming file and encoding.
-    """
-    zeros = tuple(byte == 0 for byte in start[:4])
-    found = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
-    found = found or _ZEROS.get(zeros)
-    if found is not None:
-        raise refuse_encoding(path, found)
-    lines = start.split(b"\n")
-    if len(start) >= _CHUNK and len(lines) > 1:
-        del lines[-1]  # which may be cut within a character
-    lines = [line for line in lines[:_LOOKED_AT] if line and not line.isspace()]
-    marked = [line for line in lines if not line.isascii()]
-    if len(marked) > max(1, len(lines) // _MOST_GOOD) and not any(map(is_utf8, marked)):
-        raise refuse_8_bit(path)
-
-
-def is_utf8(text: bytes) -> bool:
-    """Whether bytes are text in UTF-8."""
+@contextmanager
+def read_errors(path: str) -> Iterator[None]:
+    """Turn errors of reading a file into a DataError that names it."""
     try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        yield
+    except READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}", hint=REWRITE) from error
 
 
 def batched(
     records: Iterable[Record], num_bytes: Callable[[Record], int]
 ) -> Iterator[list[Record]]:
-    """Records in batches: of at most ``BATCH_ROWS``, and of few where they are large."""
+    """Records in batches of at most ``BATCH_ROWS``, fewer where they are large."""
     batch: list[Record] = []
     size = 0
     for record in records:
@@ -147,36 +153,54 @@ def batched(
         yield batch
 
 
-def wanted_records(
-    request: ReadRequest, batches: Callable[[Iterable[bytes]], Iterator[list[Record]]]
-) -> Iterator[tuple[int, list[Record]]]:
-    """Records of the rows wanted, in runs, each with its first row's id.
+def is_utf8(text: bytes) -> bool:
+    """Whether bytes are text in UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
-    Args:
-        batches: makes records of a file's content.
+
+def refuse_8_bit(path: str) -> DataError:
+    """Why a file cannot be read whose non-ASCII bytes are not UTF-8."""
+    return _refuse_encoding(path, "WINDOWS-1252", "Latin-1 or Windows-1252")
+
+
+def _refuse_encoding(path: str, iconv_name: str, name: str) -> DataError:
+    return DataError(
+        f"{path} is in {name}, or so it looks; it must be UTF-8",
+        hint=f"convert it: iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it first, if it "
+        "is compressed)",
+    )
+
+
+def _checked(
+    chunks: Iterable[bytes], path: str, update: Callable[[bytes], None]
+) -> Iterator[bytes]:
+    """Pass on the chunks of a file, each to ``update`` first; the first one must be UTF-8."""
+    for number, chunk in enumerate(chunks):
+        if number == 0:
+            _check_encoding(chunk, path)
+        update(chunk)
+        yield chunk
+
+
+def _check_encoding(start: bytes, path: str) -> None:
+    """Check that a file's beginning is UTF-8, except for a few lines.
 
     Raises:
-        DataError: the file cannot be read, or is no longer the one that was planned.
+        DataError: names file and encoding.
     """
-    file, wanted, row = request.file, request.wanted, request.first_row
-    stop = row + file.num_rows
-    with read_errors(file.path):
-        check_unchanged(file)
-        with opened(file.path) as chunks:
-            for records in batches(chunks):
-                length = len(records)
-                yield from cut(records, length, row, wanted, lambda of, at, n: of[at : at + n])
-                row += length
-                if not wanted or wanted[0].start >= stop:
-                    return
-        if row < stop:
-            raise OSError("it has fewer lines than before")
-
-
-@contextmanager
-def read_errors(path: str) -> Iterator[None]:
-    """Errors of reading a file as a DataError that names it."""
-    try:
-        yield
-    except READ_ERRORS as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}", hint=MEND) from error
+    zeros = tuple(byte == 0 for byte in start[:4])
+    found = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
+    found = found or _ZEROS.get(zeros)
+    if found is not None:
+        raise _refuse_encoding(path, found, found)
+    lines = start.split(b"\n")
+    if len(start) >= _CHUNK and len(lines) > 1:
+        del lines[-1]  # it may be cut within a character
+    lines = [line for line in lines[:_CHECKED_LINES] if line and not line.isspace()]
+    marked = [line for line in lines if not line.isascii()]
+    if len(marked) > max(1, len(lines) // _GOOD_PER_BAD) and not any(map(is_utf8, marked)):
+        raise refuse_8_bit(path)
