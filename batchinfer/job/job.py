@@ -244,22 +244,21 @@ def _request_reader(
     tool_choices: ToolChoices | None,
 ) -> RowReader:
     """The reader of an OpenAI batch file."""
-    from batchinfer.job.openai.kinds import request_kind
-    from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader
+    from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader, request_kind
 
     spec, task = job.spec, TASKS[job.spec.task]
     make: BuilderFactory = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
     if params is None:
         make = task.prompt_builder(spec)
     return OpenAIReader(
+        request_kind(spec, job.table, has_tools=tool_choices is not None),
         task.prompt_config(spec),
         lambda config, columns: _prompts(job, context, processes, make, config, columns),
         params,
         spec.model.served_names,
         context.adapters,
         tool_choices,
-        takes_other_names=spec.model.served_model_name is None and not context.adapters,
-        kind=request_kind(spec, job.table),
+        accepts_any_model=spec.model.served_model_name is None and not context.adapters,
     )
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI batch files, read for the engine."""
+"""Rows of OpenAI batch files as prompts and sampling parameters for the engine."""
 
 from __future__ import annotations
 
@@ -13,69 +13,91 @@ from batchinfer.config import PromptConfig
 from batchinfer.console.format import printable
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import Row
-from batchinfer.job.openai.kinds import RequestKind
-from batchinfer.job.openai.request import ParsedRequest, is_served
+from batchinfer.job.openai.pooling import (
+    classification_requests,
+    embedding_requests,
+    pair_requests,
+)
+from batchinfer.job.openai.request import (
+    ParsedRequest,
+    RequestKind,
+    generation_requests,
+    is_served,
+)
+from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.rows.reader import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import CLASSIFY, EMBED
 from batchinfer.requests.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.prompts import Prompt
 
-MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 TEMPLATE_VARIABLES = "chat_template_kwargs"
-"""The column of a conversation's variables for the chat template."""
+"""Column of a conversation's variables for the chat template."""
 _MOST_WARNINGS = 3
 _log = logging.getLogger(__name__)
 
 
-class OpenAIReader:
-    """Prompts and sampling parameters of the requests in an OpenAI batch file.
+def request_kind(spec: JobSpec, table: OutputTable, *, has_tools: bool = False) -> RequestKind:
+    """The kind of requests that a job answers."""
+    config = spec.classify
+    if spec.task == EMBED.name:
+        return embedding_requests(table.generated_schema.field("embedding").type.list_size)
+    if spec.task != CLASSIFY.name:
+        return generation_requests(has_tools=has_tools)
+    if config is None or config.query_column is None or config.document_column is None:
+        return classification_requests()
+    return pair_requests(config.query_column, config.document_column)
 
-    Conversations go through the chat template. The text of a completion is raw: it has no template,
-    and control tokens in it are control tokens.
+
+class OpenAIReader:
+    """Reads prompts and sampling parameters of requests.
+
+    Conversations go through the chat template. The prompt of a text completion is raw: control
+    tokens in it stay control tokens.
 
     Args:
-        config: the job's ``prompt``.
-        make_builder: makes a builder of prompts: how, and of which columns; one of them may be
+        config: the job's ``prompt`` section.
+        make_builder: makes a prompt builder for a config and its columns, which may include
             ``TEMPLATE_VARIABLES``.
-        params: makes the sampling parameters; None: nothing is drawn.
-        served_names: what a request may call the model.
-        adapters: numbers of those that a request may name in its place.
-        tool_choices: hold requests to calls that they must make; None: they have no tools.
-        takes_other_names: answer requests for other models too; a few are warned of.
-        kind: how lines are read.
+        params: makes sampling parameters; None: the task draws no tokens.
+        served_names: names that a request's ``model`` may have.
+        adapters: number of each adapter that ``model`` may name instead.
+        tool_choices: forces the tool calls that a request requires; None: the job parses no tools.
+        accepts_any_model: also answer requests for other models, with a few warnings.
     """
 
     columns: tuple[str, ...] = ("custom_id", "method", "url", "body")
 
     def __init__(
         self,
+        kind: RequestKind,
         config: PromptConfig,
-        make_builder: MakeBuilder,
+        make_builder: Callable[[PromptConfig, Sequence[str]], Prompts],
         params: RowParams | None,
         served_names: Sequence[str],
         adapters: Mapping[str, int],
         tool_choices: ToolChoices | None = None,
         *,
-        takes_other_names: bool = False,
-        kind: RequestKind = RequestKind(),  # noqa: B008 - it is frozen
+        accepts_any_model: bool = False,
     ) -> None:
         if kind.pair_columns is None:
-            kinds = _kinds(config, has_tools=tool_choices is not None)
+            sources = _sources(config, has_tools=tool_choices is not None)
         else:
-            kinds = {"pair": (config, kind.pair_columns)}
+            sources = {"pair": (config, kind.pair_columns)}
         self._kind = kind
-        self._builders = {name: make_builder(*made_of) for name, made_of in kinds.items()}
+        self._builders = {name: make_builder(*source) for name, source in sources.items()}
         self._params = params
         self._served_names = served_names
         self._adapters = adapters
         self._tool_choices = tool_choices
-        self._takes_other_names = takes_other_names
+        self._accepts_any_model = accepts_any_model
         self._other_names: set[str] = set()
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Begin to make the prompts of requests; call what is returned for the rows, in order."""
-        requests = [self._request(row) for row in rows]
+        """Start building the prompts of rows; the function returned waits for them, in order."""
+        requests = [self._parse(row) for row in rows]
         started = {
             source: prompts.start(
                 [
@@ -107,20 +129,19 @@ class OpenAIReader:
             return {**values, "messages": request.value, "tools": tools}
         return {**values, source: request.value}
 
-    def _request(self, row: Row) -> ParsedRequest | RowError:
+    def _parse(self, row: Row) -> ParsedRequest | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            has_tools = self._tool_choices is not None
-            if self._takes_other_names:
-                self._warn_of(row)
-                return self._kind.parse(row, None, has_tools=has_tools)
-            return self._kind.parse(row, self._served_names, self._adapters, has_tools=has_tools)
+            if self._accepts_any_model:
+                self._warn_about_model(row)
+                return self._kind.read(row, None)
+            return self._kind.read(row, self._served_names, self._adapters)
         except RowError as error:
             return error
 
-    def _warn_of(self, row: Row) -> None:
-        """Say once of each name that it is not the model's; of a few names."""
+    def _warn_about_model(self, row: Row) -> None:
+        """Warn once about each of the first few names that are not the model's."""
         body = row.get("body") if isinstance(row, Mapping) else None
         name = body.get("model") if isinstance(body, Mapping) else None
         if not isinstance(name, str) or name in self._other_names:
@@ -136,7 +157,7 @@ class OpenAIReader:
 
     def _row(self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest) -> PromptRow:
         if isinstance(prompt, RowError):
-            return PromptRow(row_id, _in_words_of_requests(prompt, self._kind.fields))
+            return PromptRow(row_id, _with_request_field(prompt, self._kind.fields))
         adapter = self._adapters.get(request.model or "", BASE_MODEL)
         sampling: RowSampling | RowError | None = None
         if self._params is not None:
@@ -146,28 +167,28 @@ class OpenAIReader:
         return row_or_error(row_id, prompt, sampling, adapter, tools=request.tools)
 
 
-def _in_words_of_requests(error: RowError, fields: Mapping[str, str]) -> RowError:
+def _with_request_field(error: RowError, fields: Mapping[str, str]) -> RowError:
+    """The error of a prompt's column, named as the request names it."""
     for column, name in fields.items():
         if re.match(rf"{column}\b", error.message):
             return RowError(error.code, name + error.message.removeprefix(column))
     return error
 
 
-def _kinds(
+def _sources(
     config: PromptConfig, *, has_tools: bool
 ) -> dict[str, tuple[PromptConfig, Sequence[str]]]:
-    """By where a request's prompt is: how it is made, and of which columns."""
+    """Prompt config and columns for each ``ParsedRequest.source``."""
     raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
-    raw_text = replace(raw, column="prompt", parse_special_tokens=True)
+    text = replace(raw, column="prompt", parse_special_tokens=True)
     token_ids = replace(raw, token_ids_column="token_ids", parse_special_tokens=False)
-    talks = replace(config, column="messages")
-    with_tools = replace(talks, tools_column="tools")
-    kinds: dict[str, tuple[PromptConfig, Sequence[str]]] = {
-        "messages": (talks, ("messages", TEMPLATE_VARIABLES)),
-        "tools": (with_tools, ("messages", "tools", TEMPLATE_VARIABLES)),
-        "prompt": (raw_text, ("prompt",)),
+    messages = replace(config, column="messages")
+    sources: dict[str, tuple[PromptConfig, Sequence[str]]] = {
+        "messages": (messages, ("messages", TEMPLATE_VARIABLES)),
+        "prompt": (text, ("prompt",)),
         "token_ids": (token_ids, ("token_ids",)),
     }
-    if not has_tools:
-        del kinds["tools"]
-    return kinds
+    if has_tools:
+        columns = ("messages", "tools", TEMPLATE_VARIABLES)
+        sources["tools"] = (replace(messages, tools_column="tools"), columns)
+    return sources

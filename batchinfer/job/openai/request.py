@@ -1,14 +1,15 @@
-"""A line of an OpenAI batch file as a prompt and sampling parameters, by their names here.
+"""Parse lines of OpenAI batch files into prompts and sampling parameters.
 
-What changes the answer is either done or refused: a field that is not known, or whose value asks
-for what there is not, makes the line an error. Fields that change nothing are passed over.
+A field that changes the answer is supported or refused: an unknown field, or a value that asks for
+something unsupported, makes the line an error. Fields without effect are ignored.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -19,18 +20,12 @@ from batchinfer.job.input.formats.openai_prompts import CHAT, COMPLETIONS, PROMP
 from batchinfer.text.chat import RESERVED_KWARGS
 from batchinfer.text.tools.row_tools import RowTools, row_tools
 
-ANSWER_FIELDS = {
-    "column messages": "body.messages",
-    "column prompt": "body.prompt",
-    "column token_ids": "body.prompt",
-    "column tools": "body.tools",
-}
-"""What errors call the columns of prompts, and what requests for answers call them."""
 _LINE = ("custom_id", "method", "url", "body")
+NO_EFFECT = ("model", "user", "priority", "request_id")
+"""Fields of every kind of request that do not change the answer."""
 _NO_EFFECT = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "priority", "request_id", "stream_options"),
-    "guided_decoding_backend",
+    *(*NO_EFFECT, "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "stream_options", "guided_decoding_backend"),
 )
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -44,7 +39,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (True,),
 }
-"""Fields of features that are not built, and their values that do not ask for them."""
+"""Fields of unsupported features, with the values that do not use the feature."""
 _GUIDED: Mapping[str, str] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -53,14 +48,14 @@ _GUIDED: Mapping[str, str] = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-"""vLLM's fields that are keys of ``structured_outputs``."""
-_OWN = (
+"""vLLM's fields, and the key of ``structured_outputs`` that each stands for."""
+_PARSED = (
     *("messages", "prompt", "best_of", "logprobs", "top_logprobs", "tools", "tool_choice", "echo"),
     *("chat_template_kwargs", "reasoning_effort", *_GUIDED),
 )
 _SAMPLING = {*field_names(SamplingParams), "max_completion_tokens", "response_format"}
-_SAMPLING -= {"prompt_logprobs", "logprobs"}  # the first has no place in the answer
-_KNOWN = (*_OWN, *sorted(_SAMPLING), *_NO_EFFECT, *_NEUTRAL)
+_SAMPLING -= {"prompt_logprobs", "logprobs"}  # answers have no field for prompt_logprobs
+_KNOWN = (*_PARSED, *sorted(_SAMPLING), *_NO_EFFECT, *_NEUTRAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,67 +63,114 @@ class ParsedRequest:
     """Prompt, sampling parameters and model of a request."""
 
     source: str
-    """``messages``, ``tools`` (messages, with these), ``prompt`` or ``token_ids``."""
+    """``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids`` or ``pair``."""
     value: Any
-    """Of that; of several prompts each is a request."""
-    sampling: Mapping[str, Any]
+    """The prompt of that source. A request with several prompts is several lines here."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``SamplingParams`` that the line gives."""
     model: str | None = None
     tools: RowTools | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets besides the messages."""
+    """Extra variables for the chat template."""
 
 
-def parse_request(
-    line: Mapping[str, Any],
-    served_names: Sequence[str] | None,
-    adapters: Collection[str] = (),
-    *,
-    has_tools: bool = False,
-) -> ParsedRequest:
-    """Prompt, sampling parameters and model that a line asks for.
+@dataclass(frozen=True)
+class RequestKind:
+    """How to read requests of one kind."""
+
+    urls: Sequence[str]
+    """Accepted values of ``url``."""
+    parse: Callable[[str, Mapping[str, Any]], ParsedRequest]
+    """Parses the URL and the body without nulls; raises ``RowError``."""
+    fields: Mapping[str, str]
+    """Names that errors use for columns of prompts, and the names of these in a request."""
+    pair_columns: tuple[str, str] | None = None
+    """The job's columns for the two texts of a pair; None: prompts are single texts."""
+
+    def read(
+        self,
+        line: Mapping[str, Any],
+        served_names: Sequence[str] | None,
+        adapters: Collection[str] = (),
+    ) -> ParsedRequest:
+        """Parse and check the JSON object of a line.
+
+        Args:
+            served_names: names that ``model`` may have; None accepts any name.
+            adapters: adapters that ``model`` may name instead, in full.
+
+        Raises:
+            RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
+                ``bad_sampling_params``, ``empty_prompt``, ``unsupported_content``.
+        """
+        body = self._checked_body(line)
+        _check_model(body.get("model"), served_names, adapters)
+        return self.parse(line["url"], {k: v for k, v in body.items() if v is not None})
+
+    def _checked_body(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in line:
+            if name not in _LINE:
+                raise invalid(f"unknown field {format_value(name)}{did_you_mean(name, _LINE)}")
+        body = line.get("body")
+        if line.get("method") != "POST":
+            raise invalid(f"method is {format_value(line.get('method'))}; it must be POST")
+        if line.get("url") not in self.urls:
+            raise invalid(
+                f"url is {format_value(line.get('url'))}; it must be {' or '.join(self.urls)} as "
+                "in the rest of the file: put requests of other kinds into a file of their own"
+            )
+        if not isinstance(body, Mapping):
+            raise invalid(f"body is {format_value(body)}; it must be an object")
+        if type(body.get(PROMPT_INDEX, 0)) is not int:
+            raise unsupported(PROMPT_INDEX)
+        return {name: value for name, value in body.items() if name != PROMPT_INDEX}
+
+
+def generation_requests(*, has_tools: bool = False) -> RequestKind:
+    """Chat and text completions.
 
     Args:
-        line: the object in the line.
-        served_names: what a body's ``model`` may be; None: anything.
-        adapters: what it may be as well, in full.
-        has_tools: whether the job reads calls of tools.
-
-    Raises:
-        RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
-            ``bad_sampling_params``, ``empty_prompt``, ``unsupported_content``.
+        has_tools: whether the job parses tool calls.
     """
-    body = checked_body(line)
-    check_model(body.get("model"), served_names, adapters)
-    given = {name: value for name, value in body.items() if value is not None}
-    is_chat = line["url"] == CHAT
-    source, value = _messages(given) if is_chat else _prompt(given)
-    _check_known(given)
-    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    fields = {
+        "column messages": "body.messages",
+        "column prompt": "body.prompt",
+        "column token_ids": "body.prompt",
+        "column tools": "body.tools",
+    }
+    return RequestKind((CHAT, COMPLETIONS), partial(_parse, has_tools=has_tools), fields)
+
+
+def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedRequest:
+    is_chat = url == CHAT
+    source, value = _messages(body) if is_chat else _prompt(body)
+    check_fields(body, _KNOWN, _NEUTRAL)
+    sampling = {name: value for name, value in body.items() if name in _SAMPLING}
     if sampling.get("max_tokens") == sampling.get("max_completion_tokens"):
         sampling.pop("max_completion_tokens", None)
-    logprobs = _chat_logprobs(given) if is_chat else _completion_logprobs(given)
-    echo = _echo(given, is_chat=is_chat)
+    logprobs = _chat_logprobs(body) if is_chat else _completion_logprobs(body)
+    echo = _echo(body, is_chat=is_chat)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
         if echo:
             sampling["prompt_logprobs"] = logprobs
-    guided = {key: given[name] for name, key in _GUIDED.items() if name in given}
+    guided = {key: body[name] for name, key in _GUIDED.items() if name in body}
     if guided and "structured_outputs" in sampling:
         raise _bad("structured_outputs and guided_... are given; keep one")
     if guided:
         sampling["structured_outputs"] = guided
-    _check_best_of(given)
-    tools = _tools(given, is_chat=is_chat, has_tools=has_tools)
+    if "best_of" in body and body["best_of"] != body.get("n", 1):
+        raise unsupported("best_of", "; leave it out, and set n")
+    tools = _tools(body, is_chat=is_chat, has_tools=has_tools)
     if has_tools and is_chat:
         value = [_with_argument_values(message) for message in value]
         source = source if tools is None else "tools"
-    variables = _template_variables(given, is_chat=is_chat)
-    return ParsedRequest(source, value, sampling, given.get("model"), tools, variables)
+    variables = _template_variables(body, is_chat=is_chat)
+    return ParsedRequest(source, value, sampling, body.get("model"), tools, variables)
 
 
 def is_served(model: str, served_names: Sequence[str]) -> bool:
-    """Whether ``model`` is one of the names, or the last parts of one, like a folder's name."""
+    """Whether ``model`` is a served name or the last path components of one."""
     asked = PurePath(model).parts
     return any(
         model == name or (asked and PurePath(name).parts[-len(asked) :] == asked)
@@ -136,40 +178,9 @@ def is_served(model: str, served_names: Sequence[str]) -> bool:
     )
 
 
-def checked_body(
-    line: Mapping[str, Any], urls: Sequence[str] = (CHAT, COMPLETIONS)
-) -> Mapping[str, Any]:
-    """The body of a line that is a request to one of ``urls``.
-
-    Raises:
-        RowError: ``invalid_request``.
-    """
-    for name in line:
-        if name not in _LINE:
-            raise invalid(f"unknown field {format_value(name)}{did_you_mean(name, _LINE)}")
-    body = line.get("body")
-    if line.get("method") != "POST":
-        raise invalid(f"method is {format_value(line.get('method'))}; it must be POST")
-    if line.get("url") not in urls:
-        raise invalid(
-            f"url is {format_value(line.get('url'))}; it must be {' or '.join(urls)} as in the "
-            "rest of the file: put requests of other kinds into a file of their own"
-        )
-    if not isinstance(body, Mapping):
-        raise invalid(f"body is {format_value(body)}; it must be an object")
-    if type(body.get(PROMPT_INDEX, 0)) is not int:
-        raise RowError("unsupported_parameter", f"body.{PROMPT_INDEX} is not supported")
-    return {name: value for name, value in body.items() if name != PROMPT_INDEX}
-
-
-def check_model(
+def _check_model(
     model: object, served_names: Sequence[str] | None, adapters: Collection[str]
 ) -> None:
-    """Check the ``model`` of a body, as ``parse_request`` says.
-
-    Raises:
-        RowError: ``invalid_request``, ``unknown_model``.
-    """
     if model is None:
         return
     if not isinstance(model, str):
@@ -197,35 +208,48 @@ def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
 def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
     if "messages" in body:
         raise invalid(f"body.messages is not for {COMPLETIONS}; give a prompt")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return "prompt", prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return "token_ids", prompt
+    return one_prompt(body, "prompt")
+
+
+def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
+    """The text or the token ids in a field of a body, with ``prompt`` or ``token_ids``.
+
+    Raises:
+        RowError: ``invalid_request``.
+    """
+    value = body.get(name)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return "prompt", value
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return "token_ids", value
     raise invalid(
-        f"body.prompt is {format_value(prompt)}; it must be a text or a list of token ids, or a "
+        f"body.{name} is {format_value(value)}; it must be a text or a list of token ids, or a "
         "list of such"
     )
 
 
-def _check_known(body: Mapping[str, Any]) -> None:
+def check_fields(
+    body: Mapping[str, Any], known: Sequence[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Refuse unknown fields, and values of ``neutral`` fields that are not listed there.
+
+    Raises:
+        RowError: ``unsupported_parameter``.
+    """
     for name, value in body.items():
-        if name in _NEUTRAL:
-            if not any(type(value) is type(v) and value == v for v in _NEUTRAL[name]):
+        if name in neutral:
+            if not any(type(value) is type(v) and value == v for v in neutral[name]):
                 raise RowError(
                     "unsupported_parameter", f"body.{name} is {format_value(value)}: not supported"
                 )
-        elif name not in _KNOWN:
-            raise RowError(
-                "unsupported_parameter",
-                f"body.{printable(name, 60)} is not supported{did_you_mean(name, _KNOWN)}",
-            )
+        elif name not in known:
+            raise unsupported(printable(name, 60), did_you_mean(name, known))
 
 
 def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowTools | None:
-    """The tools of a request; None where it has none, or must call none."""
+    """The tools of a request; None if it has none or forbids calls."""
     choice = body.get("tool_choice")
     if not body.get("tools"):
         if choice in (None, "none", "auto"):
@@ -245,7 +269,7 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
 
 
 def _with_argument_values(message: Any) -> Any:
-    """A message whose calls have their arguments as values, not as JSON: templates write them."""
+    """The message with the arguments of tool calls decoded from JSON, as chat templates expect."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list):
         return message
@@ -256,23 +280,15 @@ def _with_values(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = function["arguments"]
     try:
-        values = json.loads(arguments or "{}")
+        values = json.loads(function["arguments"] or "{}")
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": values}}
 
 
-def _check_best_of(body: Mapping[str, Any]) -> None:
-    if "best_of" in body and body["best_of"] != body.get("n", 1):
-        raise RowError(
-            "unsupported_parameter", "body.best_of is not supported; leave it out, and set n"
-        )
-
-
 def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    """Whether the answer is to begin with the prompt."""
+    """Whether the answer starts with the prompt."""
     echo = body.get("echo", False)
     if not isinstance(echo, bool):
         raise _bad(f"echo is {format_value(echo)}; it must be true or false")
@@ -282,7 +298,7 @@ def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
 
 
 def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[str, Any]:
-    """What a request hands to the chat template, ``reasoning_effort`` under its own name."""
+    """Variables for the chat template, ``reasoning_effort`` among them."""
     variables = body.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         what = f"chat_template_kwargs is {format_value(variables)}"
@@ -301,7 +317,7 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Alternatives per token; None: no log-probabilities. ``logprobs`` switches them on."""
+    """Alternatives per token, if ``logprobs`` is true; None: no log-probabilities."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
@@ -313,7 +329,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _completion_logprobs(body: Mapping[str, Any]) -> Any:
-    """Alternatives per token, which is what ``logprobs`` says; None: no log-probabilities."""
+    """Alternatives per token, the value of ``logprobs``; None: no log-probabilities."""
     if "top_logprobs" in body:
         raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
     wanted = body.get("logprobs")
@@ -323,8 +339,13 @@ def _completion_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def invalid(message: str) -> RowError:
-    """The error of a line that is no request."""
+    """The error for a line that is not a valid request."""
     return RowError("invalid_request", message)
+
+
+def unsupported(name: str, hint: str = "") -> RowError:
+    """The error for a field of the body that is not supported."""
+    return RowError("unsupported_parameter", f"body.{name} is not supported{hint}")
 
 
 def _bad(message: str) -> RowError:

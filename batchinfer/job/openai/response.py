@@ -1,46 +1,45 @@
-"""A finished row as a line of OpenAI's output file, or of its error file.
+"""Finished rows as lines of OpenAI's output file and error file.
 
-Shapes are those of OpenAI's batch output and of the API's ``chat.completion``,
-``text_completion`` and ``error`` objects. As in OpenAI's, a request that the API would refuse has a
-response, with an HTTP status and the error in its body; one that never came to an answer has no
-response, but an error. Ids are hashes of the job and the row: the same whenever it is written.
+Shapes are those of OpenAI's batch output and of its ``chat.completion``, ``text_completion`` and
+``error`` objects. As with OpenAI, a request that the API would refuse has a response with an HTTP
+status and the error in its body; a request that got no answer has no response, but an error. Ids
+are hashes of the job and the row, so that writing a file again gives the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from batchinfer.job.input.formats.openai_prompts import CHAT, EMBEDDINGS
-from batchinfer.job.openai.echo import Echo, tokens_before
-from batchinfer.job.openai.embeddings import embeddings_body
-from batchinfer.job.openai.scores import scored_body
+from batchinfer.job.input.formats.openai_prompts import CHAT
+from batchinfer.job.openai.pooling import pooling_body
+from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 
-_NOT_FOUND, _BAD_REQUEST = 404, 400
 _NO_RESPONSE = frozenset(
     {
         *("crashed_engine", "nan_logits", "does_not_fit"),
         *("invalid_json", "invalid_utf8", "row_too_large", "duplicate_custom_id"),
     }
 )
-"""Codes of lines that are no requests, and of faults that are not the request's."""
-_ERROR_TYPE = {_NOT_FOUND: "not_found_error", _BAD_REQUEST: "invalid_request_error"}
+"""Codes of lines that are not requests, and of failures that are not the request's fault."""
+
+TokenText = Callable[[int, Sequence[int]], str]
+"""Text that a token adds to the tokens before it."""
 
 
 @dataclass(frozen=True)
 class Responses:
-    """The lines of a job's rows in OpenAI's output files."""
+    """Makes the lines of a job's rows."""
 
     fingerprint: str
     created: int
-    """Seconds since 1970 at which the job was planned."""
+    """When the job was planned, in seconds since 1970."""
     model: str
-    """The model's name in answers to requests that name none."""
-    token_text: Callable[[int, Sequence[int]], str]
-    """Text that a token adds to the tokens before it."""
+    """Model name for answers to requests that name none."""
+    token_text: TokenText
     normalizes: bool = True
     """Whether embeddings have length 1."""
 
@@ -48,9 +47,9 @@ class Responses:
         """The line of a request.
 
         Args:
-            rows: one for each of its prompts: ``custom_id``, ``url``, ``body`` as the request had
-                it, ``cached_tokens`` (None: not known) and the generated columns, with
-                ``prompt_logprobs``, and with ``logprobs`` in ``outputs``.
+            rows: one for each prompt: ``custom_id``, ``url``, ``body`` as in the request,
+                ``cached_tokens`` (None: unknown), and the generated columns, ``prompt_logprobs``
+                and ``logprobs`` in ``outputs`` among them.
         """
         key = hashlib.sha256(f"{self.fingerprint} {rows[0]['row_id']}".encode()).hexdigest()
         error = _first_error([row["error"] for row in rows])
@@ -58,8 +57,7 @@ class Responses:
         if error is None:
             response = {"status_code": 200, "body": self._body(rows, key[:24])}
         elif error["code"] not in _NO_RESPONSE:
-            status = _NOT_FOUND if error["code"] == "unknown_model" else _BAD_REQUEST
-            response = {"status_code": status, "body": _error_body(error, status)}
+            response = _refusal(error)
         return {
             "id": f"batch_req_{key[:24]}",
             "custom_id": rows[0]["custom_id"],
@@ -70,20 +68,20 @@ class Responses:
     def _body(self, rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
         first = rows[0]
         model = (first["body"] or {}).get("model") or self.model
-        if first["url"] == EMBEDDINGS:
-            facts = {"id": f"embd-{key}", "created": self.created, "model": model}
-            return embeddings_body(rows, normalizes=self.normalizes, **facts)
-        scored = scored_body(rows, key, created=self.created, model=model)
-        if scored is not None:
-            return scored
+        pooled = pooling_body(
+            rows, key, created=self.created, model=model, normalizes=self.normalizes
+        )
+        if pooled is not None:
+            return pooled
         is_chat = first["url"] == CHAT
         prompt, output = (
             sum(row[f"num_{kind}_tokens"] for row in rows) for kind in ("prompt", "output")
         )
         cached = [row["cached_tokens"] or 0 for row in rows]
-        samples = [(row, sample) for row in rows for sample in row["outputs"]]
         choices = [
-            self._message(sample) if is_chat else self._text(row, sample) for row, sample in samples
+            self._message(sample) if is_chat else self._text(row, sample)
+            for row in rows
+            for sample in row["outputs"]
         ]
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
@@ -102,29 +100,27 @@ class Responses:
         }
 
     def _message(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        tokens = sample["logprobs"]
+        logprobs = None
+        if (tokens := sample["logprobs"]) is not None:
+            content = list(map(self._chat_token, tokens, _tokens_before(tokens)))
+            logprobs = {"content": content, "refusal": None}
         return {
             "index": sample["index"],
-            "message": {"role": "assistant", **_said(sample), "refusal": None},
-            "logprobs": None
-            if tokens is None
-            else {
-                "content": list(map(self._chat_token, tokens, tokens_before(tokens))),
-                "refusal": None,
-            },
+            "message": {"role": "assistant", **_content(sample), "refusal": None},
+            "logprobs": logprobs,
             "finish_reason": _chat_finish_reason(sample),
         }
 
     def _chat_token(self, token: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
-        top = [self._scored(other, before) for other in token["top"]]
-        return {**self._scored(token, before), "top_logprobs": top}
+        top = [self._token_logprob(other, before) for other in token["top"]]
+        return {**self._token_logprob(token, before), "top_logprobs": top}
 
-    def _scored(self, token: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+    def _token_logprob(self, token: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
         text = self.token_text(token["token_id"], before)
         return {"token": text, "logprob": token["logprob"], "bytes": list(text.encode())}
 
     def _text(self, row: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
-        echo = Echo.of(row, self.token_text)
+        echo = _echo(row, self.token_text)
         tokens = sample["logprobs"]
         return {
             "index": sample["index"],
@@ -133,35 +129,76 @@ class Responses:
             "finish_reason": sample["finish_reason"],
         }
 
-    def _text_logprobs(self, echo: Echo, tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        before = tokens_before(tokens)
-        texts = [
-            *echo.tokens,
-            *(
-                self.token_text(token["token_id"], ids)
-                for token, ids in zip(tokens, before, strict=True)
-            ),
-        ]
-        top = [
-            {self.token_text(other["token_id"], ids): other["logprob"] for other in token["top"]}
-            for token, ids in zip(tokens, before, strict=True)
-        ]
+    def _text_logprobs(self, echo: _Echo, tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        texts, top = list(echo.tokens), list(echo.top_logprobs)
+        for token, before in zip(tokens, _tokens_before(tokens), strict=True):
+            texts.append(self.token_text(token["token_id"], before))
+            top.append(_top_logprobs(token, before, self.token_text))
         return {
             "tokens": texts,
             "token_logprobs": [*echo.logprobs, *(token["logprob"] for token in tokens)],
-            "top_logprobs": [*echo.top_logprobs, *top],
+            "top_logprobs": top,
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
         }
 
 
-def _said(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message says: its thinking under vLLM's name, and the one of earlier versions."""
-    said: dict[str, Any] = {"content": sample["text"]}
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt that an answer repeats first; empty unless the request asks for an echo."""
+
+    text: str = ""
+    tokens: Sequence[str] = ()
+    """Texts of the prompt's tokens; these and the fields below only with log-probabilities."""
+    logprobs: Sequence[float | None] = ()
+    """None for the first token, which follows no other."""
+    top_logprobs: Sequence[Mapping[str, float] | None] = field(default=())
+
+
+def _echo(row: Mapping[str, Any], token_text: TokenText) -> _Echo:
+    body = row["body"] or {}
+    if not body.get("echo"):
+        return _Echo()
+    text = body["prompt"]
+    if isinstance(text, list) and text and isinstance(text[0], str | list):
+        text = text[0]  # the only prompt in a list
+    if not isinstance(text, str):
+        text = "".join(token_text(id_, _ids_before(text, at)) for at, id_ in enumerate(text))
+    if row.get("prompt_logprobs") is None:
+        return _Echo(text)
+    scored = row["prompt_logprobs"][1:]
+    before = _tokens_before(scored)
+    texts = [token_text(t["token_id"], ids) for t, ids in zip(scored, before, strict=True)]
+    # The first token has no log-probability and therefore no id here: its text is the remainder.
+    rest = "".join(texts)
+    first = text.removesuffix(rest) if text.endswith(rest) else ""
+    top = [_top_logprobs(t, ids, token_text) for t, ids in zip(scored, before, strict=True)]
+    return _Echo(text, [first, *texts], [None, *(t["logprob"] for t in scored)], [None, *top])
+
+
+def _top_logprobs(
+    token: Mapping[str, Any], before: Sequence[int], token_text: TokenText
+) -> dict[str, float]:
+    return {token_text(other["token_id"], before): other["logprob"] for other in token["top"]}
+
+
+def _tokens_before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """For each token the ids before it, as many as a character can span."""
+    ids = [token["token_id"] for token in tokens]
+    return [_ids_before(ids, at) for at in range(len(ids))]
+
+
+def _ids_before(ids: Sequence[int], at: int) -> list[int]:
+    return list(ids[max(at - MAX_CHAR_TOKENS, 0) : at])
+
+
+def _content(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A message's text, tool calls and reasoning, the last under vLLM's present and old name."""
+    content: dict[str, Any] = {"content": sample["text"]}
     if calls := sample.get("tool_calls"):
-        said = {"content": sample["text"] or None, "tool_calls": calls}
+        content = {"content": sample["text"] or None, "tool_calls": calls}
     if "reasoning" in sample:
-        said |= {"reasoning": sample["reasoning"], "reasoning_content": sample["reasoning"]}
-    return said
+        content |= {"reasoning": sample["reasoning"], "reasoning_content": sample["reasoning"]}
+    return content
 
 
 def _chat_finish_reason(sample: Mapping[str, Any]) -> str:
@@ -177,8 +214,7 @@ def _reasoning_usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """The first of the errors of a request's prompts, with that one's number unless it is of them
-    all; None: there is none."""
+    """The first error of a request's prompts, with the prompt's number unless all have it."""
     at, error = next(((at, each) for at, each in enumerate(errors) if each is not None), (0, None))
     is_of_all = all(each == error for each in errors)
     if error is None or is_of_all or error["code"] == "duplicate_custom_id":
@@ -186,6 +222,9 @@ def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any
     return {**error, "message": f"prompt {at}: {error['message']}"}
 
 
-def _error_body(error: Mapping[str, Any], status: int) -> dict[str, Any]:
-    kind = _ERROR_TYPE[status]
-    return {"error": {**error, "type": kind, "param": None}}
+def _refusal(error: Mapping[str, Any]) -> dict[str, Any]:
+    status, kind = 400, "invalid_request_error"
+    if error["code"] == "unknown_model":
+        status, kind = 404, "not_found_error"
+    body = {"error": {**error, "type": kind, "param": None}}
+    return {"status_code": status, "body": body}

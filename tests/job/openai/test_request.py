@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.errors import RowError
 from batchinfer.job.input.openai_batch import CustomIds
-from batchinfer.job.openai.request import ParsedRequest, is_served, parse_request
+from batchinfer.job.openai.request import ParsedRequest, generation_requests, is_served
 from batchinfer.text.tools.row_tools import RowTools
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -21,12 +21,12 @@ def line(url: str = CHAT, **body: Any) -> dict[str, Any]:
 
 
 def parse(url: str = CHAT, **body: Any) -> ParsedRequest:
-    return parse_request(line(url, **body), ["org/model"])
+    return generation_requests().read(line(url, **body), ["org/model"])
 
 
 def refusal(request: dict[str, Any]) -> tuple[str, str]:
     with pytest.raises(RowError) as caught:
-        parse_request(request, ["org/model"])
+        generation_requests().read(request, ["org/model"])
     return caught.value.code, caught.value.message
 
 
@@ -210,7 +210,7 @@ def test_an_echo_needs_the_prompts_log_probabilities_with_those_of_the_answer(
 
 
 def test_any_model_will_do_where_no_name_is_asked_for() -> None:
-    assert parse_request(line(model="gpt-4o"), None).model == "gpt-4o"
+    assert generation_requests().read(line(model="gpt-4o"), None).model == "gpt-4o"
 
 
 def test_another_model_is_refused() -> None:
@@ -221,9 +221,12 @@ def test_another_model_is_refused() -> None:
 
 def test_an_adapter_may_be_named_in_full() -> None:
     adapters = {"styles/short": 1}
-    assert parse_request(line(model="styles/short"), ["m"], adapters).model == "styles/short"
+    assert (
+        generation_requests().read(line(model="styles/short"), ["m"], adapters).model
+        == "styles/short"
+    )
     with pytest.raises(RowError):
-        parse_request(line(model="short"), ["m"], adapters)
+        generation_requests().read(line(model="short"), ["m"], adapters)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type":
 
 
 def parse_tools(**body: Any) -> ParsedRequest:
-    return parse_request(line(**body), ["org/model"], has_tools=True)
+    return generation_requests(has_tools=True).read(line(**body), ["org/model"])
 
 
 def test_tools_and_who_must_call_them() -> None:
