@@ -13,9 +13,14 @@ from batchinfer.builders.device import choose_device, describe
 from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.simulate.dry_encoder import DryEncoder, encoder_cost, make_dry_encoder
-from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
-from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
+from batchinfer.engine.simulate.dry_run import (
+    DryEncoder,
+    DryRunner,
+    make_dry_encoder,
+    make_dry_engine,
+)
+from batchinfer.engine.simulate.model_cost import ModelCost, encoder_cost
+from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
 from batchinfer.worker.free_memory import free_host_bytes

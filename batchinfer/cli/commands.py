@@ -319,14 +319,12 @@ def status(
     from batchinfer.console.format import printable
     from batchinfer.console.table import render_table
     from batchinfer.job.output.open import output_at
-    from batchinfer.job.stats.status import read_status
+    from batchinfer.job.stats.status import follow_status, read_status
 
     if watch:
         if as_json:
             raise UsageError("--watch refreshes the screen and cannot be combined with --json")
-        from batchinfer.job.stats.watch import watch as watch_status
-
-        watch_status(output_at(out), 2.0 if every is None else every)
+        follow_status(output_at(out), 2.0 if every is None else every)
         return
     if every is not None:
         raise UsageError("--every needs --watch: without it the status is shown once")

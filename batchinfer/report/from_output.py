@@ -14,10 +14,9 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.first_errors import id_column
-from batchinfer.job.stats.recorder import Run, package_versions, runs_of
+from batchinfer.job.stats.recorder import Run, engine_wall_s, package_versions, runs_of, wall_s
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.summary import phase_seconds
-from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.report.examples import find_examples, find_failures
 from batchinfer.report.lanes import lanes_of
 from batchinfer.report.report_data import ReportData, RunFacts

@@ -5,48 +5,81 @@ from __future__ import annotations
 import numpy as np
 
 from batchinfer.config import EngineConfig
+from batchinfer.engine.encoder_engine import EncoderEngine
+from batchinfer.engine.encoder_step import EncoderStep
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.engine.simulate.roofline import (
     PERFECT,
     WELL_BUILT,
     Device,
-    ModelCost,
     StepWork,
     step_seconds,
 )
 from batchinfer.engine.step import Float32, Int32, Step, StepResult
 
 END_TOKEN = 2**31 - 1
-"""Last token of samples that end before ``max_tokens``; no model has such a token."""
-_FILLER = 2**30  # and up: tokens that no prompt has
-# Log-probabilities of made-up beams: what a beam's next tokens may lose against another beam's,
-# what the next best loses against the best, and what nobody goes on with.
+"""Last token of samples that end before ``max_tokens``; no model has this token."""
+_FILLER = 2**30  # this and higher ids occur in no prompt
+# Log-probabilities of made-up beams: the range between beams, the step from one candidate to the
+# next, and a value that no beam survives.
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
-# Measured on two cores: the host's own time, which a GPU hides if its step takes longer, and what
-# steps of a tiny model take on a CPU beside arithmetic.
+# Measured on two cores: the host's time, which a longer step of a GPU hides, and the time that
+# steps of a tiny model take on a CPU besides arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6
 _CPU_TOKEN_S = 5e-6
 
 
-class DryRunner:
-    """Draws made-up tokens, different for every sample, and adds up the time of each step.
+class _RooflineClock:
+    """Adds up the time of steps on a device."""
 
-    Beams draw made-up candidates: which of them go on is like a model's, not the model's own.
+    def __init__(self, model: ModelCost, device: Device) -> None:
+        self.seconds = 0.0
+        """Time of all steps on a well-built engine; the engine's clock."""
+        self.bound_s = 0.0
+        """Time of all steps at the device's limits."""
+        self.samples_drawn = 0
+        """Output tokens so far, or texts of an encoder."""
+        self._model = model
+        self._device = device
+
+    def _advance(self, work: StepWork, num_samples: int) -> None:
+        computing = step_seconds(self._model, self._device, work, WELL_BUILT)
+        self.seconds += host_seconds(work, self._device, computing)
+        self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
+        self.samples_drawn += num_samples
+
+
+class DryEncoder(_RooflineClock):
+    """Returns vectors without meaning, on a roofline's clock."""
+
+    def encode(self, step: EncoderStep) -> Float32:
+        """Add the step's time; returns vectors of width 1."""
+        lengths = step.lengths.astype(np.int64)
+        pairs = int((lengths * lengths).sum())
+        self._advance(StepWork(step.num_tokens, 0, 0, len(lengths), 0, pairs), len(lengths))
+        return np.ones((len(lengths), 1), np.float32)
+
+
+class DryRunner(_RooflineClock):
+    """Draws made-up tokens, different for every sample, on a roofline's clock.
+
+    Beams draw made-up candidates: they survive in a pattern like a model's, not the model's own.
 
     Args:
-        model: what a token costs.
-        device: what it runs on.
+        model: costs of a token.
+        device: the device to simulate.
         end_after: tokens after which samples draw ``END_TOKEN``; None: never.
-        block_copy_s: seconds a block takes to the host or back.
+        block_copy_s: seconds to copy a block to or from the host.
     """
 
     def __init__(
@@ -56,25 +89,14 @@ class DryRunner:
         end_after: int | None = None,
         block_copy_s: float = 0.0,
     ) -> None:
-        self.seconds = 0.0
-        """Time of all steps, on a well-built engine; the engine's clock."""
-        self.bound_s = 0.0
-        """Time of all steps at the device's limits."""
-        self.samples_drawn = 0
-        """Output tokens so far."""
-        self._model = model
-        self._device = device
+        super().__init__(model, device)
         self._end_after = end_after
         self._block_copy_s = block_copy_s
 
     def submit(self, step: Step) -> Pending:
         """Add the step's time and draw its tokens."""
-        work = StepWork.of(step)
-        computing = step_seconds(self._model, self._device, work, WELL_BUILT)
-        self.seconds += host_seconds(work, self._device, computing)
+        self._advance(StepWork.of(step), step.num_samples)
         self.seconds += self._block_copy_s * (len(step.swap_outs) + len(step.swap_ins))
-        self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
-        self.samples_drawn += step.num_samples
         tokens = self._tokens(step)
         top_token_ids, top_logprobs = _candidates(step, tokens)
         return Ready(
@@ -86,12 +108,14 @@ class DryRunner:
                 top_token_ids=top_token_ids,
                 top_logprobs=top_logprobs,
                 scored=_scored(step),
-                hidden_states=_hidden_states(step),
+                hidden_states=None
+                if step.pooled is None
+                else np.ones((len(step.pooled), 1), dtype=np.float32),
             )
         )
 
     def _tokens(self, step: Step) -> Int32:
-        """[K] token ids; equal prompts do not go on alike, so that no output is shared."""
+        """[K] token ids; equal prompts continue differently, so that they share no output."""
         batch = step.sampling
         mixed = batch.stream * 7919 + batch.sample_index.astype(np.uint64) * 104_729
         mixed = (mixed + batch.position.astype(np.uint64)) % np.uint64(_FILLER - 1)
@@ -102,7 +126,7 @@ class DryRunner:
 
 
 def host_seconds(work: StepWork, device: Device, computing: float) -> float:
-    """Seconds of a step, the host's own time included.
+    """Seconds of a step including the host's time.
 
     Args:
         computing: seconds that the device computes.
@@ -110,12 +134,11 @@ def host_seconds(work: StepWork, device: Device, computing: float) -> float:
     host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
     if device.is_gpu:
         return max(host, computing)
-    beside = work.logits_rows * _CPU_SAMPLE_S + work.tokens * _CPU_TOKEN_S
-    return host + computing + beside
+    return host + computing + work.logits_rows * _CPU_SAMPLE_S + work.tokens * _CPU_TOKEN_S
 
 
 def _scored(step: Step) -> StepResult | None:
-    """Made-up log-probabilities of a prompt's tokens."""
+    """Made-up log-probabilities of the prompts' tokens."""
     if step.scored is None:
         return None
     tokens, most = step.scored.token_ids, int(step.scored.num_logprobs.max())
@@ -129,16 +152,11 @@ def _scored(step: Step) -> StepResult | None:
     )
 
 
-def _hidden_states(step: Step) -> Float32 | None:
-    """Made-up hidden states, of width 1."""
-    return None if step.pooled is None else np.ones((len(step.pooled), 1), dtype=np.float32)
-
-
 def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
-    """[K, L] made-up continuations of the beams among the samples, best first; None without any.
+    """[K, L] made-up continuations of beams, best first; None if the step has no beams.
 
-    A beam that ends has its end as the best by far; others are as in a search that keeps going
-    back to a few beams, so that what its beams have in common is all but their last tokens.
+    A beam that ends has its end token as the best by far. Others behave like a search that keeps
+    returning to a few beams, so that its beams differ in their last tokens only.
     """
     wanted = step.sampling.num_logprobs
     most = int(wanted.max(initial=0))
@@ -165,7 +183,7 @@ def make_dry_engine(
     end_after: int | None = None,
     windows: tuple[int, ...] = (0,),
 ) -> tuple[Engine, DryRunner]:
-    """An engine as a run would have it, over a ``DryRunner`` and on its clock."""
+    """An engine as in a run, over a ``DryRunner`` and on its clock."""
     pool = BlockPool(
         num_blocks,
         config.block_size,
@@ -181,4 +199,19 @@ def make_dry_engine(
     )
     scheduler = Scheduler(pool, table, config.max_num_batched_tokens, preemption_policy)
     engine = Engine(scheduler, runner, lambda: runner.seconds, runs_ahead=device.is_gpu)
+    return engine, runner
+
+
+def make_dry_encoder(
+    config: EngineConfig, model: ModelCost, device: Device, *, max_model_len: int
+) -> tuple[EncoderEngine, DryEncoder]:
+    """An encoder engine as in a run, over a ``DryEncoder`` and on its clock."""
+    runner = DryEncoder(model, device)
+    engine = EncoderEngine(
+        runner,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        clock=lambda: runner.seconds,
+    )
     return engine, runner

@@ -1,7 +1,7 @@
-"""Which rows a plan reads, what it finds in them, and how large their output will be.
+"""Rows that a plan reads: which ones, counts of them, and an estimate of their output's size.
 
-The size is an estimate, right to about a factor of two: kept columns take what they take in the
-input; text of answers is taken to be like that of prompts and to compress to half.
+The size is right to about a factor of two. It assumes that kept columns take as much as in the
+input, and that answers have the bytes per token of the prompts and compress to half.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17
-"""Rows read; of a larger dataset, about so many, in whole windows spread evenly over it."""
+"""About the most rows read, in whole windows spread evenly over a larger dataset."""
 MAX_PROMPT_TOKENS = 2**25
-"""Prompt tokens after which no more rows are read."""
+"""Prompt tokens after which reading stops."""
 
-_CHARACTERS_PER_TOKEN = 4.0  # where no prompt's text is known
+_CHARACTERS_PER_TOKEN = 4.0  # if no prompt's text is known
 _COMPRESSED = 0.5
-_BYTES_PER_PART = 5000  # the footer: schema, and what made the file
+_BYTES_PER_PART = 5000  # the footer
 _BYTES_PER_ROW = 16
 _BYTES_PER_SAMPLE = 16
 _TOKEN_ID_BYTES = 2
-_LOGPROB_BYTES = 8  # of a token or of an alternative to it
+_LOGPROB_BYTES = 8  # per token or alternative
 
 
 def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
-    """Parts to read: all, or windows of ``window_rows`` rows that come to about ``most_rows``.
+    """The parts to read: all, or whole windows of ``window_rows`` rows with about ``most_rows``.
 
-    Rows share prefixes within a window, so a part of the dataset shares as all of it does only if
-    it is made of whole windows.
+    Rows share prefixes within a window, so that only whole windows share as the dataset does.
     """
     if sum(part.num_rows for part in parts) <= most_rows:
         return list(parts)
@@ -50,34 +49,33 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 
 @dataclass
 class Census:
-    """Counts of the rows read: prompts, samples, tokens, errors."""
+    """Counts of the rows read: prompts, samples, tokens, errors. Tokens are of rows that can run."""
 
     lengths: ExpectedLengths
     result_bytes: int = 0
-    """As ``LoadedTask``."""
+    """As in ``LoadedTask``."""
     rows: int = 0
     prompt_tokens: int = 0
-    """Of rows that can run."""
     distinct_tokens: int = 0
-    """Of these: tokens of their windows' prefix trees."""
+    """Prompt tokens in the prefix trees of the rows' windows."""
     samples: int = 0
     output_tokens: int = 0
     drawn_tokens: int = 0
-    """Output tokens and those of beams that are not written."""
+    """Output tokens, also of beams that are not written."""
     scored_tokens: int = 0
-    """Tokens whose log-probabilities are asked for, with ``task: score``."""
+    """Tokens that ``task: score`` gives log-probabilities for."""
     prompt_characters: int = 0
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     """Rows that cannot run, by code."""
     by_length: Counter[int] = field(default_factory=Counter)
-    """Rows by prompt length, in powers of two: of 2**(k-1) to 2**k - 1 tokens at k."""
+    """Rows by prompt length: key k counts prompts of 2**(k-1) to 2**k - 1 tokens."""
 
     def count(
         self, batches: Iterator[list[PromptRow]], most_rows: int, most_tokens: int
     ) -> Iterator[list[PromptRow]]:
-        """Pass on and count ``batches``, until so many rows or prompt tokens have come by."""
+        """Pass on and count ``batches`` until ``most_rows`` or ``most_tokens`` is reached."""
         for batch in batches:
             for row in batch:
                 self._add(row)
@@ -86,18 +84,18 @@ class Census:
                 return
 
     def count_distinct(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Pass on ``batches``, planned, and count what they do not share."""
+        """Pass on planned ``batches`` and count their distinct prompt tokens."""
         for batch in batches:
             self.distinct_tokens += sum(row.distinct_tokens for row in batch)
             yield batch
 
     @property
     def too_long(self) -> int:
-        """Rows whose prompt leaves no room for output, refused or truncated."""
+        """Rows whose prompt leaves no room for output, whether refused or truncated."""
         return self.errors["prompt_too_long"] + self.truncated
 
     def histogram(self, scale: float) -> list[dict[str, int]]:
-        """Rows by prompt length, each bin with its bounds, times ``scale``."""
+        """Rows by prompt length, times ``scale``, with the bounds of each bin."""
         return [
             {
                 "min_tokens": 2 ** (at - 1) if at else 0,
@@ -131,14 +129,14 @@ class Census:
 
 
 def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
-    """Bytes of ``data/``; rows that were not read are taken to be like those of the census."""
+    """Estimated bytes of ``data/``, if rows that were not read are like those of the census."""
     if not census.rows:
         return 0
     include = spec.output.include
     per_character = census.prompt_characters / max(census.prompt_tokens, 1)
     text = (per_character or _CHARACTERS_PER_TOKEN) * _COMPRESSED  # bytes per token
     ran = census.rows - census.errors.total()
-    # ``outputs`` has the text of all samples, ``generated_text`` that of the first.
+    # ``outputs`` holds the text of all samples, ``generated_text`` the first sample's again.
     per_token = text * (1 + ran / max(census.samples, 1))
     if "token_ids" in include:
         per_token += _TOKEN_ID_BYTES
@@ -159,11 +157,7 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
         generated += census.prompt_characters * _COMPRESSED
     scale = source.num_rows / census.rows
     footers = -(-source.num_rows // spec.output.rows_per_part) * _BYTES_PER_PART
-    return kept_bytes(source, table) + round(generated * scale) + footers
-
-
-def kept_bytes(source: Source, table: OutputTable) -> int:
-    """Compressed bytes of the kept columns in the input files, of as many rows as are selected."""
-    total = sum(source.format.stored_bytes(file, table.kept) for file in source.files)
-    rows = sum(file.num_rows for file in source.files)
-    return total * source.num_rows // rows if rows else 0
+    stored = sum(source.format.stored_bytes(file, table.kept) for file in source.files)
+    stored_rows = sum(file.num_rows for file in source.files)
+    kept = stored * source.num_rows // stored_rows if stored_rows else 0
+    return kept + round(generated * scale) + footers

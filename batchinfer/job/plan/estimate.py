@@ -1,4 +1,4 @@
-"""A plan's numbers as JSON data, and in a few lines."""
+"""A plan's numbers as JSON data and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan that has been simulated."""
+    """A simulated plan."""
 
     job: Job
     context: SimulatedEngine
@@ -29,10 +29,10 @@ class Outcome:
     complete: bool
     """Whether all rows read were simulated."""
     reuse: RowReuse | None = None
-    """Finds rows that need not run; those that it has found are not in the census."""
+    """Finds rows that need not run; the census leaves these out."""
 
     def data(self) -> dict[str, Any]:
-        """The plan as JSON data; sums are of the whole dataset."""
+        """The plan as JSON data, with sums over the whole dataset."""
         census, simulation = self.census, self.simulation
         measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
@@ -40,18 +40,18 @@ class Outcome:
         scale = num_rows / self._num_read if self._num_read else 0.0
         prompt = census.prompt_tokens - simulation.refused_prompt_tokens
         output = census.output_tokens - simulation.refused_output_tokens
-        of_steps = scale / self._simulated
+        step_scale = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
         errors = census.errors + simulation.refused
         return {
             "rows": num_rows,
-            # As ``num_running`` of the run's steps counts them: each sample is one.
+            # Counted like ``num_running`` of a run's steps: one per sample.
             "rows_in_flight": simulation.peak_running,
             "mean_rows_in_flight": simulation.mean_running,
             "prompt_tokens": round(prompt * scale),
             "prompt_computed": round((prompt - cached) * scale),
             "prompt_cached": round(cached * scale),
-            "recomputed": round(tokens["recomputed"] * of_steps),
+            "recomputed": round(tokens["recomputed"] * step_scale),
             "output_tokens": round(output * scale),
             "block_size": self.context.block_size,
             "bytes_per_block": self.context.bytes_per_block,
@@ -66,15 +66,15 @@ class Outcome:
                 round(prompt * scale),
                 round(census.distinct_tokens * scale),
                 round((prompt - cached) * scale),
-                round(simulation.deduplicated * of_steps),
+                round(simulation.deduplicated * step_scale),
             ),
-            "preemptions": round(kv["preemptions"] * of_steps),
+            "preemptions": round(kv["preemptions"] * step_scale),
             "num_host_blocks": self.context.num_host_blocks,
-            "swap_preemptions": round(kv["swap_preemptions"] * of_steps),
-            "swapped_blocks": round(kv["swapped_blocks"] * of_steps),
-            "steps": round(simulation.steps * of_steps),
-            "time_s": self.context.runner.seconds * of_steps,
-            "bound_s": self.context.runner.bound_s * of_steps,
+            "swap_preemptions": round(kv["swap_preemptions"] * step_scale),
+            "swapped_blocks": round(kv["swapped_blocks"] * step_scale),
+            "steps": round(simulation.steps * step_scale),
+            "time_s": self.context.runner.seconds * step_scale,
+            "bound_s": self.context.runner.bound_s * step_scale,
             "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
             "token_histogram": census.histogram(scale),
             "too_long": round(census.too_long * scale),
@@ -87,7 +87,14 @@ class Outcome:
             "model": dict(self.context.model_facts),
             "max_model_len": self.context.max_model_len,
             "expect_output_tokens": simulation.lengths.expected,
-            "sampled": None if self.complete and self._num_read == num_rows else self._sampled(),
+            "sampled": None
+            if self.complete and self._num_read == num_rows
+            else {
+                "rows": num_rows,
+                "rows_read": self._num_read,
+                "steps": simulation.steps,
+                "simulated": self._simulated,
+            },
         }
 
     @property
@@ -95,7 +102,7 @@ class Outcome:
         return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
 
     def _why_not_reused(self) -> Iterator[str]:
-        """Why no row is found where some were to be; nothing where one is."""
+        """Why no row can be reused, if the job asks for reuse."""
         if self.job.spec.output.reuse and self.reuse is None:
             yield "rows to reuse are not counted where samples are judged (accept)"
         elif self.reuse is not None and not self.reuse.num_reused:
@@ -103,33 +110,14 @@ class Outcome:
 
     @property
     def _simulated(self) -> float:
-        """Share of the rows' tokens that was drawn."""
+        """Share of the rows' tokens that were drawn."""
         expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
         drawn = self.context.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
         return 1.0 if self.complete else drawn / expected
 
-    def _sampled(self) -> dict[str, float]:
-        """Shares of the job that were read and simulated."""
-        return {
-            "rows": self.job.source.num_rows,
-            "rows_read": self._num_read,
-            "steps": self.simulation.steps,
-            "simulated": self._simulated,
-        }
-
-
-def fleet_facts(time_s: float, workers: int, price_per_hour: float | None) -> dict[str, Any]:
-    """What several devices make of a job that takes one of them ``time_s``.
-
-    Rows do not depend on each other, and the last ones are shared out (``benchmarks/fleet.py``
-    measures what that leaves): they take together as long as one, and a job costs as much.
-    """
-    cost = None if price_per_hour is None else time_s / 3600 * price_per_hour
-    return {"workers": workers, "wall_s": time_s / workers, "cost": cost}
-
 
 def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryLine]:
-    """A plan in a few lines, in the manner of a job's last ones; ``currency`` is the price's."""
+    """A plan as lines like those at a job's end; costs are in ``currency``."""
     rows, errors = plan["rows"], plan["errors"]
     failing = sum(errors.values())
     yield SummaryLine("rows", f"{rows:,}", f", of which {failing:,} would fail")
@@ -187,7 +175,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
 
 
 def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
-    """What a run takes, and what there is to note."""
+    """Time, cost and size of a run, and notes."""
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",
@@ -204,10 +192,6 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
             "cost", f"about {plan['cost']:,.2f} {currency}", ", while devices compute"
         )
     yield SummaryLine("output", f"about {size(plan['output_bytes'])}")
-    yield from _notes(plan)
-
-
-def _notes(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     if plan["control_text"]:
         where = f", in {plan['control_text']:,} rows"
         yield SummaryLine("note", "control tokens as plain text", where)

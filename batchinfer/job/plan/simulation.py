@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
-from batchinfer.engine.simulate.dry_encoder import DryEncoder
-from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
+from batchinfer.engine.simulate.dry_run import END_TOKEN, DryEncoder, DryRunner
 from batchinfer.errors import RowError
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
@@ -21,60 +21,57 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
-"""Steps simulated."""
+"""Most steps simulated."""
 MAX_OUTPUT_TOKENS = 2**24
-"""Output tokens simulated."""
+"""Most output tokens simulated."""
+_SCHEDULING = ("max_tokens", "n", "min_tokens", "beam_width", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLengths:
-    """Expected lengths of samples, in tokens.
-
-    Args:
-        max_model_len: longest sequence of the model, in tokens.
-        eos_token_ids: the model's; a row that one of them may end has no known length.
-        expected: output tokens per sample; None: ``max_tokens``.
-    """
+    """Expected numbers of tokens, by which rows are simulated."""
 
     max_model_len: int
     eos_token_ids: frozenset[int]
+    """The model's; a row that may stop at one has no known length."""
     expected: int | None
+    """Output tokens per sample; None: ``max_tokens``."""
+    task: LoadedTask | None = None
+    """A task that draws nothing: each request gives one token, which is not written."""
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Output tokens of a row, all samples together."""
-        return params.n * self._of_each(num_prompt_tokens, params)
+        """Written tokens of a request, all samples together."""
+        return 0 if self.task else params.n * self._per_sample(num_prompt_tokens, params)
 
     def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Output tokens of a row and those of beams that are not written: what takes steps."""
-        return (params.beam_width or params.n) * self._of_each(num_prompt_tokens, params)
+        """Tokens that take steps: written ones and those of beams that are not written."""
+        if self.task:
+            return 1
+        return (params.beam_width or params.n) * self._per_sample(num_prompt_tokens, params)
 
-    def _of_each(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def _per_sample(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         most = min(params.max_tokens, self.max_model_len - num_prompt_tokens)
         if self.expected is not None:
             most = min(most, max(self.expected, params.min_tokens))
         return most
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The requests of a row that can run, each with the length it is taken to have.
+        """The requests of a row that can run, with its expected lengths.
 
-        The scheduler knows as much of them beforehand as it would of the row's own.
+        The scheduler knows as much about them as about the row's own requests.
         """
+        if self.task:
+            return self.task.requests(row)
         assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
         params = row.sampling.params
-        names_stops = bool(params.stop or params.stop_token_ids)
-        may_stop = names_stops or bool(self.eos_token_ids and not params.ignore_eos)
+        has_stops = bool(params.stop or params.stop_token_ids)
+        may_stop = has_stops or bool(self.eos_token_ids and not params.ignore_eos)
         ends = may_stop or self.expected is not None
         request = Request(
             row_id=row.row_id,
             prompt_token_ids=row.prompt.token_ids,
-            params=_plain(
-                params.max_tokens,
-                params.n,
-                params.min_tokens,
-                params.beam_width,
-                params.prompt_logprobs,
-            ),
+            params=_scheduling_params(*(getattr(params, name) for name in _SCHEDULING)),
             rng_key=(0, row.row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
             reused_prefix_len=row.reused_prefix_len,
@@ -83,37 +80,10 @@ class ExpectedLengths:
         return [request]
 
 
-@dataclass(frozen=True, slots=True)
-class FixedLengths(ExpectedLengths):
-    """Lengths of a task that draws nothing: each request gives one token, which is not written."""
-
-    task: LoadedTask
-
-    def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """No tokens are written."""
-        return 0
-
-    def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """One token is given."""
-        return 1
-
-    def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The requests of a run."""
-        return self.task.requests(row)
-
-
-@lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
-def _plain(
-    max_tokens: int, n: int, min_tokens: int, beam_width: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
+@lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them is slow
+def _scheduling_params(*values: Any) -> SamplingParams:
     """Parameters that a schedule depends on; how tokens are drawn does not matter."""
-    return SamplingParams(
-        max_tokens=max_tokens,
-        n=n,
-        min_tokens=min_tokens,
-        beam_width=beam_width,
-        prompt_logprobs=prompt_logprobs,
-    )
+    return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))
 
 
 @dataclass
@@ -123,16 +93,16 @@ class Simulation:
     engine: Engine | EncoderEngine
     runner: DryRunner | DryEncoder
     block_size: int
-    """Tokens per block of its pool; 0 where it has none."""
+    """Tokens per block of the pool; 0 without a pool."""
     lengths: ExpectedLengths
     max_waiting: int
-    """Rows queued in the engine, as the job's own loop does it."""
+    """Rows queued in the engine, as in a job's loop."""
 
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)
-        """Steps, and rows that were finished."""
+        """Steps and finished rows."""
         self.deduplicated = 0
-        """Rows that were not run, because an equal one was."""
+        """Rows that were not run because an equal row was."""
         self.deduplicated_drawn_tokens = 0
         self._deduplicator = RequestDeduplicator()
         self.refused: Counter[str] = Counter()
@@ -147,14 +117,10 @@ class Simulation:
         self._running_ms = 0.0
 
     def run(self, batches: Iterator[list[PromptRow]]) -> bool:
-        """Run rows to their ends.
-
-        Returns:
-            False if a limit came first; the measures are then of what ran.
-        """
+        """Run rows to their ends; returns False if a limit stopped the simulation before."""
         exhausted = False
         while not exhausted or self.engine.num_unfinished:
-            while not exhausted and self._is_starved:
+            while not exhausted and self.engine.num_waiting < self.max_waiting:
                 batch = next(batches, None)
                 exhausted = batch is None
                 self._add(batch or [])
@@ -165,12 +131,8 @@ class Simulation:
 
     @property
     def mean_running(self) -> float:
-        """Sequences with blocks, weighted by time."""
+        """Mean number of sequences with blocks, weighted by time."""
         return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
-
-    @property
-    def _is_starved(self) -> bool:
-        return self.engine.num_waiting < self.max_waiting
 
     def _add(self, batch: list[PromptRow]) -> None:
         rows = [row for row in batch if not isinstance(row.prompt, RowError)]
@@ -201,7 +163,7 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Completions of the rows that waited for this one; only rows of one request have such."""
+        """Completions of rows that were equal to this one; such rows have one request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

@@ -1,4 +1,4 @@
-"""The first rows of a job that failed, by their ids in the data: what a summary names of them."""
+"""The first failed rows of a job, as summaries name them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ _MOST_CHARACTERS = 40
 def first_errors(
     out: OutputDir, manifest: Manifest, records: Iterable[PartRecord | None]
 ) -> list[dict[str, Any]]:
-    """``row_id``, ``id`` (None: the job has no column of ids) and ``code`` of the first rows that
-    failed, of finished parts.
+    """``row_id``, ``id`` (None without an id column) and ``code`` of the first failed rows.
 
     Args:
-        records: of the job's parts, in their order, as far as they are known; None: the part is not
-            finished.
+        records: of the job's parts in order, as far as known; None for an unfinished part.
     """
     column = id_column(manifest)
     found: dict[int, dict[str, Any]] = {}
@@ -45,11 +43,11 @@ def first_errors(
 def error_lines(
     codes: Mapping[str, int], errors: Iterable[Mapping[str, Any]]
 ) -> Iterator[SummaryLine]:
-    """A line for each code of failed rows: how many there are, and the first of them.
+    """A line for each error code: its number of rows, and the first of them.
 
     Args:
-        codes: rows by code, the most first.
-        errors: as ``first_errors`` gives them.
+        codes: number of rows by code, most frequent first.
+        errors: from ``first_errors``.
     """
     rows: dict[str, list[str]] = {}
     for error in errors:
@@ -67,17 +65,17 @@ def error_lines(
 
 
 def named_row(row_id: int, known_as: str | None) -> str:
-    """A row by its number, and by its id in the data if it has one."""
+    """A row's number, and its id if it has one."""
     return f"row {row_id}" if known_as is None else f"row {row_id} ({known_as})"
 
 
 def shown_id(value: object) -> str | None:
-    """A value of the column of ids, as it is told."""
+    """A value of the id column, as messages show it."""
     return None if value is None else printable(str(value), _MOST_CHARACTERS)
 
 
 def id_column(manifest: Manifest) -> str | None:
-    """The output column of ids."""
+    """The output column that holds the ids; None without ids."""
     column = manifest.job.get("input", {}).get("id_column")
     if manifest.job.get("input", {}).get("format") == "openai-batch":
         column = "custom_id"

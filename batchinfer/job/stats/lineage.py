@@ -1,8 +1,8 @@
-"""The facts of a run in OpenLineage's shape, for catalogues of data.
+"""A run's OpenLineage event, for data catalogs.
 
-A RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with its facets
-``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. Nothing is sent: it
-is under ``lineage`` in ``summary.json``, for whoever sends it on.
+A RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with the facets
+``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. It is written under
+``lineage`` in ``summary.json``; nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FACETS = {
     "outputStatistics": "1-0-0/OutputStatisticsOutputDatasetFacet",
     "processing_engine": "1-1-1/ProcessingEngineRunFacet",
 }
-"""Facet: its version and definition."""
+"""Version and definition of each facet."""
 MOST_DATASETS = 100
-"""More input files than that are told of by their folders: each has the whole schema."""
+"""Most input files listed one by one; more are listed by folder, as each repeats the schema."""
 NAMESPACE = "batchinfer"
-"""The namespace of jobs; that of files is ``file``, or a store's bucket."""
+"""Namespace of jobs. The namespace of files is ``file`` or the store's bucket."""
 
 
 def run_event(
@@ -48,22 +48,32 @@ def run_event(
     failed: bool,
     ended_at: datetime | None = None,
 ) -> dict[str, Any]:
-    """The event that ends a job.
+    """The event for the end of a job.
 
     Args:
-        inputs: columns of the dataset.
-        outputs: columns of the output.
-        output_root: the output directory; its rows are in ``data`` there.
         output_sizes: bytes of each part.
-        versions: of packages.
-        rows_out: rows of the output.
+        versions: package versions by name.
         failed: whether more rows failed than the job allows.
         ended_at: None: now.
     """
     producer = f"urn:{NAMESPACE}:{versions['batchinfer']}"
-    facets = _Facets(producer)
-    sizes = list(output_sizes)
     namespace, name = _dataset_name(str(output_root / "data"))
+
+    def facet(facet_name: str, **values: object) -> dict[str, Any]:
+        version, _, definition = _FACETS[facet_name].partition("/")
+        url = f"{_SPEC}/facets/{version}/{definition}.json#/$defs/{definition}"
+        return {facet_name: {"_producer": producer, "_schemaURL": url, **values}}
+
+    def input_dataset(place: str, files: Sequence[InputFile]) -> dict[str, Any]:
+        namespace, name = _dataset_name(place)
+        rows, size = sum(file.num_rows for file in files), sum(file.size for file in files)
+        return {
+            "namespace": namespace,
+            "name": name,
+            "facets": facet("schema", fields=_fields(inputs)),
+            "inputFacets": facet("inputStatistics", rowCount=rows, size=size),
+        }
+
     engine = {"version": versions["batchinfer"], "name": NAMESPACE}
     return {
         "eventType": "FAIL" if failed else "COMPLETE",
@@ -71,31 +81,27 @@ def run_event(
         "producer": producer,
         "schemaURL": _EVENT,
         "run": {
-            "runId": _run_id(manifest, output_root),
-            "facets": facets.of("processing_engine", **engine),
+            # An interrupted and resumed job is one run: it keeps the time it was planned at.
+            "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{output_root}#{manifest.planned_at}")),
+            "facets": facet("processing_engine", **engine),
         },
         "job": {"namespace": NAMESPACE, "name": job_name or output_root.name, "facets": {}},
-        "inputs": [
-            _input(place, files, inputs, facets) for place, files in _datasets(manifest.inputs)
-        ],
+        "inputs": [input_dataset(*dataset) for dataset in _datasets(manifest.inputs)],
         "outputs": [
             {
                 "namespace": namespace,
                 "name": name,
-                "facets": facets.of("schema", fields=_fields(outputs)),
-                "outputFacets": facets.of("outputStatistics", rowCount=rows_out, size=sum(sizes)),
+                "facets": facet("schema", fields=_fields(outputs)),
+                "outputFacets": facet(
+                    "outputStatistics", rowCount=rows_out, size=sum(output_sizes)
+                ),
             }
         ],
     }
 
 
-def _run_id(manifest: Manifest, output_root: PurePath) -> str:
-    """A job that was interrupted and went on is one run: it keeps the time it was planned at."""
-    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{output_root}#{manifest.planned_at}"))
-
-
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
-    """The files, each a dataset; of many their folders, or the one that all are in."""
+    """Files by dataset: each file, or for many files their folders or their common folder."""
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))
@@ -112,21 +118,8 @@ def _folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _input(
-    place: str, files: Sequence[InputFile], schema: pa.Schema, facets: _Facets
-) -> dict[str, Any]:
-    namespace, name = _dataset_name(place)
-    rows, size = sum(file.num_rows for file in files), sum(file.size for file in files)
-    return {
-        "namespace": namespace,
-        "name": name,
-        "facets": facets.of("schema", fields=_fields(schema)),
-        "inputFacets": facets.of("inputStatistics", rowCount=rows, size=size),
-    }
-
-
 def _dataset_name(path: str) -> tuple[str, str]:
-    """Namespace and name of a file or folder: its bucket and key, or ``file`` and its path."""
+    """Namespace and name of a path: bucket and key, or ``file`` and the path."""
     scheme = scheme_of(path)
     if scheme is None:
         return "file", path
@@ -136,16 +129,3 @@ def _dataset_name(path: str) -> tuple[str, str]:
 
 def _fields(schema: pa.Schema) -> Sequence[Mapping[str, str]]:
     return [{"name": field.name, "type": str(field.type)} for field in schema]
-
-
-class _Facets:
-    """Makes facets, which all say who made them and by which definition."""
-
-    def __init__(self, producer: str) -> None:
-        self._producer = producer
-
-    def of(self, name: str, /, **values: object) -> dict[str, Any]:
-        """One facet by its name."""
-        version, _, definition = _FACETS[name].partition("/")
-        url = f"{_SPEC}/facets/{version}/{definition}.json#/$defs/{definition}"
-        return {name: {"_producer": self._producer, "_schemaURL": url, **values}}

@@ -1,8 +1,8 @@
-"""What a run tells of itself every few seconds, for ``batchinfer status`` on any machine.
+"""Progress that a run writes every few seconds, for ``batchinfer status`` on any machine.
 
-``_batchinfer/live/NAME.json`` is small and replaced whole, without a sync: nothing depends on it, a
-run goes on where it cannot be written, and deletes it when it ends. One that died leaves it; its
-lock, or that it grows old, tells.
+``_batchinfer/live/NAME.json`` is small and replaced as a whole, without fsync: nothing depends on
+it. A run ignores failures to write it and deletes it at the end. A run that died leaves it behind,
+which its lock or the file's age shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
 from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
@@ -21,9 +20,7 @@ from batchinfer.console.meter import Meter
 from batchinfer.console.phases import Phases
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.shards.locks import own_lock
-from batchinfer.job.shards.shard import shard_of
-from batchinfer.job.stats.workers import SILENT_S
+from batchinfer.job.stats.workers import SILENT_S, writer_lives
 from batchinfer.job.storage.filesystem import STRICT, read_file
 
 _ALONE = "run"
@@ -33,20 +30,20 @@ _LOCAL_EVERY_S = 2.0
 
 @dataclass
 class WatchedRun:
-    """A run's waits and progress, for all that tell of them beside the run."""
+    """A run's progress, for those who report it."""
 
     name: str
-    """The job's."""
+    """The job's name."""
     phases: Phases
     meter: Meter | None = None
-    """None before it is known what there is to run."""
+    """None until the rows to run are known."""
     summary: Mapping[str, Any] | None = None
-    """Of the job, once this run has ended it."""
+    """The job's summary, once this run has finished the job."""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """How far a run is; times in seconds."""
+    """Progress of a run; times in seconds."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -55,23 +52,23 @@ class LiveRun:
     every_s: NonNegativeFloat
     """How often it is written."""
     phase: str = ""
-    """What it waits for; "" while rows run."""
+    """What the run waits for, such as loading the model; "" while rows run."""
     phase_detail: str = ""
-    """How far that is."""
+    """Progress of that."""
     phase_s: NonNegativeFloat = 0.0
     rows_total: NonNegativeInt = 0
-    """Rows of the parts that the run makes."""
+    """Rows of the run's parts."""
     rows_finished: NonNegativeInt = 0
-    """Of these, rows that are finished, those of earlier runs included."""
+    """Finished rows among them, also those of earlier runs."""
     rows_running: NonNegativeInt = 0
     output_tokens: NonNegativeInt = 0
-    """Drawn by this run."""
+    """Tokens drawn by this run."""
     tokens_per_s: NonNegativeFloat = 0.0
     rows_done: NonNegativeFloat = 0.0
-    """As ``rows_finished``, and the share of the running ones that is done."""
+    """``rows_finished`` plus the finished shares of running rows."""
     eta_s: NonNegativeFloat | None = None
     is_most: bool = False
-    """Whether ``eta_s`` is an upper bound: every row is taken to draw the most that it may."""
+    """Whether ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
     pool_use: NonNegativeFloat | None = None
 
 
@@ -79,7 +76,7 @@ _STORED = TypeAdapter(LiveRun)
 
 
 def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
-    """How far a run is now."""
+    """A run's progress now."""
     phase, detail, seconds = watched.phases.current or ("", "", 0.0)
     waits = (now, every_s, phase, detail, max(0.0, seconds))
     meter = watched.meter
@@ -101,11 +98,7 @@ def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
 
 
 class LiveFile:
-    """The file of one run.
-
-    Args:
-        clock: seconds since 1970.
-    """
+    """The progress file of one run."""
 
     def __init__(
         self, out: OutputDir, watched: WatchedRun, clock: Callable[[], float] = time.time
@@ -118,24 +111,24 @@ class LiveFile:
         self.every_s = _STORE_EVERY_S if in_store else _LOCAL_EVERY_S
 
     def write(self) -> None:
-        """Write how far the run is; where that fails, the next time will do."""
-        found = live_run(self._watched, self._clock(), self.every_s)
-        # Not where all else is staged: others delete that meanwhile.
+        """Write the progress; a failure is ignored, as the next write follows soon."""
+        progress = live_run(self._watched, self._clock(), self.every_s)
+        # Not in the staging folder, which other runs clear.
         files, staged = self._out.files, self._path.with_suffix(".new")
         with suppress(OSError, JobError):
             files.make_directory(self._out.live)
-            files.write(staged, json.dumps(asdict(found)).encode())
+            files.write(staged, json.dumps(asdict(progress)).encode())
             files.rename(staged, self._path)
 
     def delete(self) -> None:
-        """Delete it: the run has ended."""
+        """Delete the file at the end of the run."""
         with suppress(OSError, JobError):
             if self._out.files.stat(self._path) is not None:
                 self._out.files.delete(self._path)
 
 
 def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
-    """What the runs that write to an output have told last.
+    """Latest progress of the runs that write to an output.
 
     Args:
         now: seconds since 1970.
@@ -146,12 +139,8 @@ def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
             continue
         with suppress(OSError, ValueError, JobError):
             run = _STORED.validate_json(read_file(out.files, path))
-            if now - run.saved_at < max(SILENT_S, 3 * run.every_s) and _may_live(out, path):
+            is_silent = now - run.saved_at >= max(SILENT_S, 3 * run.every_s)
+            writer = "" if path.stem == _ALONE else path.stem
+            if not is_silent and writer_lives(out, writer) is not False:
                 found.append(run)
     return found
-
-
-def _may_live(out: OutputDir, path: PurePath) -> bool:
-    """Whether who wrote a file is not known to have died."""
-    shard = None if path.stem == _ALONE else shard_of(path.stem)
-    return (out if shard is None else own_lock(out, shard)).lock.holder_lives() is not False

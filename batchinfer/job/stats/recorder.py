@@ -1,10 +1,10 @@
-"""The record of a run: its steps, its times, its log."""
+"""The record of a run: its steps, times and log."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -22,7 +22,7 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
-from batchinfer.job.run_ids import run_id, run_number
+from batchinfer.job.run_ids import run_id, run_number, writer_of
 from batchinfer.job.spec.spec import JobSpec, resolved
 from batchinfer.job.storage.filesystem import STRICT, Files, read_file, storage_errors
 
@@ -34,7 +34,7 @@ STEPS_PER_FILE = 16384
 
 @dataclass
 class Run:
-    """One run of a job, as kept in ``_batchinfer/runs``; times in seconds."""
+    """One run of a job, as stored in ``_batchinfer/runs``; times in seconds."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -44,32 +44,32 @@ class Run:
     load_s: NonNegativeFloat = 0.0
     total_s: NonNegativeFloat = 0.0
     phases: dict[str, NonNegativeFloat] = field(default_factory=dict)
-    """Seconds of each wait that has a name, those before this record was begun included."""
+    """Seconds of each named phase, also before this record began."""
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
-    """Values of ``KV_FACTS``; empty where no model was needed."""
+    """Values of ``KV_FACTS``; empty if no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Kernels that multiply by the weights, by their dtype, and what attends, under ``attention``;
-    empty where no model was needed."""
+    """Linear kernels by dtype of the weights, and the attention kernel under ``attention``; empty
+    if no model was needed."""
     peak_used_blocks: NonNegativeInt = 0
-    """Most blocks used in a step, those that ``stats.every_steps`` leaves out included."""
+    """Most blocks used in any step, also one that ``stats.every_steps`` leaves out."""
     used_blocks: int = 0
     """Blocks used in the last step."""
     rows: int = 0
-    """Rows that the run has finished."""
+    """Rows finished by the run."""
     saved_at: float = 0.0
     """When this was written, in seconds since 1970."""
     ended: bool = False
-    """Whether the run has ended, and not by dying."""
+    """Whether the run ended in order; False if it died."""
     error: str = ""
-    """Why it failed; "" where it did not, or died."""
+    """Why it failed; "" if it did not, or died."""
     out_of_memory: NonNegativeInt = 0
-    """Steps that the device had no memory for."""
+    """Steps that ran out of device memory."""
     max_num_batched_tokens: NonNegativeInt | None = None
-    """Most tokens of a step after that; None: it has not happened."""
+    """Token limit of a step after that; None: it has not happened."""
     unsampled: StepRow | None = None
-    """The steps since the last row of ``steps``, as one row."""
+    """Steps since the last row of ``steps``, as one row."""
     job: dict[str, Any] = field(default_factory=dict)
-    """Every key of the job with its value, as JSON data."""
+    """The resolved job as JSON data."""
 
     @property
     def engine_s(self) -> float:
@@ -81,10 +81,10 @@ _STORED = TypeAdapter(Run)
 
 
 def read_run(files: Files, path: PurePath) -> Run:
-    """The stored record of a run, its numbers checked.
+    """The stored record of a run.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the record is damaged.
         OSError: it cannot be read.
     """
     run = _STORED.validate_json(read_file(files, path))
@@ -96,35 +96,60 @@ def read_run(files: Files, path: PurePath) -> Run:
 
 
 def runs_of(out: OutputDir) -> Iterator[Run]:
-    """The records of an output's runs, in order, but for those that are damaged."""
+    """Records of an output's runs in order, without damaged ones."""
     for path in out.files.entries(out.runs):
         with suppress(OSError, ValueError):
             yield read_run(out.files, path)
 
 
 def note_failure(out: OutputDir, run_id: str, reason: str) -> None:
-    """Add to the record of a run that has ended why the job failed of it, if there is a record."""
+    """Add to the record of an ended run, if there is one, why the job failed."""
     path = out.runs / f"{run_id}.json"
     with suppress(OSError, ValueError):
         out.write_json(path, asdict(replace(read_run(out.files, path), error=reason)))
 
 
 def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
-    """Kernels of the last run that finished a row, by dtype; empty where none says."""
+    """Kernels of the last run that finished a row, by dtype; empty if unknown."""
     known = [run.kernels for run in runs if run.rows and run.kernels]
     return known[-1] if known else {}
 
 
+def wall_s(runs: Sequence[Run]) -> float:
+    """Seconds during which at least one run was active."""
+    return _covered_s(runs, lambda run: run.total_s)
+
+
+def engine_wall_s(runs: Sequence[Run]) -> float:
+    """Seconds during which at least one engine was active."""
+    return _covered_s(runs, lambda run: run.engine_s)
+
+
+def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
+    """Length of the union of the runs' intervals, each of which ends at ``saved_at``.
+
+    Runs that wrote alone never overlapped, whatever the clock said.
+    """
+    alone = sum(lasted_s(run) for run in runs if not writer_of(run.run_id))
+    intervals = [
+        (run.saved_at - lasted_s(run), run.saved_at) for run in runs if writer_of(run.run_id)
+    ]
+    covered, until = 0.0, float("-inf")
+    for began, ended in sorted(intervals):
+        covered += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return alone + covered
+
+
 class Recorder:
-    """Writer of a run's record, which is on disk at least as far as the finished rows go.
+    """Writes a run's record. The record on disk covers at least all finished rows.
 
     Args:
-        run_id: ``next_run_id``, or what whoever hands out ids to several writers has given.
+        run_id: from ``next_run_id``, or from the driver of several writers.
     """
 
     def __init__(self, out: OutputDir, spec: JobSpec, run_id: str) -> None:
         self._out = out
-        # Of the model, ``loaded`` tells more.
         self.run = Run(run_id, {"name": spec.model.name}, job=resolved(spec))
         self._sampler = StepSampler(self.run.run_id, spec.stats.every_steps)
         self._device_bytes: Callable[[], int] = lambda: 0
@@ -133,13 +158,13 @@ class Recorder:
         self._steps: list[StepRow] = []
         self._num_files = 0
         self._log: BinaryIO | None = None
-        self._save()  # takes the id
+        self._save()  # reserves the id
 
     def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
-        """Note the engine, and that loading took ``load_s`` seconds before this run.
+        """Record the engine, and that loading took ``load_s`` seconds before this run.
 
         Args:
-            phases: those of loading, where none are active any more.
+            phases: phases of loading, if they are not active any more.
         """
         self._phases = self._phases or phases
         self._began -= load_s
@@ -151,7 +176,7 @@ class Recorder:
         self._save()  # before the first step: the summary reads them together
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
-        """Record a step, and how many rows have finished with it."""
+        """Record a step and the number of rows that it finished."""
         self.run.rows += num_rows
         if step is None:
             return
@@ -161,24 +186,24 @@ class Recorder:
             self._flush()
 
     def note_recovery(self, recovered: Recovered) -> None:
-        """Record a step that the device had no memory for."""
+        """Record a step that ran out of device memory."""
         self.run.out_of_memory += 1
         self.run.max_num_batched_tokens = recovered.max_num_batched_tokens
         self.log(str(recovered))
 
     def checkpoint(self) -> None:
-        """Put all steps so far on disk; finished rows must not go there before."""
+        """Write all steps so far to disk; call this before finished rows are written."""
         self._flush()
         self.run.unsampled = self._sampler.so_far(self._device_bytes())
         self._save()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Put the rest on disk; nothing is recorded after this.
+        """Write the rest to disk; nothing is recorded after this.
 
-        The record says that the run has ended also where its last steps cannot be written.
+        The record says that the run has ended even if its last steps cannot be written.
 
         Args:
-            error: why the run fails.
+            error: why the run failed.
         """
         self.run.error = "" if error is None else _reason(error)
         self.run.ended = True
@@ -224,18 +249,18 @@ def _reason(error: BaseException) -> str:
 def next_run_id(out: OutputDir) -> str:
     """The id of the next run of ``out.writer``.
 
-    Ids sort in the order of runs, whatever the clock did or is lost. Those of writers that begin at
-    once may have one number, and differ in the writer.
+    Ids sort in the order of runs whatever the clock said. Writers that start at once may get the
+    same number and differ in the writer's name.
     """
     folders = (out.runs, out.steps, out.logs)
     names = [path.name for folder in folders for path in out.files.entries(folder)]
     return run_id(1 + max(map(run_number, names), default=0), out.writer)
 
 
-_version = cache(version)  # it searches the folders of all that is installed
+_version = cache(version)  # searches all installed packages
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the output."""
+    """Versions of Python and of the packages that affect the output."""
     names = ("batchinfer", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
     return {"python": platform.python_version(), **{name: _version(name) for name in names}}

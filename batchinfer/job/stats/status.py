@@ -1,12 +1,15 @@
-"""``batchinfer status``: progress of a job, from its files alone; it may run here or elsewhere."""
+"""``batchinfer status``: progress of a job that runs here or elsewhere, from its files alone."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import duration, printable, whole_percent
 from batchinfer.console.phases import phase_line
-from batchinfer.console.table import SummaryLine, plain
+from batchinfer.console.progress import print_line
+from batchinfer.console.table import SummaryLine, draws_tables, plain, table_panel
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
@@ -26,20 +30,21 @@ from batchinfer.job.stats.first_errors import error_lines, first_errors
 from batchinfer.job.stats.live import LiveRun, live_runs
 from batchinfer.job.stats.recorder import runs_of
 from batchinfer.job.stats.workers import Worker, any_lock_lives, latest_workers
+from batchinfer.process.process import stop_signals
 
 
 @dataclass(frozen=True)
 class Update:
-    """A generation that is to take the place of what is there (``run --update``)."""
+    """The next generation of an output, which ``run --update`` makes."""
 
     rows_total: int
     rows_done: int
     is_being_placed: bool
-    """Whether it is made, and is being put in its place, or its run was cut off at that."""
+    """Whether it is complete and about to replace the current one."""
 
     @property
     def line(self) -> SummaryLine:
-        """What is said of it."""
+        """A line of the status table."""
         if self.is_being_placed:
             return SummaryLine("update", "made", ", being put in its place; run again to end that")
         done = f"{self.rows_done:,} of {self.rows_total:,} rows"
@@ -52,7 +57,7 @@ class Status:
 
     state: str
     """``running`` (also while the model loads), ``stopped``, ``failed``, ``finished``, or
-    ``finished_with_errors``: more rows failed than the job allows."""
+    ``finished_with_errors`` if more rows failed than the job allows."""
     rows_total: int
     rows_done: int
     """Rows that will not run again."""
@@ -61,37 +66,34 @@ class Status:
     parts_done: int
     runs: int
     rows_per_s: float | None
-    """Speed of the latest run, or of those beside each other that run or ran last, together; None
-    before a row is finished."""
+    """Speed of the latest runs together; None before a row is finished."""
     eta_s: float | None
-    """Seconds until it ends; None unless it is running, and has a speed."""
+    """Seconds left; None unless the job is running and has a speed."""
     pool_use: float | None
-    """Used share of the KV blocks in the latest run's last step; of several, the mean."""
+    """Share of KV blocks used in the latest step, the mean over workers."""
     saved_at: float | None
     """When the latest run last wrote, in seconds since 1970."""
     workers: list[Worker]
-    """The latest runs, where several write to one output; else empty."""
+    """The latest runs if several write to the output, else empty."""
     phase: str | None = None
-    """What is waited for before rows run or after, such as loading the model; None: nothing."""
+    """What all runs wait for, such as loading the model; None while rows run."""
     share: float | None = None
-    """Share of the rows that is done, that of the running ones by their tokens included; from 0 to
-    1; this and what follows is None unless it is running and tells."""
+    """Share of the work done, from 0 to 1, tokens of running rows included. This and the fields
+    below are None unless a run reports its progress."""
     rows_running: int | None = None
     output_tokens: int | None = None
-    """Drawn by the runs that go on."""
+    """Tokens drawn by the current runs."""
     tokens_per_s: float | None = None
     eta_is_most: bool = False
-    """Whether ``eta_s`` is an upper bound: no row is finished yet, and each is taken to draw the
-    most that it may."""
+    """Whether ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
     error: str | None = None
-    """Why the latest run failed, or those of them that did; None: it did not, or died without a
-    word."""
+    """Why the latest runs failed; None if they did not, or died without a message."""
     error_codes: Mapping[str, int] = field(default_factory=dict)
-    """Failed rows of finished parts by their codes, the most first."""
+    """Failed rows of finished parts by code, most frequent first."""
     first_errors: Sequence[Mapping[str, Any]] = ()
-    """Of finished parts; see ``first_errors``."""
+    """See ``first_errors.first_errors``."""
     update: Update | None = None
-    """The next generation, if one was begun; all else is of the one there is."""
+    """The next generation, if one was begun."""
 
     def data(self) -> dict[str, Any]:
         """The values of ``--json``."""
@@ -110,20 +112,20 @@ class Status:
             f", {self.rows_error:,} failed{self._running}",
             share=self._rows_share,
         )
-        if self._work is not None:
-            counted = ", with what rows in the engine have done"
-            yield SummaryLine("work", whole_percent(self._work), counted, share=self._work)
+        if (work := self._work) is not None:
+            note = ", with what rows in the engine have done"
+            yield SummaryLine("work", whole_percent(work), note, share=work)
         yield from error_lines(self.error_codes, self.first_errors)
         if self.phase is not None:
             yield SummaryLine("phase", self.phase)
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
-            latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
+            note = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
             if self.workers:
                 running = sum(worker.state == "running" for worker in self.workers)
-                some = f"{running:,} of " if running else ""
-                latest = f", {some}{len(self.workers):,} workers{' running' if running else ''}"
-            yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
+                count = f"{len(self.workers):,} workers"
+                note = f", {running:,} of {count} running" if running else f", {count}"
+            yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", note)
         if self.tokens_per_s is not None and self.output_tokens:
             each = f", {self.tokens_per_s:,.0f} per second"
             yield SummaryLine("tokens", f"{self.output_tokens:,} out", each)
@@ -149,7 +151,7 @@ class Status:
 
     @property
     def _work(self) -> float | None:
-        """``share`` where it is another than that of the rows: some run."""
+        """``share``, if running rows make it differ from the share of finished rows."""
         return self.share if self.rows_running else None
 
     @property
@@ -162,7 +164,7 @@ class Status:
         return f"{'at most' if self.eta_is_most else 'about'} {duration(self.eta_s)}"
 
     def line(self) -> str:
-        """The whole on one line, for a log."""
+        """The status as one line, for a log."""
         parts = [
             self.state.replace("_", " "),
             *([] if self.phase is None else [self.phase]),
@@ -182,47 +184,50 @@ class Status:
         return ", ".join(parts)
 
     def lines(self) -> Iterator[str]:
-        """Lines of text, for where there is no terminal."""
+        """The table as lines of plain text."""
         return plain(self.facts())
 
 
 def read_status(out: OutputDir, now: float) -> Status:
-    """State, progress and speed of the job that writes to ``out``.
-
-    Args:
-        now: seconds since 1970.
+    """Status of the job that writes to ``out``, at ``now`` in seconds since 1970.
 
     Raises:
         DataError: there is no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
-    segments = list(_segment_rows(out))  # before the records: rows move from here to there
+    segments = list(_segment_rows(out))  # before the records: rows move from segments to parts
     records = out.of_each(partial(_record, out), plan.parts())
-    done, errors, parts_done = _count(plan, records, segments)
+    done, errors = _count(plan, records, segments)
+    codes = Counter[str]()
+    for record in filter(None, records):
+        codes.update(record.error_codes)
     runs = list(runs_of(out))
     workers = latest_workers(out, runs, now)
     computing = [worker for worker in workers if worker.state == "running"]
     live = live_runs(out, now)
     running = bool(computing or live) or any_lock_lives(out)
-    reasons = _reasons(workers)
-    state = _state(out, running, errors > 0 and done == plan.num_rows, reasons is not None)
-    speed = _sum(worker.rows_per_s for worker in computing or workers)
-    pools = [worker.pool_use for worker in computing if worker.pool_use is not None]
+    reasons = "\n".join(
+        f"{worker.worker} failed: {worker.error}" if worker.worker else worker.error
+        for worker in workers
+        if worker.error
+    )
+    state = _state(out, running, errors > 0 and done == plan.num_rows, bool(reasons))
+    speed = sum(worker.rows_per_s or 0.0 for worker in computing or workers) or None
     found = Status(
         state=state,
         rows_total=plan.num_rows,
         rows_done=done,
         rows_error=errors,
         parts_total=len(plan.parts()),
-        parts_done=parts_done,
+        parts_done=sum(record is not None for record in records),
         runs=len(runs),
         rows_per_s=speed,
         eta_s=(plan.num_rows - done) / speed if speed and computing else None,
-        pool_use=sum(pools) / len(pools) if pools else None,
+        pool_use=_mean(worker.pool_use for worker in computing),
         saved_at=max((worker.saved_at for worker in workers), default=None),
         workers=workers if any(worker.worker for worker in workers) else [],
         error=reasons if state == "failed" else None,
-        error_codes=_error_codes(records),
+        error_codes=dict(codes.most_common()),
         first_errors=first_errors(out, plan, records),
         update=_read_update(out, now),
     )
@@ -230,37 +235,35 @@ def read_status(out: OutputDir, now: float) -> Status:
 
 
 def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
-    """A status with what the runs tell of themselves, which is newer than what they have on disk.
+    """The status with the progress that runs report, which is newer than what they have on disk.
 
-    Of shards, each tells of its own rows; those of others that do not run are as on disk.
+    Each shard reports its own rows; rows of shards that do not run are as on disk.
     """
-    waits = [run for run in live if run.phase]
+    waiting = [run for run in live if run.phase]
+    phase = None
+    if len(waiting) == len(live):
+        phase = phase_line(waiting[0].phase, waiting[0].phase_detail, waiting[0].phase_s)
     unsaved = sum(run.rows_done - run.rows_finished for run in live)
-    told = sum(run.rows_finished for run in live)
-    newest = max(status.rows_done, told)
+    reported = sum(run.rows_finished for run in live)
+    newest = max(status.rows_done, reported)
     etas = [run.eta_s for run in live if run.eta_s is not None]
-    pools = [run.pool_use for run in live if run.pool_use is not None]
-    total = max(1, status.rows_total)
+    pool_use = _mean(run.pool_use for run in live)
     return replace(
         status,
-        phase=_phase_of(waits[0]) if waits and len(waits) == len(live) else None,
-        share=min(1.0, (newest + unsaved) / total),
-        # Rows on disk may be newer than what was told last: those do not run any more.
-        rows_running=max(0, sum(run.rows_running for run in live) - (newest - told)),
+        phase=phase and printable(phase),
+        share=min(1.0, (newest + unsaved) / max(1, status.rows_total)),
+        # Rows that reached the disk since the report are not running any more.
+        rows_running=max(0, sum(run.rows_running for run in live) - (newest - reported)),
         output_tokens=sum(run.output_tokens for run in live),
         tokens_per_s=sum(run.tokens_per_s for run in live),
         eta_s=max(etas) if len(etas) == len(live) else status.eta_s,
         eta_is_most=any(run.is_most for run in live),
-        pool_use=sum(pools) / len(pools) if pools else status.pool_use,
+        pool_use=status.pool_use if pool_use is None else pool_use,
     )
 
 
-def _phase_of(run: LiveRun) -> str:
-    return printable(phase_line(run.phase, run.phase_detail, run.phase_s))
-
-
 def _read_update(out: OutputDir, now: float) -> Update | None:
-    """The generation that was worked on last."""
+    """The latest next generation."""
     found = []
     for path in out.files.entries(out.next):
         with suppress(DataError):
@@ -272,20 +275,9 @@ def _read_update(out: OutputDir, now: float) -> Update | None:
     return Update(latest.rows_total, latest.rows_done, is_being_placed)
 
 
-def _reasons(workers: Sequence[Worker]) -> str | None:
-    """Why the latest runs failed, a line or more each; those beside others are named."""
-    return (
-        "\n".join(
-            f"{worker.worker} failed: {worker.error}" if worker.worker else worker.error
-            for worker in workers
-            if worker.error
-        )
-        or None
-    )
-
-
-def _sum(speeds: Iterable[float | None]) -> float | None:
-    return sum(speed for speed in speeds if speed is not None) or None
+def _mean(numbers: Iterable[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) -> str:
@@ -293,7 +285,7 @@ def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) 
         return "finished"
     if running:
         return "running"
-    # without errors, a run was cut off just before it wrote _SUCCESS: another one will
+    # Without errors, a run died just before it wrote _SUCCESS; the next run writes it.
     if done_with_errors:
         return "finished_with_errors"
     return "failed" if failed else "stopped"
@@ -301,24 +293,21 @@ def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) 
 
 def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
     for path in out.files.entries(out.segments):
-        # One that goes meanwhile has been put into a part.
+        # A segment that disappears has been merged into a part.
         with suppress(OSError, pa.ArrowException), out.files.open(path) as file:
             yield pq.ParquetFile(file).read(["row_id", "status"], use_threads=False)
 
 
 def _count(
-    plan: Manifest, records: Sequence[PartRecord | None], segments: list[pa.Table]
-) -> tuple[int, int, int]:
-    """Rows done, rows failed, parts done."""
-    done = errors = parts_done = 0
-    ids = [table["row_id"].to_numpy() for table in segments]
-    failed = [
-        row_ids[table["status"].to_numpy(zero_copy_only=False) == "error"]
-        for row_ids, table in zip(ids, segments, strict=True)
-    ]
-    waiting, waiting_failed = (
-        np.unique(np.concatenate([NO_ROWS, *some])) for some in (ids, failed)
-    )
+    plan: Manifest, records: Sequence[PartRecord | None], segments: Sequence[pa.Table]
+) -> tuple[int, int]:
+    """Rows done and rows failed, of finished parts and of segments."""
+    done = errors = 0
+    ids, failed_ids = [NO_ROWS], [NO_ROWS]
+    for table in segments:
+        ids.append(table["row_id"].to_numpy())
+        failed_ids.append(ids[-1][table["status"].to_numpy(zero_copy_only=False) == "error"])
+    waiting, waiting_failed = (np.unique(np.concatenate(some)) for some in (ids, failed_ids))
     for part, record in zip(plan.parts(), records, strict=True):
         if record is None:
             done += len(in_range(waiting, part.rows))
@@ -326,15 +315,7 @@ def _count(
         else:
             done += part.num_rows
             errors += sum(record.error_codes.values())
-            parts_done += 1
-    return done, errors, parts_done
-
-
-def _error_codes(records: Iterable[PartRecord | None]) -> dict[str, int]:
-    codes = Counter[str]()
-    for record in records:
-        codes.update({} if record is None else record.error_codes)
-    return dict(codes.most_common())
+    return done, errors
 
 
 def _record(out: OutputDir, part: Part) -> PartRecord | None:
@@ -342,3 +323,36 @@ def _record(out: OutputDir, part: Part) -> PartRecord | None:
         return out.read_record(part)
     except DataError:
         return None
+
+
+def follow_status(out: OutputDir, every_s: float) -> None:
+    """Show the status until the job stops running or the user interrupts.
+
+    On a terminal the table is redrawn; elsewhere each update prints a line.
+
+    Raises:
+        DataError: there is no job's output, or its plan is damaged.
+    """
+    with stop_signals() as stop:
+        if not draws_tables(sys.stdout):
+            _follow(out, lambda status: print_line(status.line()), every_s, stop)
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        title = f"status of {printable(str(out.root))}"
+        screen = Console(file=sys.stdout, highlight=False)
+        with Live(console=screen, auto_refresh=False) as live:
+
+            def draw(status: Status) -> None:
+                live.update(table_panel(title, status.facts()), refresh=True)
+
+            _follow(out, draw, every_s, stop)
+
+
+def _follow(out: OutputDir, show: Callable[[Status], None], every_s: float, stop: Event) -> None:
+    while True:
+        status = read_status(out, time.time())
+        show(status)
+        if status.state != "running" or stop.wait(every_s):
+            return

@@ -1,16 +1,15 @@
-"""``stats/*.parquet`` and ``summary.json``: the numbers of a job, from its committed files.
+"""``stats/*.parquet`` and ``summary.json``, from a job's committed files.
 
-Rows count once, however often they were computed: again after a crash, or because their part was
-damaged. What was computed for them in vain shows in ``steps``, and as recomputed in the summary, so
-that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``. How much of ``recomputed``
-that is, is ``lost``; the rest was recomputed within a run, and is the sum of ``recomputed_tokens``.
+A row counts once, however often it was computed: again after a crash, or because its part was
+damaged. Computation that was lost that way shows in ``steps`` and counts as recomputed, so that the
+sum of ``prefill_tokens`` is ``prompt_computed + recomputed``. ``lost`` is that share of
+``recomputed``; the rest, the sum of ``recomputed_tokens``, was recomputed within a run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
@@ -33,14 +32,19 @@ from batchinfer.job.output.stats_tables import (
 )
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.first_errors import first_errors
-from batchinfer.job.stats.recorder import STEPS_PER_FILE, Run, package_versions, read_run
-from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
+from batchinfer.job.stats.recorder import (
+    Run,
+    engine_wall_s,
+    package_versions,
+    read_run,
+    wall_s,
+)
 from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.sample_filter import Tally
 
 _COMPUTED = ("prefill_tokens", "recomputed_tokens")
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
-"""The pool where no run has loaded the model, because there are no rows."""
+"""Pool of a job whose runs never loaded the model, as there were no rows."""
 
 
 def write_summary(
@@ -50,36 +54,45 @@ def write_summary(
     warn: Callable[[str], None],
     lineage_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Merge the statistics of all runs, and write and return ``summary.json``.
+    """Merge the statistics of all runs; writes and returns ``summary.json``.
 
     Args:
-        out: the output directory, whose parts are all finished.
-        warn: told, in a line each, which files of statistics are damaged and left out.
-        lineage_of: gives the facts of the run for catalogues of data, from ``rows``; None: there
-            are none.
+        out: the output directory, with all parts finished.
+        warn: called with a line for each damaged statistics file, which is left out.
+        lineage_of: makes the lineage event from ``rows``; None: there is none.
 
     Raises:
         StorageError: a file cannot be written.
     """
-    steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
-    step_tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
-    with_steps: set[str] = set()
-    _merge(out, _noting_runs(_with_unsampled(out, step_tables), with_steps), steps, STEPS_SCHEMA)
-    request_files = map(out.request_stats, manifest.parts())
+    stored = {path.stem: _stored_run(out, path) for path in _named(out, out.runs, ".json")}
+    runs = [run for _, run in sorted(stored.items()) if run is not None]
+    pool, computed, with_steps = PoolTotals(), dict.fromkeys(_COMPUTED, 0), set[str]()
+
+    def steps() -> Iterator[pa.Table]:
+        tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
+        for table in _summed(_with_unsampled(tables, runs), computed):
+            with_steps.update(pc.unique(table["run_id"]).to_pylist())
+            _add_to_pool(pool, table, runs)
+            yield table
+
+    _merge(out, steps(), out.stats / "steps.parquet", STEPS_SCHEMA)
     sums = {name: 0 for name in REQUESTS_SCHEMA.names if name != WORKER}
-    request_tables = _summed(_tables(out, request_files, REQUESTS_SCHEMA, warn), sums)
-    _merge(out, request_tables, requests, REQUESTS_SCHEMA)
-    runs = _runs(out, with_steps, warn)
+    requests = _tables(out, map(out.request_stats, manifest.parts()), REQUESTS_SCHEMA, warn)
+    _merge(out, _summed(requests, sums), out.stats / "requests.parquet", REQUESTS_SCHEMA)
+    for run_id in sorted(stored.keys() | with_steps):
+        if stored.get(run_id) is None:
+            path = out.runs / f"{run_id}.json"
+            left_out = "that run's time, pool and kernels"
+            warn(f"{path} is damaged or missing: summary.json leaves out {left_out}")
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
-    for line in _changed_kernels(runs):
-        warn(line)
-    pool, computed = PoolTotals(), dict.fromkeys(_COMPUTED, 0)
-    for table in _summed(_batches(out, steps, (*STEP_COLUMNS, *_COMPUTED)), computed):
-        _add_known(pool, table, runs)
+    kernels = _kernels(runs)
+    for what, names in kernels.items():
+        if len(names) > 1:
+            warn(kernels_differ(what, names))
     rows = {**_rows(records), "first_errors": first_errors(out, manifest, records)}
     measured = compute_metrics(pool, sums, rows["total"] - rows["reused"], engine_wall_s(runs))
     tokens = measured["tokens"]
-    # Also what was computed for rows that were then lost with their run, or made again.
+    # Includes rows that were lost with their run or computed again.
     again = computed["prefill_tokens"] - tokens["prompt_computed"]
     tokens["recomputed"] = max(tokens["recomputed"], again)
     tokens["lost"] = max(0, again - computed["recomputed_tokens"])
@@ -106,7 +119,7 @@ def write_summary(
         "out_of_memory": _out_of_memory(runs),
         "model": latest.model,
         "device": latest.device,
-        "kernels": {dtype: " and ".join(names) for dtype, names in _kernels(runs).items()},
+        "kernels": {dtype: " and ".join(names) for dtype, names in kernels.items()},
         "versions": package_versions(),
         "fingerprint": manifest.fingerprint,
     }
@@ -116,23 +129,16 @@ def write_summary(
     return summary
 
 
-def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> list[Run]:
-    """The records of all runs, in order, but for those that are damaged or gone."""
-    runs = []
-    for run_id in sorted({path.stem for path in _named(out, out.runs, ".json")} | with_steps):
-        path = out.runs / f"{run_id}.json"
-        try:
-            runs.append(read_run(out.files, path))
-        except (OSError, ValueError):
-            warn(
-                f"{path} is damaged or missing: summary.json leaves out that run's time, pool and "
-                "kernels"
-            )
-    return runs
+def _stored_run(out: OutputDir, path: PurePath) -> Run | None:
+    """A run's record; None if it is damaged or gone."""
+    try:
+        return read_run(out.files, path)
+    except (OSError, ValueError):
+        return None
 
 
 def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
-    """Seconds of the waits that have a name, of all runs, in the order they came."""
+    """Seconds of each named phase over all runs, in the order of first use."""
     seconds: dict[str, float] = {}
     for run in runs:
         for name, lasted_s in run.phases.items():
@@ -141,8 +147,7 @@ def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Kernels of the runs that finished rows, by the dtype of the weights, and what attended, each
-    once."""
+    """Distinct kernels of the runs that finished rows, by dtype of the weights or ``attention``."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for dtype, name in run.kernels.items() if run.rows else ():
@@ -151,20 +156,11 @@ def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
     return names
 
 
-def _changed_kernels(runs: Iterable[Run]) -> Iterator[str]:
-    """A line for each dtype whose products were computed by one kernel and then by another, and
-    for attention."""
-    for what, found in _kernels(runs).items():
-        if len(found) > 1:
-            yield kernels_differ(what, found)
-
-
 def kernels_differ(what: str, names: Sequence[str]) -> str:
-    """That rows of one job are not all computed by one kernel.
+    """The warning that rows of one job were computed by different kernels.
 
     Args:
-        what: the dtype of the weights that were multiplied by, or ``attention``.
-        names: the kernels.
+        what: dtype of the weights, or ``attention``.
     """
     did = "computed attention" if what == "attention" else f"multiplied {what}"
     return (
@@ -174,7 +170,7 @@ def kernels_differ(what: str, names: Sequence[str]) -> str:
 
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
-    """Steps that the device had no memory for, and the least tokens steps were cut to for it."""
+    """Number of steps that ran out of device memory, and the smallest token limit after that."""
     sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
     return {
         "count": sum(run.out_of_memory for run in runs),
@@ -183,7 +179,7 @@ def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
-    """Peaks of pool use, of the runs' records: ``steps.parquet`` may hold a sample of the steps."""
+    """Peaks of pool use from the runs' records, as ``steps.parquet`` may leave out steps."""
     loaded = [run for run in runs if run.kv]
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
@@ -196,7 +192,7 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
 def _tables(
     out: OutputDir, files: Iterable[PurePath], schema: pa.Schema, warn: Callable[[str], None]
 ) -> Iterator[pa.Table]:
-    """The tables in ``files``, but for those that are damaged."""
+    """The tables in ``files``; warns about damaged ones and skips them."""
     for file in files:
         try:
             table = with_worker(out.read_table(file))
@@ -208,18 +204,17 @@ def _tables(
             warn(f"{file} is damaged: the statistics leave it out")
 
 
-def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of steps, and the last steps of runs that died before these were in a table."""
+def _with_unsampled(tables: Iterable[pa.Table], runs: Iterable[Run]) -> Iterator[pa.Table]:
+    """Tables of steps, then the last steps of runs that died before writing them to a table."""
     last_step: dict[str, int] = {}
     for table in tables:
         steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
         last_step.update(steps)
         yield table
-    for path in _named(out, out.runs, ".json"):
-        with suppress(OSError, ValueError):
-            row = read_run(out.files, path).unsampled
-            if row is not None and row["step"] > last_step.get(path.stem, -1):
-                yield pa.Table.from_pylist([{WORKER: "", **row}], schema=STEPS_SCHEMA)
+    for run in runs:
+        row = run.unsampled
+        if row is not None and row["step"] > last_step.get(run.run_id, -1):
+            yield pa.Table.from_pylist([{WORKER: "", **row}], schema=STEPS_SCHEMA)
 
 
 def _named(out: OutputDir, folder: PurePath, suffix: str) -> list[PurePath]:
@@ -239,7 +234,7 @@ def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: 
 
 
 def _summed(tables: Iterable[pa.Table], sums: dict[str, int]) -> Iterator[pa.Table]:
-    """Add the tables' columns to ``sums`` on their way: a million rows are never in memory."""
+    """Pass the tables on and add their columns to ``sums``."""
     for table in tables:
         for name in sums:
             sums[name] += pc.sum(table[name]).as_py() or 0
@@ -264,24 +259,7 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
     }
 
 
-def _noting_runs(tables: Iterable[pa.Table], run_ids: set[str]) -> Iterator[pa.Table]:
-    """Add the runs that tables of steps are of to ``run_ids`` on their way."""
-    for table in tables:
-        run_ids.update(pc.unique(table["run_id"]).to_pylist())
-        yield table
-
-
-def _batches(out: OutputDir, path: PurePath, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Some columns of all steps, and each step's run: a long job's are never in memory."""
-    with out.files.open(path) as file:
-        reader = pq.ParquetFile(file, page_checksum_verification=True)
-        for batch in reader.iter_batches(
-            STEPS_PER_FILE, columns=["run_id", *columns], use_threads=False
-        ):
-            yield pa.Table.from_batches([batch])
-
-
-def _add_known(pool: PoolTotals, steps: pa.Table, runs: Iterable[Run]) -> None:
+def _add_to_pool(pool: PoolTotals, steps: pa.Table, runs: Iterable[Run]) -> None:
     """Add the steps of runs whose block size is known."""
     for run in runs:
         if not run.kv:

@@ -1,4 +1,4 @@
-"""The latest runs of an output: one that writes alone, or several beside each other."""
+"""The latest runs of an output: one that writes alone, or several at the same time."""
 
 from __future__ import annotations
 
@@ -13,51 +13,60 @@ from batchinfer.job.shards.shard import shard_of
 from batchinfer.job.stats.recorder import Run
 
 SILENT_S = 60.0
-"""A run on another machine that has written nothing for so long, or for three times as long as its
-finished rows wait, is taken for dead."""
+"""A run whose lock cannot be checked from here counts as dead after this long without a write, or
+after three times the interval at which it writes finished rows."""
 _NUMBER = re.compile(r"^([a-z])\d+")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A run among the latest ones, as ``batchinfer status`` shows it."""
+    """One of the latest runs, as ``batchinfer status`` shows it."""
 
     worker: str
-    """Its writer's name; "" for a run that writes alone."""
+    """The writer's name; "" for a run that writes alone."""
     state: str
-    """``running``, ``ended``, ``failed``: the job failed of it, or ``stopped``: it died."""
+    """``running``, ``ended``, ``failed`` (with an error) or ``stopped`` (it died)."""
     rows: int
-    """Rows that it has finished; of one that died, those of its last seconds too, which may not
-    have come to disk."""
+    """Finished rows. A run that died may not have written those of its last seconds."""
     rows_per_s: float | None
-    """None before it has finished a row."""
+    """None before the first finished row."""
     pool_use: float | None
-    """Used share of the KV blocks in its last step; None unless it runs, and has a pool."""
+    """Share of KV blocks used in the last step; None unless the run is running and has a pool."""
     saved_at: float
-    """When it last wrote, in seconds since 1970."""
+    """Time of the last write, in seconds since 1970."""
     error: str = ""
-    """Why it failed."""
+    """Why the run failed."""
 
 
 def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Worker]:
-    """The latest run, with those beside it.
+    """The latest run and those that ran at the same time.
 
     Args:
-        runs: all of an output, in order.
+        runs: all runs of the output, in order.
         now: seconds since 1970.
     """
     return [_worker(out, run, now) for run in _latest(runs)]
 
 
 def any_lock_lives(out: OutputDir) -> bool:
-    """Whether a lock is held by who is known to live: of the directory, or of one of its shards."""
+    """Whether a live process is known to hold the directory's lock or a shard's."""
     return out.lock.holder_lives() is True or any(
         own_lock(out, shard).lock.holder_lives() is True for shard in shards_seen(out)
     )
 
 
+def writer_lives(out: OutputDir, writer: str) -> bool | None:
+    """Whether the process that holds a writer's lock is alive; None: unknown.
+
+    Args:
+        writer: as in ``OutputDir``.
+    """
+    shard = shard_of(writer)
+    return (out if shard is None else own_lock(out, shard)).lock.holder_lives()
+
+
 def _latest(runs: Sequence[Run]) -> list[Run]:
-    """The last run; of those that are beside others, the last of each since one wrote alone."""
+    """The last run of each writer in the last group."""
     latest: dict[str, Run] = {}
     for run in runs:
         if any(_group(run.run_id) != _group(other.run_id) for other in latest.values()):
@@ -67,10 +76,9 @@ def _latest(runs: Sequence[Run]) -> list[Run]:
 
 
 def _group(run_id: str) -> str:
-    """What runs beside each other have in common in their ids.
+    """Key that runs at the same time share.
 
-    A shard is begun by itself, and again under another number; workers are, all of them, with
-    their driver.
+    Shards start on their own and restart under new numbers; workers of a fleet start together.
     """
     writer = writer_of(run_id)
     if writer and shard_of(writer) is None:
@@ -79,21 +87,16 @@ def _group(run_id: str) -> str:
 
 
 def _worker(out: OutputDir, run: Run, now: float) -> Worker:
-    shard = shard_of(writer_of(run.run_id))
-    lives = (out if shard is None else own_lock(out, shard)).lock.holder_lives()
-    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
-    runs = not run.ended and not silent and lives is not False
-    blocks = run.kv.get("num_blocks")
+    writer, blocks = writer_of(run.run_id), run.kv.get("num_blocks")
+    is_silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
+    runs = not run.ended and not is_silent and writer_lives(out, writer) is not False
+    state = "failed" if run.error else "ended" if run.ended else "stopped"
     return Worker(
-        worker=writer_of(run.run_id),
-        state="running" if runs else _end(run),
+        worker=writer,
+        state="running" if runs else state,
         rows=run.rows,
         rows_per_s=run.rows / run.engine_s if run.rows and run.engine_s else None,
         pool_use=run.used_blocks / blocks if blocks and runs else None,
         saved_at=run.saved_at,
         error=run.error,
     )
-
-
-def _end(run: Run) -> str:
-    return "failed" if run.error else "ended" if run.ended else "stopped"

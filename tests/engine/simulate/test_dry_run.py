@@ -11,7 +11,8 @@ import pytest
 from batchinfer.config import EngineConfig, SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.simulate.dry_run import END_TOKEN, make_dry_engine
-from batchinfer.engine.simulate.roofline import DEVICES, ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
+from batchinfer.engine.simulate.roofline import DEVICES
 from tests.engine.fake import make_request, run_all
 from tests.engine.simulate.test_roofline import qwen3_8b
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.engine.simulate.roofline import (
     DEVICES,
     WELL_BUILT,
-    ModelCost,
     StepWork,
     step_seconds,
 )

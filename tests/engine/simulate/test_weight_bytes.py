@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.engine.simulate.weight_bytes import expert_bytes, matrix_bytes
+from batchinfer.engine.simulate.model_cost import matrix_bytes
 from tests.worker.model.quantised.writers import CASES
 
 _ROUNDED = 0.5 + 5 / 64
@@ -32,12 +32,12 @@ def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> No
     assert matrix_bytes(config, "fp8", 2) == 1
     assert matrix_bytes(config, "int8", 2) == _KEPT_INT8.get(case, 1)
     assert matrix_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
-    assert expert_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
-    assert expert_bytes(config, "int8", 2) == (_KEPT | _KEPT_INT8).get(case, 1), (
+    assert matrix_bytes(config, "int4", 2, experts=True) == _KEPT.get(case, _ROUNDED)
+    assert matrix_bytes(config, "int8", 2, experts=True) == (_KEPT | _KEPT_INT8).get(case, 1), (
         "4 bits where they were saved, though 8 were asked for"
     )
-    assert expert_bytes(config, "fp8", 2) == 2
-    kept = expert_bytes(config, "fp8", 2, on_cpu=True)
+    assert matrix_bytes(config, "fp8", 2, experts=True) == 2
+    kept = matrix_bytes(config, "fp8", 2, on_cpu=True, experts=True)
     assert 1 < kept == matrix_bytes(config, "fp8", 2, on_cpu=True) <= 1 + 4 / 32
 
 
@@ -59,7 +59,11 @@ def test_groups_that_are_kept_are_those_the_kernels_take(
 
 def test_mxfp4_is_kept_whatever_is_asked_for() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-    assert [expert_bytes(config, one, 2) for one in ("int8", "int4", None)] == [0.65625, 0.65625, 2]
+    assert [matrix_bytes(config, one, 2, experts=True) for one in ("int8", "int4", None)] == [
+        0.65625,
+        0.65625,
+        2,
+    ]
 
 
 def test_integers_are_what_a_group_holds_that_names_no_type() -> None:

@@ -17,14 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.engine.metrics import MetricsCollector, PoolTotals
+from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
-from batchinfer.job.output.open import output_at
-from batchinfer.job.output.resume import plan_of
 from batchinfer.job.run.run import run_job
-from batchinfer.job.stats import summary
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -361,23 +358,3 @@ def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None
     assert measures["kv"].items() <= finished.summary["kv"].items()
     output_rate = measures["throughput"]["output_tokens_per_s"]
     assert output_rate == finished.summary["throughput"]["output_tokens_per_s"]
-
-
-def test_steps_are_summed_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a long job are too many for memory."""
-    dataset(tmp_path)
-    finished = run(tmp_path)
-    lengths, add = [], PoolTotals.add
-
-    def noted(pool: PoolTotals, steps: Any, block_size: Any) -> None:
-        lengths.append(len(block_size))
-        add(pool, steps, block_size)
-
-    monkeypatch.setattr(PoolTotals, "add", noted)
-    monkeypatch.setattr(summary, "STEPS_PER_FILE", 7)
-    out = output_at(str(tmp_path / "out"))
-    again = summary.write_summary(out, plan_of(out), [], warn=pytest.fail)
-    assert sum(lengths) == finished.steps.num_rows > 2 * 7
-    assert max(lengths) == 7
-    assert again["kv"] == pytest.approx(finished.summary["kv"])
-    assert again["tokens"] == finished.summary["tokens"]

@@ -16,9 +16,8 @@ from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.run.run import run_job
 from batchinfer.job.shards.locks import own_lock
 from batchinfer.job.shards.shard import Shard
-from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.recorder import Run, engine_wall_s, wall_s
 from batchinfer.job.stats.status import read_status
-from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.job.stats.workers import SILENT_S, latest_workers
 from batchinfer.report.stored_stats import read_timeline
 from tests.job.datasets import write_parquet

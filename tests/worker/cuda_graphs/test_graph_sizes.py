@@ -8,7 +8,8 @@ import pytest
 from batchinfer.config import EngineConfig, SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.simulate.dry_run import make_dry_engine
-from batchinfer.engine.simulate.roofline import DEVICES, ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
+from batchinfer.engine.simulate.roofline import DEVICES
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSizes, all_sizes, decode_sizes
 
 # Of the shape of Qwen3-0.6B.

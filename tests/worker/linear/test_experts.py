@@ -14,7 +14,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from batchinfer.config import ModelConfig
-from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.kernels.low_bit import Int4Weight, round_rows
 from batchinfer.worker.linear.experts import PackedExperts, matrices_of, pack_experts
 from batchinfer.worker.linear.prequantized import as_codes

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from batchinfer.config import ModelConfig
-from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.low_bit import Int8Weight, LowBitWeight, low_bit_product
 from batchinfer.worker.attention.attention import make_backend

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.errors import ModelError
 from batchinfer.kernels.cpu import gemm
 from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from batchinfer.config import ModelConfig
-from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward

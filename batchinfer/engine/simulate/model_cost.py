@@ -1,0 +1,286 @@
+"""Sizes of a model from its config: parameters, bytes of weights and KV. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.engine.kv.layout import Config, KVLayout, text_config
+
+_UNGATED_MLP = frozenset(
+    [
+        *("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"),
+        *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
+    ]
+)
+"""Values of ``model_type`` whose MLP has two matrices; a gated MLP has three."""
+OWN_INTEGERS = ("int8", "int4")
+"""Values of ``model.quantization`` that store the output head as int8."""
+INT8_BYTES = 1.0
+_INT4_BYTES = 0.5
+_SCALE_AND_ZERO = 5  # bytes per group: a float and a code
+_GROUP_STEP = 8  # checkpoint groups are kept if their size is a multiple of this
+_OWN_GROUP = 64
+"""Group size of 4-bit quantization here; torchao's is about the same."""
+_MXFP4_GROUP = 32
+_FLOAT8_BLOCK = 128
+_FLOAT8_SCALE = 4  # bytes
+_BITSANDBYTES_GROUP = 64  # its default, which config.json does not hold
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Sizes of a model that determine the cost of a token.
+
+    If layers differ in the shape of their KV, a layer's numbers are means over all layers.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    attention_width: float
+    """Elements of a head's key and value together."""
+    attention_parameters: float
+    """Parameters of a layer's attention matrices."""
+    mlp_parameters: int
+    """Parameters of a layer's MLP, or of one of its experts."""
+    experts: int
+    """Experts per layer; 0 for a dense MLP."""
+    experts_per_token: int
+    head_parameters: int
+    tied: bool
+    """Whether the embedding and the head share a matrix."""
+    activations: float
+    """Elements read and written between the matrices, per token and layer."""
+    element_bytes: int
+    matrix_bytes: float
+    """Bytes per parameter of the layers' matrices without experts."""
+    expert_bytes: float
+    """Bytes per parameter of the experts."""
+    head_bytes: float
+    """Bytes per parameter of the head."""
+    kv_bytes: int
+    """Bytes of a token's KV in all layers."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        dtype: str,
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+        *,
+        latent: bool = False,
+        on_cpu: bool = False,
+    ) -> ModelCost:
+        """Read the sizes from a config (``config.to_dict()`` or config.json).
+
+        Args:
+            dtype: of the weights, by name.
+            kv_cache_dtype: as for ``KVLayout.from_config``.
+            quantization: ``model.quantization``.
+            latent: as for ``KVLayout.from_config``.
+            on_cpu: whether the model runs on a CPU.
+
+        Raises:
+            ValueError: as for ``KVLayout.from_config``.
+        """
+        text = text_config(config)
+        layout = KVLayout.from_config(
+            config,
+            block_size=1,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            latent=latent,
+        )
+        hidden = _first(text, "hidden_size", "n_embd", "d_model")
+        heads = _first(text, "num_attention_heads", "n_head", "num_heads", "n_heads")
+        experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+        inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
+        if experts:
+            inner = _first(text, "moe_intermediate_size") or inner
+        shapes = [layout.shape(layer) for layer in range(layout.num_layers)]
+        width = _mean(shape.key_width + shape.value_width for shape in shapes)
+        queries = heads * _mean(shape.key_width for shape in shapes)
+        keys = _mean(layout.stored_elements)
+        return cls(
+            layers=layout.num_layers,
+            hidden=hidden,
+            heads=heads,
+            attention_width=width,
+            attention_parameters=_latent_parameters(text, hidden, heads)
+            or hidden * (heads * width + keys),
+            mlp_parameters=(2 if text.get("model_type") in _UNGATED_MLP else 3) * hidden * inner,
+            experts=experts,
+            experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
+            head_parameters=int(text["vocab_size"]) * hidden,
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            # Two norms with residuals; q, k and v written, rotated and read; the gated MLP.
+            activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
+            element_bytes=layout.element_bytes,
+            matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
+            expert_bytes=matrix_bytes(
+                config, quantization, layout.element_bytes, on_cpu=on_cpu, experts=True
+            ),
+            head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
+            kv_bytes=layout.bytes_per_token,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights without norms and biases."""
+        each = self.element_bytes if self.tied else self.element_bytes + self.head_bytes
+        heads = self.head_parameters * each
+        return round(self.layers * self._layer_bytes(self.experts) + heads)
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters of all layers that one token is multiplied by."""
+        used = self.experts_per_token if self.experts else 1
+        return self.layers * (self.attention_parameters + self.mlp_parameters * used)
+
+    def weights_read(self, tokens: int) -> float:
+        """Bytes of the layers' matrices that a step of ``tokens`` tokens reads, if the router
+        chooses experts evenly and independently."""
+        touched = 0.0
+        if self.experts:
+            untouched = (1 - self.experts_per_token / self.experts) ** tokens
+            touched = self.experts * (1 - untouched)
+        return self.layers * self._layer_bytes(touched)
+
+    def _layer_bytes(self, experts: float) -> float:
+        """Bytes of a layer's matrices with a number of its experts."""
+        if self.experts:
+            mlp = self.mlp_parameters * experts * self.expert_bytes
+        else:
+            mlp = self.mlp_parameters * self.matrix_bytes
+        return self.attention_parameters * self.matrix_bytes + mlp
+
+
+def encoder_cost(config: Config, dtype: str) -> ModelCost:
+    """Read the sizes of an encoder, which has no KV, from its config (``config.to_dict()``).
+
+    Args:
+        dtype: of the weights, by name.
+    """
+    text = text_config(config)
+
+    def size(*names: str) -> int:
+        return next((int(text[name]) for name in names if text.get(name)), 0)
+
+    hidden, heads = size("hidden_size", "dim"), size("num_attention_heads", "n_heads")
+    inner = size("intermediate_size", "hidden_dim")
+    head_dim = size("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (size("num_key_value_heads") or heads) * head_dim
+    matrices = 2 if text.get("model_type") in _UNGATED_MLP else 3
+    element_bytes = 4 if dtype == "float32" else 2
+    return ModelCost(
+        layers=size("num_hidden_layers", "n_layers"),
+        hidden=hidden,
+        heads=heads,
+        attention_width=2 * head_dim,
+        attention_parameters=2 * hidden * (queries + keys),
+        mlp_parameters=matrices * hidden * inner,
+        experts=0,
+        experts_per_token=0,
+        head_parameters=size("vocab_size") * hidden,  # the embedding; there are no logits
+        tied=True,
+        activations=10 * hidden + 4 * queries + 4 * keys + 2 * matrices * inner,
+        element_bytes=element_bytes,
+        matrix_bytes=float(element_bytes),
+        expert_bytes=float(element_bytes),
+        head_bytes=float(element_bytes),
+        kv_bytes=0,
+    )
+
+
+def matrix_bytes(
+    config: Mapping[str, Any],
+    quantization: str | None,
+    element_bytes: int,
+    *,
+    on_cpu: bool = False,
+    experts: bool = False,
+) -> float:
+    """Bytes per parameter of the layers' linear layers, scales included.
+
+    Args:
+        config: the model's. Weights quantized by torchao stay so; others are dequantized on load,
+            or kept as saved if ``quantization`` says so.
+        quantization: ``model.quantization``.
+        element_bytes: of the dtype that the model computes in.
+        on_cpu: whether the model runs on a CPU.
+        experts: count a mixture's experts instead of the other linear layers.
+    """
+    saved = config.get("quantization_config") or text_config(config).get("quantization_config")
+    saved = saved or {}
+    if quantization == "fp8" and on_cpu:
+        block = saved.get("weight_block_size")
+        group = block[1] if isinstance(block, list) and len(block) == 2 else _FLOAT8_BLOCK
+        return INT8_BYTES + _FLOAT8_SCALE / group
+    if quantization in OWN_INTEGERS:
+        is_mxfp4 = experts and saved.get("quant_method") == "mxfp4"
+        group4 = _MXFP4_GROUP if is_mxfp4 else _saved_group(saved, 4)
+        if quantization == "int4" or (experts and group4 is not None):
+            return _INT4_BYTES + _SCALE_AND_ZERO / (group4 or _OWN_GROUP)
+        return INT8_BYTES + _SCALE_AND_ZERO / (_saved_group(saved, 8) or math.inf)
+    if experts:
+        return float(element_bytes)  # torchao and float8 do not quantize experts
+    if quantization == "int4_weight_only":
+        return _INT4_BYTES + 2 * element_bytes / _OWN_GROUP
+    if quantization is not None or saved.get("quant_method") == "torchao":
+        return INT8_BYTES  # kinds with fewer bits are loaded as bytes too
+    return float(element_bytes)
+
+
+def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
+    """Group size of a checkpoint's integer codes that are kept; infinite: one group per row.
+
+    None: the checkpoint has no codes of that many bits, or they are quantized again.
+    """
+    if saved.get("quant_method") == "bitsandbytes":
+        return _BITSANDBYTES_GROUP if bits == 4 and saved.get("load_in_4bit") else None
+    for part in _integer_parts(saved):
+        if part.get("bits", part.get("num_bits", part.get("w_bit"))) == bits:
+            size = part.get("group_size")
+            if size in (None, -1):
+                return math.inf
+            return size if type(size) is int and size % _GROUP_STEP == 0 else None
+    return None
+
+
+def _integer_parts(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Parts of a quantization config that describe integer weights."""
+    if saved.get("quant_method") in ("awq", "gptq"):
+        yield saved
+    if saved.get("quant_method") == "compressed-tensors":
+        for group in (saved.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            if weights.get("type", "int") == "int":
+                yield weights
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
+
+
+def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
+    """Parameters of a layer's latent attention (DeepSeek-V2, arXiv:2405.04434); 0 without it."""
+    rank, query_rank = _first(config, "kv_lora_rank"), _first(config, "q_lora_rank")
+    if not rank:
+        return 0
+    rotary, value = _first(config, "qk_rope_head_dim"), _first(config, "v_head_dim")
+    key = _first(config, "qk_nope_head_dim")
+    queries = heads * (key + rotary)
+    query = query_rank * (hidden + queries) if query_rank else hidden * queries
+    latent = hidden * (rank + rotary) + rank * heads * (key + value)
+    return query + latent + heads * value * hidden
+
+
+def _first(config: Config, *names: str) -> int:
+    """The first of these numbers in the config, or the mean if it lists one per layer; else 0."""
+    found = next((config[name] for name in names if config.get(name)), 0)
+    return int(_mean(found) if isinstance(found, list | tuple) else found)
