@@ -408,10 +408,10 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented job file that runs as it is."""
-    from batchinfer.job.init.job_file import Starter, write_starter
+    from batchinfer.job.init.job_file import InitOptions, write_job_file
 
-    asked = Starter(data, model, output, job, prompt_column, id_column, force)
-    print_stdout("\n".join(write_starter(asked)))
+    asked = InitOptions(data, model, output, job, prompt_column, id_column, force)
+    print_stdout("\n".join(write_job_file(asked)))
 
 
 @app.command(short_help="Measure throughput.")

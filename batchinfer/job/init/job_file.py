@@ -1,4 +1,4 @@
-"""``batchinfer init``: a commented job file for a dataset, that runs as it is."""
+"""``batchinfer init``: writes a commented job file that runs as it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from batchinfer.config import attends_both_ways
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
-from batchinfer.job.init.guess_columns import Guess, guess_columns
+from batchinfer.job.init.detect_columns import DetectedColumns, detect_columns
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec
@@ -23,64 +23,66 @@ SCHEMA_FILE = "job.schema.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMENT_AT = 34
 _WITH_OUTPUT_HEAD = "LMHeadModel"
-"""The end of the name of GPT-2's class that writes text; classes without a head end in Model."""
+"""End of GPT-2's class name; classes without an output head end in Model as well."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
 @dataclass(frozen=True)
-class Starter:
+class InitOptions:
     """Options of ``batchinfer init``."""
 
     data: str
-    """The prompts, as ``input.path`` takes them; relative to the current folder."""
+    """The prompts, as for ``input.path``; relative to the current folder."""
     model: str | None = None
     """Hub id or local directory."""
     output: str | None = None
-    """The output directory; default: ``out/`` and the job file's name, beside the job file."""
+    """Output directory; default: ``out/`` plus the job file's name, next to the job file."""
     job: Path = Path("job.yaml")
-    """The file to write."""
+    """The job file to write."""
     prompt_column: str | None = None
     id_column: str | None = None
     force: bool = False
-    """Write over a job file that is there."""
+    """Overwrite an existing job file."""
 
 
-def write_starter(asked: Starter) -> list[str]:
-    """Write the job file, and beside it the schema that its first line names.
+def write_job_file(options: InitOptions) -> list[str]:
+    """Write the job file, and next to it the JSON schema that its first line names.
 
     Returns:
-        What was written and why, line by line, for the screen.
+        Lines for the screen: what was written, and why.
 
     Raises:
-        UsageError: the file is there already, or no column can be told to be the prompt.
+        UsageError: the file exists, or no column can be identified as the prompt.
         DataError: the data cannot be read.
         StorageError: the files cannot be written.
     """
-    schema = asked.job.parent / SCHEMA_FILE
-    if not asked.force and os.path.lexists(asked.job):
+    schema = options.job.parent / SCHEMA_FILE
+    if not options.force and os.path.lexists(options.job):
         raise UsageError(
-            f"{printable(str(asked.job), 200)} is there already",
+            f"{printable(str(options.job), 200)} is there already",
             hint="write another with --job FILE, or over it with --force",
         )
-    for text in (asked.data, asked.output or "", asked.model or ""):
+    for text in (options.data, options.output or "", options.model or ""):
         if "{{" in text:
             raise UsageError(f"{printable(text, 200)}: {{{{ }}}} stands for vars in a job file")
-    source, is_united = _open(asked.data if is_url(asked.data) else os.path.abspath(asked.data))
-    guess = guess_columns(source, prompt=asked.prompt_column, row_id=asked.id_column)
+    source, is_united = _open(
+        options.data if is_url(options.data) else os.path.abspath(options.data)
+    )
+    columns = detect_columns(source, prompt=options.prompt_column, row_id=options.id_column)
     try:
-        asked.job.parent.mkdir(parents=True, exist_ok=True)
-        if asked.force or not schema.exists():
+        options.job.parent.mkdir(parents=True, exist_ok=True)
+        if options.force or not schema.exists():
             schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
-        asked.job.write_text(
-            "\n".join(_lines(asked, source, guess, is_united)) + "\n", encoding="utf-8"
+        options.job.write_text(
+            "\n".join(_lines(options, source, columns, is_united)) + "\n", encoding="utf-8"
         )
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be written: {error.strerror}") from None
-    return list(_report_lines(asked, guess))
+    return list(_report_lines(options, columns))
 
 
 def _open(data: str) -> tuple[Source, bool]:
-    """The data, and whether its files are united, as they differ.
+    """The data, and whether it is the union of files that differ.
 
     Raises:
         DataError: it cannot be read, or not as one table.
@@ -93,25 +95,27 @@ def _open(data: str) -> tuple[Source, bool]:
     return united, True
 
 
-def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
-    job = printable(str(asked.job), 200)
+def _report_lines(options: InitOptions, columns: DetectedColumns) -> Iterator[str]:
+    job = printable(str(options.job), 200)
     yield f"wrote    {job}"
-    for title, lines in (("prompt", guess.prompt_reasons), ("note", guess.notes)):
+    for title, lines in (("prompt", columns.prompt_reasons), ("note", columns.notes)):
         for number, line in enumerate(lines):
             yield f"{'' if number else title:<9}{line}"
-    found = "none" if guess.id_column is None else printable(guess.id_column, 60)
-    yield f"id       {found}: {guess.id_reason}"
-    task, why = _task_of(asked.model)
+    found = "none" if columns.id_column is None else printable(columns.id_column, 60)
+    yield f"id       {found}: {columns.id_reason}"
+    task, why = _task_of(options.model)
     if why:
         yield f"task     {task}: {printable(why, 200)}"
-    if asked.model is None:
+    if options.model is None:
         yield f"model    {DEFAULT_MODEL}; another: --model, or model.name in the file"
     yield f"run it   batchinfer run {job}"
 
 
 def _task_of(model: str | None) -> tuple[TaskName, str]:
-    """The task that a model is for, and why: ``generate``, unless the config in its folder says
-    that it writes no text. A hub id is not fetched for this, and the run reports bad folders."""
+    """A model's task and the reason: ``generate`` unless the config in its folder shows otherwise.
+
+    A model on the hub is not fetched, and a damaged folder is left for the run to report.
+    """
     config = Path(os.path.expanduser(model or ""), "config.json")
     try:
         values = json.loads(config.read_bytes())
@@ -127,8 +131,10 @@ def _task_of(model: str | None) -> tuple[TaskName, str]:
     return "generate", ""
 
 
-def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Iterator[str]:
-    task = TASK_SPECS[_task_of(asked.model)[0]]
+def _lines(
+    options: InitOptions, source: Source, columns: DetectedColumns, is_united: bool
+) -> Iterator[str]:
+    task = TASK_SPECS[_task_of(options.model)[0]]
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
     yield "# batchinfer plan says what the job takes; batchinfer run runs or resumes it."
@@ -136,29 +142,29 @@ def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Ite
     if not task.draws:
         yield f"task: {task.name}"
     yield "model:"
-    yield _key("name", _model(asked), "a hub id or a local directory, in safetensors")
+    yield _key("name", _model(options), "a hub id or a local directory, in safetensors")
     yield _key("dtype", "auto", "what the checkpoint says; on a CPU float32 is the most exact")
     yield "input:"
-    yield _key("path", _from_job(asked, asked.data), "a file, list, glob or directory")
+    yield _key("path", _from_job(options, options.data), "a file, list, glob or directory")
     if is_united:
         yield _key("schema", "union", "its files differ in columns: what is missing is null")
     if source.version is not None:
         yield _key("# version", source.version, "of the table; else the latest")
-    if guess.id_column is None:
-        yield f"  # id_column: {guess.id_reason}"
+    if columns.id_column is None:
+        yield f"  # id_column: {columns.id_reason}"
     else:
-        yield _key("id_column", guess.id_column, guess.id_reason)
+        yield _key("id_column", columns.id_column, columns.id_reason)
     yield _key("# limit", 100, "only the first rows, for a try; or: run --limit 100")
     yield "prompt:"
-    yield from (f"  # {line}" for line in (*guess.prompt_reasons, *guess.notes))
-    yield from _prompt_lines(guess.prompt)
+    yield from (f"  # {line}" for line in (*columns.prompt_reasons, *columns.notes))
+    yield from _prompt_lines(columns.prompt)
     if task.draws:
         yield "sampling:"
         yield _key("max_tokens", 256, "the most tokens an answer may have")
         yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
         yield _key("# n", 8, "samples for each row; with a temperature above 0")
     yield "output:"
-    yield _key("path", _output(asked), "data/, stats/ and summary.json go there")
+    yield _key("path", _output(options), "data/, stats/ and summary.json go there")
     if renamed := _renamed(source, task):
         yield "  rename:                         # input columns named like columns of the output"
         yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
@@ -180,46 +186,45 @@ def _key(key: str, value: object, comment: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A string as YAML: in quotes unless it is plain beyond doubt."""
+    """A string as YAML, in quotes unless it is clearly plain."""
     if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false"):
         return value
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
-def _model(asked: Starter) -> str:
-    """The model's folder, relative to the job file; anything else is a hub id."""
-    if asked.model is None or not os.path.isdir(os.path.expanduser(asked.model)):
-        return asked.model or DEFAULT_MODEL
-    path = _from_job(asked, asked.model)
+def _model(options: InitOptions) -> str:
+    """The model's folder relative to the job file, or its hub id."""
+    if options.model is None or not os.path.isdir(os.path.expanduser(options.model)):
+        return options.model or DEFAULT_MODEL
+    path = _from_job(options, options.model)
     return path if path.startswith((".", "/", "~")) else f"./{path}"
 
 
-def _output(asked: Starter) -> str:
-    if asked.output is not None:
-        return _from_job(asked, asked.output)
-    beside, data = asked.job.parent, Path(os.path.abspath(asked.data))
+def _output(options: InitOptions) -> str:
+    if options.output is not None:
+        return _from_job(options, options.output)
+    beside, data = options.job.parent, Path(os.path.abspath(options.data))
     if Path(os.path.abspath(beside)).is_relative_to(data):
-        beside = data.parent  # what is written into a folder of data would be read as data
-    return os.path.relpath(beside / "out" / asked.job.stem, asked.job.parent)
+        beside = data.parent  # files in a folder of data would be read as data
+    return os.path.relpath(beside / "out" / options.job.stem, options.job.parent)
 
 
-def _from_job(asked: Starter, path: str) -> str:
-    """``path``, relative to the current folder, as seen from the job file."""
+def _from_job(options: InitOptions, path: str) -> str:
+    """A path relative to the current folder, as seen from the job file."""
     if is_url(path) or path.startswith("~") or os.path.isabs(path):
         return path
-    return os.path.relpath(path, asked.job.parent)
+    return os.path.relpath(path, options.job.parent)
 
 
 def _renamed(source: Source, task: TaskSpec) -> dict[str, str]:
-    """New names for input columns that are named like output columns."""
+    """New names for input columns whose names are those of output columns."""
     taken = {*source.schema.names, *task.columns(())}
     renamed: dict[str, str] = {}
-    for name in task.columns(()):
-        if name in source.schema.names:
-            new = f"input_{name}"
-            while new in taken:
-                new += "_"
-            taken.add(new)
-            renamed[name] = new
+    for name in filter(source.schema.names.__contains__, task.columns(())):
+        new = f"input_{name}"
+        while new in taken:
+            new += "_"
+        taken.add(new)
+        renamed[name] = new
     return renamed

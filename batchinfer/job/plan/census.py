@@ -49,7 +49,7 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 
 @dataclass
 class Census:
-    """Counts of the rows read: prompts, samples, tokens, errors. Tokens are of rows that can run."""
+    """Counts of the rows read: prompts, samples, errors, and tokens of rows that can run."""
 
     lengths: ExpectedLengths
     result_bytes: int = 0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
-from batchinfer.job.init.job_file import Starter, write_starter
+from batchinfer.job.init.job_file import InitOptions, write_job_file
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
@@ -34,7 +34,7 @@ def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **asked: Any) -
     table = rows if isinstance(rows, pa.Table) else pa.table(rows)
     data, job = folder / "data.parquet", folder / "job.yaml"
     pq.write_table(table, data)
-    write_starter(Starter(str(data), job=job, force=True, **asked))
+    write_job_file(InitOptions(str(data), job=job, force=True, **asked))
     spec = load_job(job)
     source = open_source(spec.input.paths)
     check_prompt_columns(spec.prompt, source)
@@ -148,11 +148,11 @@ def test_files_that_differ_are_united(tmp_path: Path) -> None:
     folder.mkdir()
     for at, columns in enumerate(({"prompt": ["a"], "n": [1]}, {"prompt": ["b"]})):
         pq.write_table(pa.table(columns), folder / f"{at}.parquet")
-    write_starter(Starter(str(folder), job=file))
+    write_job_file(InitOptions(str(folder), job=file))
     assert load_job(file).input.schema_mode == "union"
     pq.write_table(pa.table({"prompt": ["c"], "n": ["x"]}), folder / "2.parquet")
     with pytest.raises(DataError, match=r'differ in column "n"'):
-        write_starter(Starter(str(folder), job=file, force=True))
+        write_job_file(InitOptions(str(folder), job=file, force=True))
 
 
 def test_conversations_with_answers_are_noted(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_paths_are_seen_from_the_job_file(tmp_path: Path, monkeypatch: pytest.Mo
     Path("lake").mkdir()
     pq.write_table(pa.table({"prompt": ["a"]}), "lake/my data.parquet")
     Path("model").mkdir()
-    asked = Starter("lake/my data.parquet", model="model", output="o", job=Path("jobs/a.yaml"))
-    told = write_starter(asked)
+    asked = InitOptions("lake/my data.parquet", model="model", output="o", job=Path("jobs/a.yaml"))
+    told = write_job_file(asked)
     spec = load_job(Path("jobs/a.yaml"))
     assert spec.input.paths == (str(tmp_path / "lake/my data.parquet"),)
     assert (spec.model.name, spec.output.path) == (str(tmp_path / "model"), str(tmp_path / "o"))
@@ -197,7 +197,7 @@ def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
     folder = tmp_path / "prompts"
     folder.mkdir()
     pq.write_table(pa.table({"prompt": ["a"]}), folder / "a.parquet")
-    write_starter(Starter(str(folder), job=folder / "job.yaml"))
+    write_job_file(InitOptions(str(folder), job=folder / "job.yaml"))
     assert load_job(folder / "job.yaml").output.path == str(tmp_path / "out" / "job")
 
 
@@ -228,7 +228,7 @@ def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("mine")
     with pytest.raises(UsageError, match="--force"):
-        write_starter(Starter(str(tmp_path / "data.parquet"), job=job))
+        write_job_file(InitOptions(str(tmp_path / "data.parquet"), job=job))
     assert job.read_text() == "mine"
 
 
@@ -236,7 +236,9 @@ def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "data.parquet")
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
-        write_starter(Starter(str(tmp_path / "data.parquet"), job=tmp_path / "file" / "job.yaml"))
+        write_job_file(
+            InitOptions(str(tmp_path / "data.parquet"), job=tmp_path / "file" / "job.yaml")
+        )
 
 
 def test_the_first_line_names_the_schema_beside_it(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_the_first_line_names_the_schema_beside_it(tmp_path: Path) -> None:
 def test_the_quickstarts_data_gives_a_job_that_runs(tmp_path: Path) -> None:
     os.symlink(ROOT / "jobs" / "quickstart", tmp_path / "quickstart")
     data, model = (str(tmp_path / "quickstart" / name) for name in ("prompts.parquet", "model"))
-    write_starter(Starter(data, model=model, job=tmp_path / "job.yaml"))
+    write_job_file(InitOptions(data, model=model, job=tmp_path / "job.yaml"))
     written = read_yaml(tmp_path / "job.yaml", "job.yaml").data
     assert written["prompt"]["messages"][0]["content"] == "{{ instruction }}"
     spec = load_job(tmp_path / "job.yaml", limit=4)

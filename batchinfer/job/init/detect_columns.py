@@ -1,4 +1,4 @@
-"""A guess at the columns of a dataset that are the prompt and the id, with reasons."""
+"""Detects the prompt and id columns of a dataset, with reasons."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 
 _LOOKED_AT = 1_000
-"""Rows of which values are read."""
+"""Number of first rows whose values are read."""
 _LABEL_BYTES = 40
-"""Longest text of a label."""
+"""Longest text that counts as a label."""
 _MOST_IDS = 1 << 24
-"""Longest dataset of which an id column is read whole, to see that no value comes twice."""
+"""Most rows of a dataset whose id column is read to check that no value repeats."""
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations", "chat", "dialog")
 _TEXTS = (
@@ -28,34 +28,35 @@ _TEXTS = (
     *("message", "document", "content", "article", "passage", "body", "review", "comment"),
     *("sentence", "abstract", "goal"),
 )
-_BESIDE_INSTRUCTION = ("input", "document", "context", "text", "passage", "article", "content")
+_INSTRUCTION_INPUTS = ("input", "document", "context", "text", "passage", "article", "content")
 _TOKEN_IDS = ("prompt_token_ids", "token_ids", "input_ids")
 _SYSTEM = ("system", "system_prompt")
 _IDS = ("id", "row_id", "custom_id", "uuid", "guid", "uid", "key", "index", "idx", "pk")
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Keys of the job file for the prompt and the id column, and the reasons for them."""
+class DetectedColumns:
+    """Keys of the job file for the prompt and the id column, with reasons."""
 
     prompt: Mapping[str, Any]
     prompt_reasons: Sequence[str]
     id_column: str | None
     id_reason: str
     notes: Sequence[str]
-    """Oddities of the data that the user should see before the run."""
+    """Peculiarities of the data that the user should know before the run."""
 
 
-def guess_columns(source: Source, *, prompt: str | None = None, row_id: str | None = None) -> Guess:
-    """Guess the columns of the prompt and the id.
+def detect_columns(
+    source: Source, *, prompt: str | None = None, row_id: str | None = None
+) -> DetectedColumns:
+    """Detect the columns of the prompt and the id.
 
     Args:
-        source: the data.
-        prompt: the prompt's column, where the user names it.
-        row_id: the id column, where the user names it.
+        prompt: the prompt's column, if the user names it.
+        row_id: the id column, if the user names it.
 
     Raises:
-        UsageError: no column, or none rather than another, can be the prompt.
+        UsageError: no column, or more than one, may be the prompt.
         DataError: a named column is missing or has the wrong type, or ``row_id`` repeats a value or
             holds a null.
     """
@@ -72,16 +73,19 @@ def guess_columns(source: Source, *, prompt: str | None = None, row_id: str | No
     else:
         column, why = data.require(row_id), "as asked"
         check_unique_ids(source, column)
-    return Guess(keys, reasons, column, why, _notes(data, keys.get("column")))
+    return DetectedColumns(keys, reasons, column, why, _notes(data, keys.get("column")))
 
 
 class _Data:
-    """The columns by type, and the first rows of those with text."""
+    """Columns by type, and the first values of those with text."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.where = printable(source.files[0].path, 120)
-        self.types = {f.name: _decoded_type(f.type) for f in source.schema}
+        self.types = {
+            f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type
+            for f in source.schema
+        }
         self.texts = [name for name, kind in self.types.items() if is_text(kind)]
         self.conversations = [name for name, kind in self.types.items() if is_conversation(kind)]
         self.rows: list[dict[str, Any]] = []
@@ -89,10 +93,10 @@ class _Data:
             for _, batch in source.scan(wanted, [range(min(_LOOKED_AT, source.num_rows))]):
                 self.rows += python_rows(batch)
 
-    def text(self, *names: str, is_identifier: bool = False) -> str | None:
-        """The first of ``names`` that is a column of text, one that templates can name or any."""
-        found = _first(names, self.texts)
-        return None if is_identifier and not (found or "").isidentifier() else found
+    def variable(self, *names: str) -> str | None:
+        """The first of ``names`` that is a text column and that a template can use by name."""
+        name = _first(names, self.texts)
+        return name if name is not None and name.isidentifier() else None
 
     def require(self, name: str) -> str:
         if name not in self.types:
@@ -101,27 +105,26 @@ class _Data:
         return name
 
     def repeats(self, name: str) -> bool:
-        """Whether most texts come more than once."""
+        """Whether most texts of a column occur more than once."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
 
     def prose(self) -> list[str]:
-        """Columns of text that are neither ids nor labels, which are short and repeat."""
+        """Text columns that are neither ids nor labels, which are short and repeat."""
         texts = [name for name in self.texts if not _is_id(name)]
-        return [name for name in texts if not self._is_label(name)] or texts
-
-    def _is_label(self, name: str) -> bool:
-        return self.repeats(name) and max(self.lengths(name)) <= _LABEL_BYTES
+        labels = [n for n in texts if self.repeats(n) and max(self.lengths(n)) <= _LABEL_BYTES]
+        return [name for name in texts if name not in labels] or texts
 
     def lengths(self, name: str) -> list[int]:
-        """Bytes of a column's texts, 0 for all else."""
+        """Bytes of a column's texts, 0 for other values."""
         values = (row[name] for row in self.rows)
         return [len(value) if isinstance(value, bytes) else 0 for value in values]
 
 
-_Found = tuple[dict[str, Any], list[str]]
+_Prompt = tuple[dict[str, Any], list[str]]
+"""Keys of the job file's ``prompt`` section, and the reasons."""
 
 
-def _named_prompt(data: _Data, name: str) -> _Found:
+def _named_prompt(data: _Data, name: str) -> _Prompt:
     kind = data.types[data.require(name)]
     if is_text(kind) or is_conversation(kind):
         return {"column": name}, ["as asked"]
@@ -133,7 +136,7 @@ def _named_prompt(data: _Data, name: str) -> _Found:
     )
 
 
-def _prompt(data: _Data) -> _Found:
+def _prompt(data: _Data) -> _Prompt:
     talks = data.conversations
     if name := _first(_CONVERSATIONS, talks) or (talks[0] if len(talks) == 1 else None):
         why = "conversations of role and content, written out by the model's chat template"
@@ -146,37 +149,35 @@ def _prompt(data: _Data) -> _Found:
     raise _no_prompt(data)
 
 
-def _two_columns(data: _Data) -> _Found | None:
+def _two_columns(data: _Data) -> _Prompt | None:
     """An instruction and its input, or a question and its context."""
-    task = data.text("instruction", is_identifier=True)
-    beside = data.text(*_BESIDE_INSTRUCTION, is_identifier=True)
-    if task and beside and data.repeats(task):
-        columns = {"system": task, "user": beside}
+    task, own = data.variable("instruction"), data.variable(*_INSTRUCTION_INPUTS)
+    if task and own and data.repeats(task):
+        columns = {"system": task, "user": own}
         messages = [{"role": role, "content": _place(name)} for role, name in columns.items()]
         return {"messages": messages}, [
-            f"{task} has few texts that many rows share, {beside} is the row's own:",
+            f"{task} has few texts that many rows share, {own} is the row's own:",
             "what is shared goes first, so that it is computed once",
         ]
-    if task and beside:
-        template = f"{_place(task)}{{% if {beside} %}}\n\n{_place(beside)}{{% endif %}}"
-        return {"template": template}, [f"{task}, and {beside} where a row has one"]
-    question = data.text("question", is_identifier=True)
-    context = data.text("context", is_identifier=True)
+    if task and own:
+        template = f"{_place(task)}{{% if {own} %}}\n\n{_place(own)}{{% endif %}}"
+        return {"template": template}, [f"{task}, and {own} where a row has one"]
+    question, context = data.variable("question"), data.variable("context")
     if question and context:
         template = f"{_place(context)}\n\n{_place(question)}"
         return {"template": template}, [f"{context}, then {question}"]
     return None
 
 
-def _text(data: _Data) -> _Found | None:
-    name, why = data.text(*_TEXTS), "the column of text with the most telling name"
+def _text(data: _Data) -> _Prompt | None:
+    name, why = _first(_TEXTS, data.texts), "the column of text with the most telling name"
     if name is None:
         prose = data.prose()
         if len(prose) != 1:
             return None
         name, why = prose[0], "the only column of text, but for labels"
     keys, reasons = {"column": name}, [f"{printable(name)}: {why}"]
-    if system := data.text(*_SYSTEM, is_identifier=True):
+    if system := data.variable(*_SYSTEM):
         keys["system"] = _place(system)
         reasons.append(f"system message: {system}")
     return keys, reasons
@@ -192,13 +193,13 @@ def _no_prompt(data: _Data) -> UsageError:
     described = [f"{name} ({printable(str(kind), 60)})" for name, kind in data.types.items()]
     more = f" and {len(described) - 16} more" if len(described) > 16 else ""
     lines = [f"{data.where} {what}", f"its columns are: {listed(described[:16]) or '(none)'}{more}"]
-    for name, kind in data.types.items():
-        if _field_names(kind) >= {"from", "value"}:
-            lines.append(
-                f"{printable(name, 40)} has from and value (ShareGPT); rename them to role and "
-                "content, human to user and gpt to assistant"
-            )
-            break
+    if (
+        name := next((n for n, kind in data.types.items() if _is_sharegpt(kind)), None)
+    ) is not None:
+        lines.append(
+            f"{printable(name, 40)} has from and value (ShareGPT); rename them to role and "
+            "content, human to user and gpt to assistant"
+        )
     if choices:
         longest = max(choices, key=lambda name: sum(data.lengths(name)))
         example = json.dumps(printable(longest, 60), ensure_ascii=False)
@@ -207,7 +208,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 
 def _notes(data: _Data, name: str | None) -> list[str]:
-    """A note that conversations hold their answers already, if they do."""
+    """A note if conversations already hold their answers."""
     if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]
@@ -240,17 +241,13 @@ def _id(data: _Data) -> tuple[str | None, str]:
 
 
 def _first(names: Sequence[str], among: Sequence[str]) -> str | None:
-    """The first of ``names``, in any case, that is ``among`` the columns."""
+    """The first of ``names`` that is a column ``among`` these, ignoring case."""
     by_name = {name.lower(): name for name in reversed(among)}
     return next((by_name[name] for name in names if name in by_name), None)
 
 
 def _place(column: str) -> str:
     return f"{{{{ {column} }}}}"
-
-
-def _decoded_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _is_token_ids(kind: pa.DataType) -> bool:
@@ -262,6 +259,8 @@ def _is_id(name: str) -> bool:
     return name.lower() in _IDS or name.lower().endswith(("_id", "_uuid"))
 
 
-def _field_names(kind: pa.DataType) -> set[str]:
+def _is_sharegpt(kind: pa.DataType) -> bool:
     item = getattr(kind, "value_type", None)
-    return {f.name for f in item} if item is not None and pa.types.is_struct(item) else set()
+    if item is None or not pa.types.is_struct(item):
+        return False
+    return {"from", "value"} <= {field.name for field in item}
