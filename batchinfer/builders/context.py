@@ -24,14 +24,14 @@ class WarmUp(Protocol):
         params: Iterable[SamplingParams],
         *,
         own: Collection[str] = (),
-        gives_tokens: bool = False,
+        forced_tokens: bool = False,
     ) -> None:
         """Compile what is not compiled yet.
 
         Args:
             params: those of a job, or all that a call has.
             own: names of parameters that each row may have another value of.
-            gives_tokens: every sample's token is given, not drawn.
+            forced_tokens: every sample's token is given, not drawn.
         """
 
 

@@ -35,9 +35,9 @@ from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.sampling.kinds import StepKinds
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.sampling.variants import SamplingVariants
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import ThreadCount
@@ -233,22 +233,22 @@ class _SamplingKernels:
 
     def __init__(self, logits: Callable[[], torch.Tensor]) -> None:
         self._logits = logits
-        self._compiled = set[StepKinds]()
+        self._compiled = set[SamplingVariants]()
 
     def __call__(
         self,
         params: Iterable[SamplingParams],
         *,
         own: Collection[str] = (),
-        gives_tokens: bool = False,
+        forced_tokens: bool = False,
     ) -> None:
         even = self._logits()
-        kinds = StepKinds.of(params, even.shape[1], own=own, gives_tokens=gives_tokens)
-        if kinds in self._compiled:
+        variants = SamplingVariants.of(params, even.shape[1], own=own, forced_tokens=forced_tokens)
+        if variants in self._compiled:
             return
         with phase("compiling sampling kernels"):
-            for batch in kinds.batches():
+            for batch in variants.batches():
                 Sampler()(even, batch).result()
-            if kinds.scores:
-                row_stats(even, len(even), want_argmax=False)
-        self._compiled.add(kinds)
+            if variants.scores:
+                row_stats(even, len(even))
+        self._compiled.add(variants)

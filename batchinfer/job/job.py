@@ -198,7 +198,7 @@ def _warm_up(job: Job, compile_for: WarmUp) -> None:
     if task.runner == "pooling":
         return
     if task.sampling is not None:
-        compile_for([task.sampling], gives_tokens=True)
+        compile_for([task.sampling], forced_tokens=True)
         return
     own: Collection[str] = ()
     if job.source.format.holds_requests or SAMPLING_COLUMN in job.source.schema.names:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from batchinfer.engine.step import ScoredTokens, StepResult
 from batchinfer.worker.model.body_output import last_of_body
-from batchinfer.worker.sampling.logprobs import row_stats
+from batchinfer.worker.sampling.logprobs import Reported, look_up, row_stats
 from batchinfer.worker.sampling.output import SampleHandle
-from batchinfer.worker.sampling.reported import Reported, look_up
 from batchinfer.worker.sampling.sampler import workspace_rows
 from batchinfer.worker.transfer import to_device
 
@@ -62,10 +61,9 @@ class PromptScorer:
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span], output[0].shape[1])
                 chunks.append(_score_tokens(logits, on["ids"][span], tokens, span))
-        told, finite = zip(*chunks, strict=True)
-        found = Reported.joined(told)
-        alternatives = found.ranks, found.top_token_ids, found.top
-        return SampleHandle(on["ids"], found.tokens, ~torch.cat(finite), alternatives, found.named)
+        reported, finite = zip(*chunks, strict=True)
+        found = Reported(*map(torch.cat, zip(*reported, strict=True)))
+        return SampleHandle(on["ids"], found.values[:, 0], ~torch.cat(finite), found)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
         nothing = rows.new_zeros((1, num_tokens))  # Gemma 4 asks how many there were
@@ -81,18 +79,19 @@ def _score_tokens(
     [P, V]; and whether they are numbers, bool [P]."""
     count, vocab = logits.shape
     chunk = workspace_rows(vocab, logits.device.type)
-    stats = row_stats(logits, chunk, want_argmax=False)
+    stats, _ = row_stats(logits, chunk)
     finite = stats.maximum.isfinite()
     rows = np.arange(count, dtype=np.int32)
-    wanted = np.full(count, tokens.num_logprobs.max(), dtype=np.int32)
+    most = int(tokens.num_logprobs.max())
+    wanted = np.full(count, most, dtype=np.int32)
     named = None if tokens.named_token_ids is None else tokens.named_token_ids[span]
-    raw = look_up(logits, rows, ids, wanted, named, chunk)
-    every_row = torch.arange(count, device=logits.device)
-    found = raw.mapped(lambda values: stats.logprobs(every_row, values))
+    raw = look_up(logits, rows, ids, wanted, named, num_top=min(most, vocab), chunk=chunk)
+    values = stats.logprobs(torch.arange(count, device=logits.device), raw.values)
     if tokens.as_logits is not None:
         at = to_device({"at": tokens.as_logits[span]}, logits.device)["at"]
-        found = found.or_if(at, raw)
-    return replace(found, tokens=found.tokens.masked_fill(~finite, 0)), finite
+        values = torch.where(at[:, None], raw.values, values)
+    values[:, 0].masked_fill_(~finite, 0)
+    return raw._replace(values=values), finite
 
 
 @contextmanager

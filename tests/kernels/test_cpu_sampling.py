@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu import native, sampling
 from batchinfer.worker.sampling.philox import RANDOM_BITS
-from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
+from batchinfer.worker.sampling.top_k_top_p import left_out
 
 pytestmark = pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
 
@@ -52,12 +52,10 @@ def expected(
     """By torch operations, with the random numbers a little smaller, and a little larger."""
     relative = ((logits - logits.amax()) / temperature).exp()
     weights = torch.where(relative < min_p, 0.0, relative).mul(2.0**40).long()[None]
-    keep_most_likely(
-        weights,
-        logits[None],
-        np.array([top_k], np.int32),
-        np.array([top_p], np.float32),
+    removed = left_out(
+        weights, logits[None], np.array([top_k], np.int32), np.array([top_p], np.float32)
     )
+    weights[removed] = 0
     cumulative = weights[0].cumsum(0)
     total = int(cumulative[-1])
     places = [

@@ -1,4 +1,4 @@
-"""Groups of samples that are worked on together, made on the host from the batch alone.
+"""Groups of samples that one call draws.
 
 D = distributions in a group: samples that draw from the same row of logits with the same
 parameters share one.
@@ -16,70 +16,43 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples of the same kind of work, few enough for the workspace if they take one."""
+    """Samples in ascending order, those of one distribution side by side."""
 
     samples: Int64  # [k] index into the batch's K samples
-    distributions: Int64  # [k] which of the D each draws from, ascending
-    heads: Int64  # [D] the first sample of each distribution
-    greedy: bool
-    """Whether the samples take the most likely token."""
-    filtered: bool
-    """Whether any has top-k or top-p; False where they are drawn in place."""
-    in_place: bool
-    """Whether they are drawn from the logits where these are, without a workspace."""
+    starts: Int64  # [D + 1] where the samples of each distribution begin
+
+    @property
+    def heads(self) -> Int64:
+        """[D] the first sample of each distribution."""
+        return self.samples[self.starts[:-1]]
+
+    @property
+    def distributions(self) -> Int64:
+        """[k] which of the D each sample draws from."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
 
 def group_samples(
-    batch: SamplingBatch, edited: Bool, vocab: int, max_distributions: int, *, in_place: bool
+    batch: SamplingBatch, edited: Bool, chosen: Bool, max_distributions: int
 ) -> Iterator[SampleGroup]:
-    """Groups that together hold every sample but the plain.
+    """Split the ``chosen`` [K] samples into groups of at most ``max_distributions``.
 
-    The plain ones take the most likely token of an unedited row, which needs no work.
-
-    Args:
-        batch: the samples.
-        edited: [K] from ``edited_samples``.
-        vocab: tokens.
-        max_distributions: most in a group that needs a workspace.
-        in_place: whether others than the edited are drawn without one.
+    A sample whose logits are ``edited`` [K] has a distribution of its own.
     """
-    greedy = batch.temperature == 0
-    filtered = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
-    drawn_in_place = ~greedy & ~edited & in_place
-    needs_workspace = ~greedy & ~drawn_in_place
-    kinds = (
-        (greedy & edited, True, False, False),
-        (drawn_in_place, False, False, True),
-        (needs_workspace & ~filtered, False, False, False),
-        (needs_workspace & filtered, False, True, False),
-    )
-    for chosen, is_greedy, is_filtered, is_in_place in kinds:
-        samples = np.flatnonzero(chosen)
-        if len(samples) == 0:
-            continue
-        first = starts_distribution(batch, edited, samples)
-        distributions = np.cumsum(first) - 1
-        count = int(first.sum())
-        size = count if is_in_place else max_distributions
-        for low in range(0, count, size):
-            start, stop = np.searchsorted(distributions, (low, low + size))
-            chunk = slice(int(start), int(stop))
-            yield SampleGroup(
-                samples=samples[chunk],
-                distributions=distributions[chunk] - low,
-                heads=samples[chunk][first[chunk]],
-                greedy=is_greedy,
-                filtered=is_filtered,
-                in_place=is_in_place,
-            )
-
-
-def starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> Bool:
-    """[k] whether a sample's distribution differs from that of the one before it."""
-    first = np.ones(len(samples), np.bool_)
+    samples = np.flatnonzero(chosen)
+    if len(samples) == 0:
+        return
     same = ~edited[samples[1:]] & ~edited[samples[:-1]]
     for name in ("logits_rows", *batch.DISTRIBUTION):
         values = getattr(batch, name)[samples]
         same &= values[1:] == values[:-1]
-    first[1:] = ~same
-    return first
+    bounds = np.concatenate([[0], np.flatnonzero(~same) + 1, [len(samples)]])
+    for low in range(0, len(bounds) - 1, max_distributions):
+        starts = bounds[low : low + max_distributions + 1]
+        yield SampleGroup(samples[starts[0] : starts[-1]], starts - starts[0])
+
+
+def is_filtered(batch: SamplingBatch, vocab: int) -> Bool:
+    """[K] whether top-k or top-p leaves out any of ``vocab`` tokens."""
+    filtered: Bool = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
+    return filtered

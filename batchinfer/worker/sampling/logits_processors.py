@@ -1,17 +1,14 @@
-"""Logits processors before temperature, in vLLM's order: masks, biases, bans, penalties.
+"""Logits processors that run before temperature: masks, biases, bans, allowed ids, penalties.
 
-Bias (with the bans, which are biases of -inf), allowed token ids, penalties: vLLM's
-``v1/sample/sampler.py`` and ``model_executor/layers/utils.py`` are the reference for meaning and
-order.
+Meaning and order follow vLLM's ``v1/sample/sampler.py`` and ``model_executor/layers/utils.py``. A
+ban is a bias of -inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,12 +21,12 @@ _Change = Callable[[Tensor, SamplingBatch, Int64], None]
 
 
 def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
-    """Have callers' functions change their rows of ``logits`` [R, V], in place.
+    """Run users' functions on their rows of ``logits`` [R, V], in place.
 
-    Logits that they make infinite leave no other token: these become the only ones, equally likely.
+    Tokens whose logits they make infinite become the only ones, equally likely.
 
     Raises:
-        TypeError, ValueError: a function returns something else than logits.
+        TypeError, ValueError: a function returns something other than logits.
     """
     for one in processed:
         row = logits[one.row].float()
@@ -60,7 +57,7 @@ def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
 
     Args:
         logits: float32 [D, V]; row d belongs to sample ``heads[d]``.
-        batch: parameters of all samples; those of samples not in ``heads`` are passed over.
+        batch: parameters of all samples; those of samples not in ``heads`` are ignored.
         heads: [D].
     """
     rows = np.full(len(batch.logits_rows), -1)
@@ -97,57 +94,55 @@ def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Ten
     return at["rows"], at["ids"]
 
 
-def _penalised_samples(batch: SamplingBatch) -> Int32:
+def _penalized_samples(batch: SamplingBatch) -> Int32:
     return np.empty(0, np.int32) if batch.penalties is None else batch.penalties.samples
 
 
-def _penalise(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
+def _penalize(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
     """Apply repetition, frequency and presence penalties.
 
     Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies other
     logits of tokens in the prompt or the output. Then, as in the OpenAI API, a token that is c
     times in the output loses ``frequency * c``, and ``presence`` if c > 0.
     """
-    samples = _penalised_samples(batch)
+    samples = _penalized_samples(batch)
     applies = rows[samples] >= 0
     if batch.penalties is None or not applies.any():
         return
     samples = samples[applies]
-    arrays: dict[str, npt.NDArray[np.generic]] = {
-        "rows": rows[samples, None],
-        "presence": batch.presence_penalty[samples, None],
-        "frequency": batch.frequency_penalty[samples, None],
-        "repetition": batch.repetition_penalty[samples, None],
-        "prompt": batch.penalties.prompt_token_ids[applies],
-        "output": batch.penalties.output_token_ids[applies],
-    }
-    on = to_device(arrays, logits.device)
-    output = on["output"].long()
-    seen = torch.cat((on["prompt"].long(), output), dim=1)
-    repetition = on["repetition"]
-    _rewrite(
-        logits,
-        on["rows"],
-        seen,
-        lambda _, at: torch.where(at > 0, at / repetition, at * repetition),
+    on = to_device(
+        {
+            "rows": rows[samples, None],
+            "presence": batch.presence_penalty[samples, None],
+            "frequency": batch.frequency_penalty[samples, None],
+            "repetition": batch.repetition_penalty[samples, None],
+            "prompt": batch.penalties.prompt_token_ids[applies],
+            "output": batch.penalties.output_token_ids[applies],
+        },
+        logits.device,
     )
+    output, repetition = on["output"].long(), on["repetition"]
+
+    def repeat(_: Tensor, at: Tensor) -> Tensor:
+        return torch.where(at > 0, at / repetition, at * repetition)
+
+    _rewrite(logits, on["rows"], torch.cat((on["prompt"].long(), output), dim=1), repeat)
     counts = torch.zeros(len(samples), logits.shape[1], device=logits.device)
     counts.scatter_add_(1, output.clamp(min=0), (output >= 0).float())
-    _rewrite(
-        logits,
-        on["rows"],
-        output,
-        lambda ids, at: at - on["frequency"] * counts.gather(1, ids) - on["presence"],
-    )
+
+    def count(ids: Tensor, at: Tensor) -> Tensor:
+        return at - on["frequency"] * counts.gather(1, ids) - on["presence"]
+
+    _rewrite(logits, on["rows"], output, count)
 
 
 LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
     (lambda batch: batch.bias_samples, _add_bias),
     (lambda batch: batch.allowed_samples, _keep_allowed),
-    (_penalised_samples, _penalise),
+    (_penalized_samples, _penalize),
 )
-"""In their order: which samples each is for, and what changes logits, rows of which are given as
-[K] the row of each sample, -1 = it has none."""
+"""In their order: the samples that each applies to, and the function that changes the logits, which
+takes the row of each sample, [K]; -1 = it has none."""
 
 
 def _rewrite(
@@ -172,40 +167,18 @@ def _rewrite(
     logits.index_put_((rows, ids), torch.where(stand_in >= 0, change(ids, at), at))
 
 
-def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None:
+def forbid_masked(logits: Tensor, rows: Int32, masks: Int32) -> None:
     """Set the logits of tokens that are not in their row's mask to -inf, in place, on a CPU.
 
     Args:
         logits: [R, V] floating point.
-        rows: [M] ascending, of the R.
+        rows: [M] of the R.
         masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may come; a
             token beyond the last word may not.
-        chunk: rows to work on at a time, where torch does it.
     """
     if native.supports(logits.dtype):
         row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
         return
-    words = -(-logits.shape[1] // 32)
-    lacking = max(words - masks.shape[1], 0)
-    masks = np.pad(masks, ((0, 0), (0, lacking)))[:, :words]
-    for low in range(0, len(rows), chunk):
-        span = slice(low, low + chunk)
-        unpacked = _forbidden_of_bytes()[torch.from_numpy(masks[span].view(np.uint8)).int()]
-        forbidden = unpacked.view(torch.bool)[:, : logits.shape[1]]
-        first, last = int(rows[span][0]), int(rows[span][-1])
-        if last - first + 1 == len(rows[span]):  # most often: nothing is copied
-            logits[first : last + 1].masked_fill_(forbidden, -torch.inf)
-        else:
-            at = torch.from_numpy(rows[span].astype(np.int64))
-            kept = logits.index_select(0, at).masked_fill_(forbidden, -torch.inf)
-            logits.index_copy_(0, at, kept)
-
-
-@cache
-def _forbidden_of_bytes() -> Tensor:
-    """int64 [256]: eight bools in one number for each byte of a mask, true where a bit is not set.
-
-    Looking them up is the fastest way to unpack bits that torch has.
-    """
-    absent = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(absent.view(np.int64)[:, 0].copy())
+    for row, mask in zip(rows, masks, strict=True):
+        allowed = np.unpackbits(mask.view(np.uint8), count=logits.shape[1], bitorder="little")
+        logits[int(row)].masked_fill_(torch.from_numpy(allowed) == 0, -torch.inf)

@@ -1,14 +1,13 @@
-"""Log-probabilities from the model's unmodified logits.
+"""Logits and log-probabilities of the tokens that a result reports.
 
-R = rows of logits, K = samples.
+R = rows of logits, K = samples, V = vocabulary, L = most alternatives, W = most named ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,71 +17,93 @@ from batchinfer.worker.sampling.top_k_top_p import most_likely
 from batchinfer.worker.transfer import to_device
 
 
-@dataclass(frozen=True, slots=True)
-class RowStats:
+class RowStats(NamedTuple):
     """Statistics of rows of logits, from one pass over them."""
 
     maximum: Tensor  # float32 [R]; NaN or infinite where the row is not usable
     max_logprob: Tensor  # float32 [R] log-probability of the most likely token
-    argmax: Tensor | None  # int64 [R] lowest id of the most likely tokens, if asked for
 
     def logprobs(self, rows: Tensor, logits: Tensor) -> Tensor:
-        """Log-probabilities of ``logits``, float32 [K] or [K, L], taken from ``rows`` [K]."""
-        shape = (-1,) + (1,) * (logits.ndim - 1)
-        return (logits - self.maximum[rows].view(shape)) + self.max_logprob[rows].view(shape)
+        """Log-probabilities of ``logits`` [K, any], taken from ``rows`` [K]."""
+        return (logits - self.maximum[rows][:, None]) + self.max_logprob[rows][:, None]
 
 
-def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
-    """Statistics of the rows of ``logits`` [R, V]; on a CPU ``chunk`` rows at a time."""
+def row_stats(logits: Tensor, chunk: int) -> tuple[RowStats, Tensor]:
+    """Statistics of the rows of ``logits`` [R, V], and the lowest id of their most likely tokens,
+    int64 [R]. Where torch computes them, ``chunk`` rows at a time."""
     if logits.is_cuda or native.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
-    starts = range(0, len(logits), chunk)
-    chunks = [_chunk_stats(logits[low : low + chunk].float(), want_argmax) for low in starts]
-    return RowStats(
-        maximum=torch.cat([stats.maximum for stats in chunks]),
-        max_logprob=torch.cat([stats.max_logprob for stats in chunks]),
-        argmax=torch.cat([stats.argmax for stats in chunks if stats.argmax is not None])
-        if want_argmax
-        else None,
-    )
+    compute = _row_stats_by_kernel if native.supports(torch.float32) else _row_stats_by_torch
+    chunks = torch.split(logits, chunk)
+    stats, argmax = zip(*(compute(rows.float()) for rows in chunks), strict=True)
+    return RowStats(*map(torch.cat, zip(*stats, strict=True))), torch.cat(argmax)
 
 
-def _chunk_stats(logits: Tensor, want_argmax: bool) -> RowStats:
-    if native.supports(logits.dtype):
-        return _row_stats_by_kernel(logits)
-    return RowStats(
-        maximum=logits.amax(1),
-        max_logprob=logits.log_softmax(1).amax(1),
-        argmax=logits.argmax(1) if want_argmax else None,
-    )
+def _row_stats_by_torch(logits: Tensor) -> tuple[RowStats, Tensor]:
+    return RowStats(logits.amax(1), logits.log_softmax(1).amax(1)), logits.argmax(1)
 
 
-def _row_stats_by_kernel(logits: Tensor) -> RowStats:
+def _row_stats_by_kernel(logits: Tensor) -> tuple[RowStats, Tensor]:
     if logits.is_cuda:
         from batchinfer.kernels.row_stats import row_stats as kernel
     else:
         from batchinfer.kernels.cpu.row_ops import row_stats as kernel
 
-    # Each where an allocation begins: Triton compiles anew for an address that is not aligned.
-    maximum, max_logprob = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    argmax = logits.new_empty(len(logits), dtype=torch.int64)
-    kernel(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
-    return RowStats(maximum, max_logprob, argmax)
+    stats, argmax = empty_stats(logits), logits.new_empty(len(logits), dtype=torch.int64)
+    kernel(logits, maximum=stats.maximum, max_logprob=stats.max_logprob, argmax=argmax)
+    return stats, argmax
 
 
-def token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chunk: int) -> Tensor:
-    """Ranks of the chosen tokens, 1 = most likely; 0 for samples without logprobs.
+def empty_stats(logits: Tensor) -> RowStats:
+    """Statistics for a kernel to fill in.
+
+    Each tensor is an allocation of its own: Triton compiles another variant for an address that is
+    not aligned.
+    """
+    return RowStats(*(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2)))
+
+
+class Reported(NamedTuple):
+    """Logits or log-probabilities that K samples are reported with, on their device."""
+
+    values: Tensor  # float32 [K, 1 + L + W] of the token itself, the most likely and the named ones
+    ranks: Tensor  # int64 [K] 1 = most likely; 0 for samples that ask for no log-probabilities
+    top_token_ids: Tensor  # int64 [K, L] best first
+
+
+def look_up(
+    logits: Tensor,
+    rows: Int32,
+    token_ids: Tensor,
+    wanted: Int32,
+    named_token_ids: Int32 | None,
+    *,
+    num_top: int,
+    chunk: int,
+) -> Reported:
+    """Look up the logits that K samples are reported with.
 
     Args:
         logits: [R, V].
-        rows: [K] row of logits of each sample.
-        values: float32 [K] logits of the chosen tokens.
-        wanted: [K] -1 = no logprobs.
+        rows: [K] row of each sample.
+        token_ids: int64 [K] on the device.
+        wanted: [K] most likely ones that a sample asks for; -1: not even the rank of its token.
+        named_token_ids: [K, W] below V, padded with -1, whose value is -inf.
+        num_top: L, at most V.
         chunk: rows to work on at a time.
-
-    Returns:
-        int64 [K].
     """
+    on = to_device({"rows": rows.astype(np.int64)}, logits.device)["rows"]
+    drawn = logits[on, token_ids].float()
+    top_token_ids, top = _top_logits(logits, rows, wanted, num_top, chunk)
+    columns = [drawn[:, None], top]
+    if named_token_ids is not None:
+        columns.append(_named_logits(logits, on, named_token_ids))
+    ranks = _token_ranks(logits, rows, drawn, wanted, chunk)
+    return Reported(torch.cat(columns, dim=1), ranks, top_token_ids)
+
+
+def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chunk: int) -> Tensor:
+    """Ranks int64 [K] of tokens with the logits ``values`` [K]; 0 where ``wanted`` is negative."""
     result = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     asking = np.flatnonzero(wanted >= 0)
     for low in range(0, len(asking), chunk):
@@ -93,14 +114,7 @@ def token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chun
     return result
 
 
-def named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
-    """Logits of given tokens, float32 [K, W]; -inf in place of padding.
-
-    Args:
-        logits: [R, V].
-        rows: int64 [K] row of logits of each sample.
-        token_ids: [K, W] below V, padded with -1.
-    """
+def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
     # On a GPU an index out of range takes the whole process with it.
     assert token_ids.max(initial=-1) < logits.shape[1], "token id not in the model"
     ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
@@ -108,29 +122,27 @@ def named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
     return values.masked_fill_(ids < 0, -torch.inf)
 
 
-def top_logits(logits: Tensor, rows: Int32, wanted: Int32, chunk: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of each sample's row, best first, lower ids first among equals.
-
-    Returns:
-        Token ids, int64 [K, L], and their logits, float32 [K, L], with L the most that any
-        sample wants; samples that want none have zeros and -inf.
-    """
-    most = min(int(wanted.max()), logits.shape[1])
-    shape = (len(rows), most)
-    ids = torch.zeros(shape, dtype=torch.int64, device=logits.device)
-    values = torch.full(shape, -torch.inf, device=logits.device)
+def _top_logits(
+    logits: Tensor, rows: Int32, wanted: Int32, num_top: int, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The most likely tokens [K, L] of each sample's row, best first, lower ids first among equals,
+    and their logits; samples that want none have zeros and -inf."""
+    ids = torch.zeros((len(rows), num_top), dtype=torch.int64, device=logits.device)
+    values = torch.full(ids.shape, -torch.inf, device=logits.device)
     asking = np.flatnonzero(wanted > 0)
     distinct, row_of = np.unique(rows[asking], return_inverse=True)
     for low in range(0, len(distinct), chunk):
         in_chunk = (row_of >= low) & (row_of < low + chunk)
-        arrays: dict[str, npt.NDArray[np.generic]] = {
-            "samples": asking[in_chunk],
-            "row_of": row_of[in_chunk] - low,
-            "rows": distinct[low : low + chunk],
-        }
-        on = to_device(arrays, logits.device)
+        on = to_device(
+            {
+                "samples": asking[in_chunk],
+                "row_of": row_of[in_chunk] - low,
+                "rows": distinct[low : low + chunk],
+            },
+            logits.device,
+        )
         raw = logits[on["rows"]].float()
-        best = most_likely(raw, most)
+        best = most_likely(raw, num_top)
         ids[on["samples"]] = best[on["row_of"]]
         values[on["samples"]] = raw.gather(1, best)[on["row_of"]]
     return ids, values

@@ -1,33 +1,31 @@
-"""Samples by the Triton kernels, for CUDA: edited logits in one launch, tokens in one more.
+"""Draws samples by the Triton kernels, for CUDA: one launch edits logits, one more draws tokens.
 
 All that the host knows of a step's samples goes over in one copy. Samples whose logits are edited
-have a launch of their own, more than one where their rows of edited logits take too much memory.
+have a launch of their own; more than one where their rows of edited logits take too much memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
-from batchinfer.worker.sampling.groups import starts_distribution
+from batchinfer.engine.step import Int32, Int64, SamplingBatch
+from batchinfer.worker.sampling.groups import SampleGroup, group_samples, is_filtered
 from batchinfer.worker.sampling.logits_processors import edited_samples
-from batchinfer.worker.sampling.logprobs import RowStats
+from batchinfer.worker.sampling.logprobs import empty_stats
 from batchinfer.worker.sampling.output import Draws
 from batchinfer.worker.transfer import to_device
 
 _Arrays = dict[str, npt.NDArray[np.generic]]
 
 _EDITED_ELEMENTS = 2**26
-"""Most logits that room is made for at a time where some are edited."""
+"""Most edited logits that memory is allocated for at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""What the kernel takes for a row, for each 128 of its logits, and most for what it finds there."""
-_KEYS = ("seed", "stream", "sample_index", "position")
+"""The kernel's memory for a row, for each 128 of its logits, and most for what it finds there."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
@@ -44,119 +42,89 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
     """Draw every sample. No wait, and no operation whose size the device decides.
 
     Args:
-        logits: [R, V] on a CUDA device; what masks forbid becomes -inf.
+        logits: [R, V] on a CUDA device; tokens that masks forbid become -inf.
         batch: how to draw K samples.
     """
-    groups = list(_groups(batch, edited_samples(batch), logits.shape[1]))
-    on = _to_device_in_one(batch, groups, logits.device)
-    if len(batch.masked_rows):
+    from batchinfer.kernels.edit_logits import edit_logits
+    from batchinfer.kernels.sample import sample
+
+    count, vocab = len(batch.logits_rows), logits.shape[1]
+    edited, drawn = edited_samples(batch), batch.temperature > 0
+    filtered = is_filtered(batch, vocab) & drawn
+    groups = [
+        *group_samples(batch, edited, ~edited, count),
+        *group_samples(batch, edited, edited, max(1, _EDITED_ELEMENTS // vocab)),
+    ]
+    arrays = {"batch": _batch_arrays(batch), "masks": _mask_arrays(batch)}
+    for number, group in enumerate(groups):
+        arrays[f"draws {number}"] = _draw_arrays(batch, group)
+        has_edits = edited[group.samples[0]]
+        arrays[f"edits {number}"] = _edit_arrays(batch, group.heads, vocab) if has_edits else {}
+    on = _to_device_in_one(arrays, logits.device)
+    if on["masks"]:
         from batchinfer.kernels.forbid_masked import forbid_masked
 
-        forbid_masked(logits, on["masked_rows"], on["masks"])
-    keys = _only(on, _KEYS)
-    count = len(batch.logits_rows)
-    # Each where an allocation begins: Triton compiles anew for an address that is not aligned.
-    maximum, max_logprob = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+        forbid_masked(logits, **on["masks"])
     draws = Draws(
         token_ids=logits.new_empty(count, dtype=torch.int64),
         logprobs=logits.new_empty(count, dtype=torch.float32),
         failures=logits.new_empty(count, dtype=torch.int32),
-        stats=RowStats(maximum, max_logprob, None),
+        stats=empty_stats(logits),
     )
     for number, group in enumerate(groups):
-        own = {name: on[f"{name} {number}"] for name in group.arrays}
-        _launch(logits, group, own, keys, on.get("given"), draws)
+        edits = on[f"edits {number}"]
+        sample(
+            logits,
+            **on[f"draws {number}"],
+            **on["batch"],
+            edits=edit_logits(logits, **edits) if edits else None,
+            draws=bool(drawn[group.heads].any()),
+            filters=bool(filtered[group.heads].any()),
+            maximum=draws.stats.maximum,
+            max_logprob=draws.stats.max_logprob,
+            token_ids=draws.token_ids,
+            logprobs=draws.logprobs,
+            failures=draws.failures,
+        )
     return draws
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Distributions of a launch: arrays that `sample` takes, and those that `edit_logits` does."""
-
-    arrays: _Arrays
-    draws: tuple[str, ...]
-    edits: tuple[str, ...]
-    has_draws: bool
-    has_filters: bool
-
-
-def _launch(
-    logits: Tensor,
-    group: _Group,
-    own: Mapping[str, Tensor],
-    keys: Mapping[str, Tensor],
-    given: Tensor | None,
-    into: Draws,
-) -> None:
-    from batchinfer.kernels.edit_logits import edit_logits
-    from batchinfer.kernels.sample import sample
-
-    edits = edit_logits(logits, **_only(own, group.edits)) if group.edits else None
-    sample(
-        logits, **_only(own, group.draws), **keys, given=given, edits=edits,
-        draws=group.has_draws, filters=group.has_filters,
-        maximum=into.stats.maximum, max_logprob=into.stats.max_logprob,
-        token_ids=into.token_ids, logprobs=into.logprobs, failures=into.failures,
-    )  # fmt: skip
-
-
-def _only(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
-    return {name: tensors[name] for name in names}
-
-
 def _to_device_in_one(
-    batch: SamplingBatch, groups: list[_Group], device: torch.device
-) -> dict[str, Tensor]:
-    arrays: _Arrays = {
+    arrays: Mapping[str, _Arrays], device: torch.device
+) -> dict[str, dict[str, Tensor]]:
+    flat = {(outer, name): array for outer, own in arrays.items() for name, array in own.items()}
+    on = to_device({f"{outer} {name}": array for (outer, name), array in flat.items()}, device)
+    return {outer: {name: on[f"{outer} {name}"] for name in own} for outer, own in arrays.items()}
+
+
+def _batch_arrays(batch: SamplingBatch) -> _Arrays:
+    """Arguments of ``sample`` for all K samples."""
+    given = {} if batch.given_token_ids is None else {"given": batch.given_token_ids}
+    return {
         "seed": batch.seed.view(np.int64),
         "stream": batch.stream.view(np.int64),
         "sample_index": batch.sample_index,
         "position": batch.position,
+        **given,
     }
-    if batch.given_token_ids is not None:
-        arrays["given"] = batch.given_token_ids
-    if len(batch.masked_rows):
-        arrays |= {"masked_rows": batch.masked_rows, "masks": batch.masks}
-    for number, group in enumerate(groups):
-        arrays |= {f"{name} {number}": array for name, array in group.arrays.items()}
-    return to_device(arrays, device)
 
 
-def _groups(batch: SamplingBatch, edited: Bool, vocab: int) -> Iterator[_Group]:
-    """Those whose logits are the model's, then those whose are edited."""
-    plain = np.flatnonzero(~edited)
-    if len(plain) > 0:
-        yield _group(batch, edited, plain, vocab)
-    others = np.flatnonzero(edited)
-    size = max(1, _EDITED_ELEMENTS // vocab)
-    for low in range(0, len(others), size):
-        yield _group(batch, edited, others[low : low + size], vocab)
+def _mask_arrays(batch: SamplingBatch) -> _Arrays:
+    return {"rows": batch.masked_rows, "masks": batch.masks} if len(batch.masked_rows) else {}
 
 
-def _group(batch: SamplingBatch, edited: Bool, samples: Int64, vocab: int) -> _Group:
-    first = starts_distribution(batch, edited, samples)
-    heads = samples[first]
-    draws: _Arrays = {
-        "rows": batch.logits_rows[heads],
-        **{name: getattr(batch, name)[heads] for name in batch.DISTRIBUTION},
-        "starts": np.append(np.flatnonzero(first), len(samples)).astype(np.int32),
-        "samples": samples.astype(np.int32),
+def _draw_arrays(batch: SamplingBatch, group: SampleGroup) -> _Arrays:
+    """Arguments of ``sample`` for the D distributions of a group."""
+    return {
+        "rows": batch.logits_rows[group.heads],
+        **{name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION},
+        "starts": group.starts.astype(np.int32),
+        "samples": group.samples.astype(np.int32),
     }
-    edits = _edits(batch, heads, vocab) if edited[samples[0]] else {}
-    top_k = batch.top_k[heads]
-    has_draws = bool((batch.temperature[heads] > 0).any())
-    filtered = ((top_k > 0) & (top_k < vocab)) | (batch.top_p[heads] < 1)
-    return _Group(
-        arrays=draws | edits,
-        draws=tuple(draws),
-        edits=tuple(edits),
-        has_draws=has_draws,
-        has_filters=bool((filtered & (batch.temperature[heads] > 0)).any()),
-    )
 
 
-def _edits(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
-    """What `edit_logits` takes for the distributions of these samples."""
+def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
+    """Arguments of ``edit_logits`` for the distributions of these samples."""
     place = np.full(len(batch.logits_rows), -1)
     place[heads] = np.arange(len(heads))
     arrays: _Arrays = {
@@ -171,7 +139,8 @@ def _edits(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
     lists = {
         "bias": (bias, batch.bias_token_ids),
         "allowed": (place[batch.allowed_samples], batch.allowed_token_ids),
-        **_seen_tokens(batch, place),
+        "prompt": _seen_tokens(batch, place, "prompt"),
+        "output": _seen_tokens(batch, place, "output"),
     }
     for name, (owners, token_ids) in lists.items():
         kept = owners >= 0
@@ -184,14 +153,11 @@ def _edits(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
     return arrays
 
 
-def _seen_tokens(batch: SamplingBatch, place: Int64) -> dict[str, tuple[Int64, Int32]]:
-    """Tokens that penalties look back at, and whose they are; -1 = of no distribution here."""
-    seen = {}
-    for name in ("prompt", "output"):
-        owners, token_ids = np.empty(0, np.int64), np.empty(0, np.int32)
-        if batch.penalties is not None:
-            padded = getattr(batch.penalties, f"{name}_token_ids")
-            owners = np.repeat(place[batch.penalties.samples], (padded >= 0).sum(1))
-            token_ids = padded[padded >= 0]
-        seen[name] = (owners, token_ids)
-    return seen
+def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
+    """The distribution (-1 = none of this group) and the id of each token in the prompts or outputs
+    that penalties look back at."""
+    if batch.penalties is None:
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    padded = getattr(batch.penalties, f"{part}_token_ids")
+    owners = np.repeat(place[batch.penalties.samples], (padded >= 0).sum(1))
+    return owners, padded[padded >= 0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer.engine.step import StepResult
 from batchinfer.worker.oom import raise_out_of_memory
-from batchinfer.worker.sampling.logprobs import RowStats
+from batchinfer.worker.sampling.logprobs import Reported, RowStats
 from batchinfer.worker.transfer import HostCopy
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
@@ -34,9 +34,8 @@ class SampleHandle:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
         failures: [K] 0, or why the sample has no token; true is ``NONFINITE``.
-        alternatives: ranks int64 [K], top token ids int64 [K, L] and their log-probabilities
-            float32 [K, L]; None when no sample asked for any.
-        named: float32 [K, W] log-probabilities of the ids that samples name.
+        reported: ranks, alternatives and named ids; None when no sample asked for any. Its first
+            column is not used.
     """
 
     def __init__(
@@ -44,14 +43,14 @@ class SampleHandle:
         token_ids: Tensor,
         logprobs: Tensor,
         failures: Tensor,
-        alternatives: tuple[Tensor, Tensor, Tensor] | None = None,
-        named: Tensor | None = None,
+        reported: Reported | None = None,
     ) -> None:
         self.token_ids = token_ids
-        self._has_alternatives = alternatives is not None
-        self._num_named = 0 if named is None else named.shape[1]
-        columns = [token_ids, logprobs, failures, *(alternatives or ())]
-        columns += [] if named is None else [named]
+        columns = [token_ids, logprobs, failures]
+        self._num_top: int | None = None
+        if reported is not None:
+            self._num_top = reported.top_token_ids.shape[1]
+            columns += [reported.ranks, reported.top_token_ids, reported.values[:, 1:]]
         # One int32 matrix, float32 columns by their bits, so that there is one copy.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
@@ -70,12 +69,12 @@ class SampleHandle:
         with raise_out_of_memory():
             packed = self._packed.wait().view(np.int32)
         floats = packed.view(np.float32)
-        end = packed.shape[1] - self._num_named
-        ranks = top_token_ids = top_logprobs = None
-        if self._has_alternatives:
-            middle = (end + 4) // 2
-            ranks, top_token_ids = packed[:, 3], packed[:, 4:middle]
-            top_logprobs = floats[:, middle:end]
+        ranks = top_token_ids = top_logprobs = named_logprobs = None
+        if self._num_top is not None:
+            ids_end, top_end = 4 + self._num_top, 4 + 2 * self._num_top
+            ranks, top_token_ids = packed[:, 3], packed[:, 4:ids_end]
+            top_logprobs = floats[:, ids_end:top_end]
+            named_logprobs = floats[:, top_end:] if packed.shape[1] > top_end else None
         return StepResult(
             token_ids=packed[:, 0],
             logprobs=floats[:, 1],
@@ -84,10 +83,10 @@ class SampleHandle:
             ranks=ranks,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
-            named_logprobs=floats[:, end:] if self._num_named else None,
+            named_logprobs=named_logprobs,
         )
 
 
 def _as_int32(column: Tensor) -> Tensor:
     matrix = column if column.ndim == 2 else column[:, None]
-    return matrix.view(torch.int32) if matrix.is_floating_point() else matrix.int()
+    return matrix.contiguous().view(torch.int32) if matrix.is_floating_point() else matrix.int()

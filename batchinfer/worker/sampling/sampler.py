@@ -2,8 +2,8 @@
 
 Probabilities are held as integers in units of 2**-40 of the most likely token's, so that sums
 over the vocabulary are exact and do not depend on the order of summation. A row therefore gets
-the same token alone or in company, in any chunk, for any number of samples. What is cut off is
-under 1e-12 of the most likely token's probability.
+the same token alone or in any batch, in any chunk, for any number of samples. Rounding cuts off
+less than 1e-12 of the most likely token's probability.
 
 K samples draw from R rows of logits; D = distinct distributions among them; V = vocabulary.
 """
@@ -46,11 +46,11 @@ def workspace_rows(vocab: int, device_type: str) -> int:
 class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
-    Follows vLLM's order: callers' own functions; what grammars forbid is left out;
-    log-probabilities of the logits as they are then, but for ``LogprobsMode``; bias and bans,
-    allowed ids, penalties; most likely token for temperature 0; else temperature, min-p, top-k,
-    top-p, and the inverse of the cumulative distribution in id order at one uniform number per
-    token from Philox keyed by (seed, stream, sample index, position).
+    Follows vLLM's order: users' own functions; grammars' token masks; log-probabilities of the
+    logits at this point, unless ``LogprobsMode`` asks for others; bias and bans, allowed ids,
+    penalties; most likely token for temperature 0; else temperature, min-p, top-k, top-p, and the
+    inverse of the cumulative distribution in id order at one uniform number per token from Philox
+    keyed by (seed, stream, sample index, position).
     """
 
     @torch.inference_mode()
@@ -58,14 +58,14 @@ class Sampler:
         """Draw every sample's token; one copy from device to host, at the end, not waited for.
 
         A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
-        also as without a token left where its bans and allowed ids leave none; its token and
-        log-probability are 0.
-        A sample whose token is given gets that, with the log-probability it has.
-        Other samples are not affected. Equally likely tokens count as ordered by id.
+        also as having no token left where its bans and allowed ids leave none; its token and
+        log-probability are 0. Other samples are not affected.
+        A sample whose token is given gets that, with its log-probability.
+        Equally likely tokens count as ordered by id.
 
         Args:
-            logits: [R, V] floating point, on any device; left as they are, but for rows that
-                callers' functions change, and tokens that masks forbid, which become -inf.
+            logits: [R, V] floating point, on any device; left as they are, except for rows that
+                users' functions change, and tokens that masks forbid, which become -inf.
             batch: how to draw K samples.
 
         Returns:
@@ -80,8 +80,6 @@ class Sampler:
             draws = draw_on_device(logits, batch)
         else:
             draws = draw_on_cpu(logits, batch, chunk)
-        told = report(logits, batch, draws, chunk)
-        if told is None:
-            return SampleHandle(draws.token_ids, draws.logprobs, draws.failures)
-        alternatives = told.ranks, told.top_token_ids, told.top
-        return SampleHandle(draws.token_ids, told.tokens, draws.failures, alternatives, told.named)
+        reported = report(logits, batch, draws, chunk)
+        logprobs = draws.logprobs if reported is None else reported.values[:, 0]
+        return SampleHandle(draws.token_ids, logprobs, draws.failures, reported)

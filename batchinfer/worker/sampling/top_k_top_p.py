@@ -1,4 +1,4 @@
-"""Top-k and top-p over integer weights, without sorting the vocabulary where it can be helped.
+"""Top-k and top-p over integer weights, without sorting whole rows where a few candidates suffice.
 
 The most likely tokens are a prefix of one total order: larger logits first, equal logits by
 ascending id. A filter comes down to the last token kept.
@@ -16,12 +16,8 @@ from batchinfer.engine.step import Float32, Int32
 from batchinfer.worker.transfer import to_device
 
 _FIRST_CANDIDATES = 256
-_DIGIT_SHIFTS = (22, 11, 0)
-_DIGIT_MASK = 2**11 - 1
 _HIGHEST_INT32 = 2**31 - 1
 _ID_MASK = 2**32 - 1
-
-
 _WEIGHT_OF_MAX = 2.0**40
 """Weights of 2**22 tokens add up to less than 2**62."""
 
@@ -29,14 +25,6 @@ _WEIGHT_OF_MAX = 2.0**40
 def integer_weights(relative: Tensor) -> Tensor:
     """Probabilities relative to the most likely token's as integers, int64; overwrites them."""
     return relative.mul_(_WEIGHT_OF_MAX).long()
-
-
-def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> None:
-    """Set the weights of tokens outside of top-k, then of top-p, to 0, in place.
-
-    See ``left_out``, whose arguments these are.
-    """
-    weights.masked_fill_(left_out(weights, logits, top_k, top_p), 0)
 
 
 def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> Tensor:
@@ -53,74 +41,34 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
     """
     vocab = weights.shape[1]
     most = np.where((top_k > 0) & (top_k < vocab), top_k, vocab).astype(np.int64)[:, None]
-    unlimited = bool((most == vocab).any())
     size = int(most[most < vocab].max(initial=1))
-    if unlimited:
+    if (most == vocab).any():
         size = min(max(size, _FIRST_CANDIDATES), vocab)
     on = to_device({"most": most, "share": top_p.astype(np.float64)[:, None]}, weights.device)
-    last, reached = _last_among(logits, weights, on["most"], on["share"], size=size)
-    if unlimited and size < vocab:
-        short = (~reached).nonzero()[:, 0]
-        if len(short) > 0:
-            last[short] = _last_of_all(logits[short], weights[short], on["share"][short])
+    most_kept, share = on["most"], on["share"]
+    last, reached = _last_kept(weights, most_likely(logits, size), most_kept, share)
+    short = (~reached).nonzero()[:, 0]
+    if len(short) > 0:
+        order = logits[short].sort(dim=1, descending=True, stable=True).indices
+        last[short], _ = _last_kept(weights[short], order, most_kept[short], share[short])
     threshold = logits.gather(1, last)
     after = torch.arange(vocab, device=last.device) > last
     return (logits < threshold) | ((logits == threshold) & after)
 
 
-def _last_among(
-    logits: Tensor, weights: Tensor, most: Tensor, share: Tensor, *, size: int
+def _last_kept(
+    weights: Tensor, candidates: Tensor, most: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids [d, 1] of the last tokens kept, and [d] whether ``size`` candidates were enough."""
-    candidates = most_likely(logits, size)
+    """Ids [d, 1] of the last tokens kept, and [d] whether the ``candidates`` [d, n], the most
+    likely tokens in order, were enough."""
+    size, vocab = candidates.shape[1], weights.shape[1]
     mass = weights.gather(1, candidates).cumsum(1)
     end = (most - 1).clamp(max=size - 1)
-    limited = most < logits.shape[1]
-    total = torch.where(limited, mass.gather(1, end), weights.sum(1, keepdim=True))
+    total = torch.where(most < vocab, mass.gather(1, end), weights.sum(1, keepdim=True))
     # Both sides of the comparison round alike on the way to float64.
     before = (mass.double() < share * total.double()).sum(1, keepdim=True)
-    return candidates.gather(1, torch.minimum(before, end)), (before <= end)[:, 0]
-
-
-def _last_of_all(logits: Tensor, weights: Tensor, share: Tensor) -> Tensor:
-    """Ids [d, 1] of the last tokens kept by top-p alone; ``weights`` is overwritten.
-
-    A radix selection by mass: find the upper digit of the last kept logit, then the next among
-    the tokens that share it, and so on, then the id among those of equal logits. Each time the
-    answer is the first whose cumulative mass is not below the target.
-    """
-    target = share * weights.sum(1, keepdim=True).double()
-    more_likely = _keep_equals_of_last(logits, weights, target)
-    return _first_reaching(target, weights, more_likely)[0]
-
-
-def _keep_equals_of_last(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Set the weights of all logits to 0 but those equal to the last kept.
-
-    Returns:
-        int64 [d, 1] the sum of the weights of the more likely ones.
-    """
-    order = _HIGHEST_INT32 - _ascending(logits).long()  # the most likely is the lowest, from 0
-    digits = torch.empty_like(order)
-    more_likely = weights.new_zeros(len(weights), 1)
-    for shift in _DIGIT_SHIFTS:
-        torch.bitwise_right_shift(order, shift, out=digits).bitwise_and_(_DIGIT_MASK)
-        by_digit = weights.new_zeros(len(weights), _DIGIT_MASK + 1)
-        by_digit.scatter_add_(1, digits, weights)
-        found, mass = _first_reaching(target, by_digit, more_likely)
-        more_likely = mass - by_digit.gather(1, found)
-        weights.masked_fill_(digits != found, 0)
-    return more_likely
-
-
-def _first_reaching(target: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column where ``before`` and the weights up to it reach the target, and their sum.
-
-    All are [d, 1] but the weights, int64 [d, any].
-    """
-    mass = weights.cumsum(1).add_(before)
-    found = (mass.double() < target).sum(1, keepdim=True)
-    return found, mass.gather(1, found)
+    enough = (before <= end) | (size == vocab)
+    return candidates.gather(1, torch.minimum(before, end)), enough[:, 0]
 
 
 def most_likely(logits: Tensor, size: int) -> Tensor:

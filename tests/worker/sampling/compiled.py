@@ -15,8 +15,8 @@ from batchinfer.builders.engine import build_engine
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.step import SamplingBatch, Step
-from batchinfer.worker.sampling.kinds import StepKinds
 from batchinfer.worker.sampling.on_device import draw_on_device
+from batchinfer.worker.sampling.variants import SamplingVariants
 from tests.engine.fake import make_engine, run_all
 
 VOCAB = 1024
@@ -41,7 +41,7 @@ class Compiled:
 
     def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
         """For all kinds of steps that parameters lead to."""
-        kinds = StepKinds.of(params, self.vocab, **facts)
+        kinds = SamplingVariants.of(params, self.vocab, **facts)
         judges = {_JUDGES} if kinds.scores else set()
         return judges.union(*map(self.drawing, kinds.batches()))
 
@@ -97,6 +97,6 @@ class WatchedEngines:
         params: Iterable[SamplingParams],
         *,
         own: Collection[str] = (),
-        gives_tokens: bool = False,
+        forced_tokens: bool = False,
     ) -> None:
-        self._ahead |= self._compiled.ahead(*params, own=own, gives_tokens=gives_tokens)
+        self._ahead |= self._compiled.ahead(*params, own=own, forced_tokens=forced_tokens)

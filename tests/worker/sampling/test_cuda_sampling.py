@@ -98,11 +98,11 @@ def test_a_bad_row_fails_alone() -> None:
 def test_row_stats_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = normal(5)
     logits[:, ::7] = -torch.inf
-    expected = row_stats(logits, 2, want_argmax=True)
+    expected, expected_argmax = row_stats(logits, 2)
     drawn = draw_on_device(logits, make_batch([Sample(row=row) for row in range(5)]))
     pretend_cuda(monkeypatch)
-    got = row_stats(logits, 2, want_argmax=True)
-    torch.testing.assert_close(got.argmax, expected.argmax)
+    got, argmax = row_stats(logits, 2)
+    torch.testing.assert_close(argmax, expected_argmax)
     for stats in (got, drawn.stats):
         torch.testing.assert_close(stats.maximum, expected.maximum)
         torch.testing.assert_close(stats.max_logprob, expected.max_logprob)
@@ -115,7 +115,7 @@ def test_whatever_the_number_of_rows_nothing_is_compiled_anew_for_where_results_
     logits = normal(rows)
     drawn = draw_on_device(logits, make_batch([Sample(row=row) for row in range(rows)]))
     pretend_cuda(monkeypatch)
-    for stats in (drawn.stats, row_stats(logits, rows, want_argmax=True)):
+    for stats in (drawn.stats, row_stats(logits, rows)[0]):
         assert [t.data_ptr() % 16 for t in (stats.maximum, stats.max_logprob)] == [0, 0]
 
 
@@ -123,7 +123,7 @@ def test_what_masks_forbid_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None
     rows, masks = np.array([1, 6], np.int32), np.array([[5, -7], [1, 2]], np.int32)
     batch = dataclasses.replace(make_batch([*PLAIN, *EDITED]), masked_rows=rows, masks=masks)
     expected, got = normal(), normal()
-    forbid_masked(expected, rows, masks, 10)
+    forbid_masked(expected, rows, masks)
     with traced(monkeypatch) as trace:
         draws = draw_on_device(got, batch)
     assert trace.names[0] == "_forbid_masked_kernel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from scipy import stats
@@ -12,48 +13,31 @@ from batchinfer.worker.sampling.philox import RANDOM_BITS, philox_4x32, random_b
 
 # Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors.
 KNOWN_ANSWERS = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
+    ("00000000 00000000 00000000 00000000", "00000000 00000000",
+     "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+     "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
 
 
-def words(text: str) -> torch.Tensor:
-    return torch.tensor([int(word, 16) for word in text.split()])
+def words(*texts: str) -> npt.NDArray[np.uint64]:
+    """[words, texts]"""
+    return np.array([[int(word, 16) for word in text.split()] for text in texts], np.uint64).T
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_known_answers(counter: str, key: str, answer: str) -> None:
-    assert philox_4x32(words(counter), words(key)).equal(words(answer))
-
-
-def test_many_counters_at_once_give_what_each_gives_alone() -> None:
-    counters = torch.stack([words(counter) for counter, _, _ in KNOWN_ANSWERS], dim=1)
-    keys = torch.stack([words(key) for _, key, _ in KNOWN_ANSWERS], dim=1)
-    answers = torch.stack([words(answer) for _, _, answer in KNOWN_ANSWERS], dim=1)
-    assert philox_4x32(counters, keys).equal(answers)
+def test_known_answers_alone_and_together() -> None:
+    for counter, key, answer in KNOWN_ANSWERS:
+        assert np.array_equal(philox_4x32(words(counter), words(key)), words(answer))
+    counters, keys, answers = (words(*column) for column in zip(*KNOWN_ANSWERS, strict=True))
+    assert np.array_equal(philox_4x32(counters, keys), answers)
 
 
 def draw(seed: int, stream: int, sample_index: int, position: int) -> int:
-    bits = random_bits(
-        np.array([seed], np.uint64),
-        np.array([stream], np.uint64),
-        np.array([sample_index], np.int32),
-        np.array([position], np.int32),
-    )
-    return int(bits[0])
+    keys = np.array([seed], np.uint64), np.array([stream], np.uint64)
+    places = np.array([sample_index], np.int32), np.array([position], np.int32)
+    return int(random_bits(*keys, *places)[0])
 
 
 def test_the_seed_is_the_key_and_the_rest_the_counter() -> None:
@@ -61,12 +45,12 @@ def test_the_seed_is_the_key_and_the_rest_the_counter() -> None:
         seed=0x299F31D0_A4093822, stream=0x85A308D3_243F6A88, sample_index=7, position=2**31 - 1
     )
     counter = words("243f6a88 85a308d3 00000007 7fffffff")
-    word = int(philox_4x32(counter, words("a4093822 299f31d0"))[0])
+    (word,) = philox_4x32(counter, words("a4093822 299f31d0"))[0].tolist()
     assert bits == word >> (32 - RANDOM_BITS)
 
 
 @pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
-def test_in_c_it_is_the_same() -> None:
+def test_c_gives_the_same_bits() -> None:
     rng = np.random.default_rng(0)
     seed, stream = rng.integers(0, 2**64, (2, 500), dtype=np.uint64)
     index, position = rng.integers(0, 2**31, (2, 500), dtype=np.int32)
@@ -77,27 +61,26 @@ def test_in_c_it_is_the_same() -> None:
     assert np.array_equal(got.numpy(), expected)
 
 
-def test_every_part_of_the_key_matters() -> None:
-    bases = (0, 0, 0, 0)
-    draws = {draw(*bases)}
+def test_every_part_of_the_key_changes_the_draw() -> None:
+    draws = {draw(0, 0, 0, 0)}
     for part, high in enumerate((2**63, 2**63, 2**30, 2**30)):
         for value in (1, high):
-            changed = list(bases)
+            changed = [0, 0, 0, 0]
             changed[part] = value
             draws.add(draw(*changed))
     assert len(draws) == 9
 
 
-def test_draws_are_uniform_over_positions_and_over_streams() -> None:
+@pytest.mark.parametrize("along", ["positions", "streams"])
+def test_draws_are_uniform(along: str) -> None:
     many, zeros = np.arange(4096), np.zeros(4096)
-    for stream, position in ((zeros, many), (many, zeros)):
-        bits = random_bits(
-            zeros.astype(np.uint64),
-            stream.astype(np.uint64),
-            zeros.astype(np.int32),
-            position.astype(np.int32),
-        )
-        assert bits.min() >= 0
-        counts, _ = np.histogram(bits, bins=64, range=(0, 2**RANDOM_BITS))
-        assert counts.sum() == 4096
-        assert stats.chisquare(counts).pvalue > 0.001
+    stream, position = (zeros, many) if along == "positions" else (many, zeros)
+    bits = random_bits(
+        zeros.astype(np.uint64),
+        stream.astype(np.uint64),
+        zeros.astype(np.int32),
+        position.astype(np.int32),
+    )
+    counts, _ = np.histogram(bits, bins=64, range=(0, 2**RANDOM_BITS))
+    assert counts.sum() == 4096
+    assert stats.chisquare(counts).pvalue > 0.001

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.worker.sampling import top_k_top_p
-from batchinfer.worker.sampling.top_k_top_p import keep_most_likely, most_likely
+from batchinfer.worker.sampling.top_k_top_p import left_out, most_likely
 
 # Few distinct values, so that ties are common.
 LOGITS = st.lists(st.integers(-12, 0), min_size=1, max_size=150)
@@ -26,6 +26,14 @@ def _few_candidates() -> Iterator[None]:
         yield
 
 
+def kept(
+    weights: torch.Tensor, logits: torch.Tensor, top_k: list[int], top_p: list[float]
+) -> list[set[int]]:
+    """Ids that the filters leave in each row."""
+    removed = left_out(weights, logits, np.array(top_k, np.int32), np.array(top_p, np.float32))
+    return [set(np.flatnonzero(~row)) for row in removed.numpy()]
+
+
 def in_order(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.lexsort((np.arange(len(logits)), -logits))
 
@@ -36,14 +44,14 @@ def reference_kept(
     """One row, token by token."""
     order = in_order(logits)
     order = order[:top_k] if top_k else order
-    goal = top_p * sum(int(weights[i]) for i in order)
-    kept, mass = set(), 0
+    goal = np.float64(np.float32(top_p)) * sum(int(weights[i]) for i in order)
+    ids, mass = set(), 0
     for token_id in order:
         if mass >= goal:
             break
-        kept.add(int(token_id))
+        ids.add(int(token_id))
         mass += int(weights[token_id])
-    return kept
+    return ids
 
 
 @given(
@@ -56,46 +64,29 @@ def test_keeps_what_sorting_keeps(
 ) -> None:
     rows = np.array([data.draw(st.permutations(logits)) for _ in filters], np.float32)
     weights = np.exp2(rows + 12).astype(np.int64)
-    top_k = np.array([k for k, _ in filters], np.int32)
-    top_p = np.array([p / 64 for _, p in filters], np.float32)
-    result = torch.from_numpy(weights.copy())
-    keep_most_likely(result, torch.from_numpy(rows), top_k, top_p)
-    for row, (left, before) in enumerate(zip(result.numpy(), weights, strict=True)):
-        kept = reference_kept(before, rows[row], int(top_k[row]), float(top_p[row]))
-        assert set(np.flatnonzero(left)) == kept
-        assert (left[list(kept)] == before[list(kept)]).all()
+    top_k, top_p = [k for k, _ in filters], [p / 64 for _, p in filters]
+    got = kept(torch.from_numpy(weights), torch.from_numpy(rows), top_k, top_p)
+    assert got == [reference_kept(*row) for row in zip(weights, rows, top_k, top_p, strict=True)]
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
-@pytest.mark.parametrize("centre", [-1.0, 0.0, 1.0])
-def test_logits_that_differ_in_any_bit_are_told_apart(scale: float, centre: float) -> None:
+@pytest.mark.parametrize(("center", "scale"), [(-1.0, 1e-6), (0.0, 1.0), (1.0, 30.0)])
+def test_logits_that_differ_in_any_bit_are_distinguished(center: float, scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = centre + scale * torch.randn(4, 2000, generator=generator)
+    logits = center + scale * torch.randn(4, 2000, generator=generator)
     weights = ((logits - logits.amax(1, keepdim=True)).exp() * 2.0**40).long()
-    left = weights.clone()
-    top_p = np.array([0.05, 0.5, 0.9, 0.999], np.float32)
-    keep_most_likely(left, logits, np.zeros(4, np.int32), top_p)
-    for row in range(4):
-        kept = reference_kept(weights[row].numpy(), logits[row].numpy(), 0, float(top_p[row]))
-        assert set(np.flatnonzero(left[row].numpy())) == {i for i in kept if weights[row, i] > 0}
+    top_p = [0.05, 0.5, 0.9, 0.999]
+    expected = [
+        reference_kept(*row)
+        for row in zip(weights.numpy(), logits.numpy(), [0] * 4, top_p, strict=True)
+    ]
+    assert kept(weights, logits, [0] * 4, top_p) == expected
 
 
 def test_tokens_removed_before_count_for_nothing() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
     weights = torch.tensor([[40, 30, 0, 0]])  # min-p took the last two
-    keep_most_likely(weights, logits, np.array([4], np.int32), np.array([0.58], np.float32))
-    assert weights.tolist() == [[40, 30, 0, 0]]
-    keep_most_likely(weights, logits, np.array([4], np.int32), np.array([0.57], np.float32))
-    assert weights.tolist() == [[40, 0, 0, 0]]
-
-
-def test_top_p_of_a_flat_row_goes_through_the_whole_vocabulary() -> None:
-    weights = torch.ones(2, 100, dtype=torch.int64)
-    keep_most_likely(
-        weights, torch.zeros(2, 100), np.zeros(2, np.int32), np.array([0.75, 0.5], np.float32)
-    )
-    assert weights.sum(1).tolist() == [75, 50]
-    assert weights[0, :75].all()
+    assert kept(weights, logits, [4], [0.58]) == [{0, 1}]
+    assert kept(weights, logits, [4], [0.57]) == [{0}]
 
 
 @given(

@@ -84,7 +84,7 @@ def test_rows_that_may_have_grammars_of_their_own_have_the_kernel_of_masks(
 def test_tokens_that_are_given_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(make_request(1, [7, 8]), params=SCORING, given_token=9)
     compiled = Compiled(monkeypatch)
-    assert compiled.in_steps([request]) == compiled.ahead(SCORING, gives_tokens=True)
+    assert compiled.in_steps([request]) == compiled.ahead(SCORING, forced_tokens=True)
 
 
 def test_kinds_are_drawn_once_and_prompts_are_judged_where_asked(
@@ -107,5 +107,5 @@ def test_kinds_are_drawn_once_and_prompts_are_judged_where_asked(
     warm_up([SamplingParams(top_p=0.9)])
     warm_up([SamplingParams(top_p=0.8), SamplingParams(top_p=0.7)])
     assert (len(drawn), judged) == (1, [])
-    warm_up([SCORING], gives_tokens=True)
+    warm_up([SCORING], forced_tokens=True)
     assert (len(drawn), judged) == (2, [1])

@@ -1,0 +1,135 @@
+"""The variants of the sampling kernels that a job's steps may launch, as batches of one sample.
+
+Drawing these batches before the first step compiles every variant, so that no step waits for the
+compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.step import SamplingBatch, SamplingColumns
+
+_Unset = Mapping[str, tuple[object, ...]]
+"""Parameters, and the values with which they do nothing."""
+_NO_EDITS: _Unset = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+}
+"""Parameters that edit the logits of every token of a sample."""
+_NO_BANS: _Unset = {"bad_words": ((),), "min_tokens": (0,)}
+"""Parameters that edit the logits of some of its tokens."""
+_NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (None,)}
+
+
+class KernelVariant(NamedTuple):
+    """What the kernels of one launch are compiled for."""
+
+    edited: bool
+    """Logits are edited first."""
+    draws: bool
+    """Some samples are drawn at a temperature."""
+    filters: bool
+    """Some of these by top-k or top-p."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingVariants:
+    """All variants that steps of some sampling parameters may launch."""
+
+    launches: frozenset[KernelVariant]
+    mask_words: int
+    """Words of a row's token mask; 0: no grammar restricts a sample."""
+    scores: bool
+    """Whether log-probabilities of prompts are computed."""
+    forced_tokens: bool
+    """Whether tokens are given instead of drawn."""
+    num_logprobs: int
+    """Most alternatives; -1: no log-probabilities."""
+
+    @classmethod
+    def of(
+        cls,
+        params: Iterable[SamplingParams],
+        vocab: int,
+        *,
+        own: Collection[str] = (),
+        forced_tokens: bool = False,
+    ) -> SamplingVariants:
+        """The variants for steps that hold samples with any of these parameters.
+
+        Args:
+            vocab: tokens of the model.
+            own: names of parameters that each row may override.
+            forced_tokens: every sample's token is given.
+        """
+        edited, draws, filters, num_logprobs = set[bool](), set[bool](), set[bool](), -1
+        masked = scores = False
+        for one in params:
+            edited |= _are_set(one, own, _NO_EDITS)
+            edited |= {True} & _are_set(one, own, _NO_BANS)  # other tokens are drawn unedited
+            draws |= _are_set(one, own, {"temperature": (0.0,)})
+            if "beam_width" in own:
+                draws |= {False}
+            # A top-k of the vocabulary and more leaves nothing out.
+            no_top_k = () if 0 < one.top_k < vocab else (one.top_k,)
+            filters |= _are_set(one, own, {"top_k": no_top_k, "top_p": (1.0,)})
+            masked |= True in _are_set(one, own, _NO_GRAMMARS)
+            scores |= True in _are_set(one, own, {"prompt_logprobs": (None,)})
+            num_logprobs = max(num_logprobs, -1 if one.logprobs is None else one.logprobs)
+        return cls(
+            frozenset(KernelVariant(e, d, d and f) for e, d, f in product(edited, draws, filters)),
+            -(-vocab // 32) if masked else 0,
+            scores,
+            forced_tokens,
+            num_logprobs,
+        )
+
+    def batches(self) -> Iterator[SamplingBatch]:
+        """A batch for each variant, of one row of logits; the first has the token mask, if any."""
+        masks: dict[str, Any] = {}
+        if self.mask_words:
+            words = np.full((1, self.mask_words), -1, np.int32)
+            masks = {"masked_rows": np.zeros(1, np.int32), "masks": words}
+        for launch in sorted(self.launches):
+            yield replace(self._batch(launch), **masks)
+            masks = {}
+
+    def _batch(self, launch: KernelVariant) -> SamplingBatch:
+        columns = SamplingColumns.zeros(1)
+        columns.temperature[:] = launch.draws
+        columns.top_k[:] = launch.filters
+        columns.top_p[:] = columns.repetition_penalty[:] = 1
+        columns.num_logprobs[:] = self.num_logprobs
+        at_0, none = np.zeros(1, np.int32), np.empty(0, np.int32)
+        biased = at_0 if launch.edited else none
+        values: dict[str, Any] = columns.take(at_0)
+        return SamplingBatch(
+            **values,
+            logits_rows=at_0,
+            position=at_0,
+            penalties=None,
+            bias_samples=biased,
+            bias_token_ids=biased,
+            bias_values=biased.astype(np.float32),
+            allowed_samples=none,
+            allowed_token_ids=none,
+            given_token_ids=at_0 if self.forced_tokens else None,
+        )
+
+
+def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
+    """Whether any of some parameters does something in a row: True, False, or either."""
+    fixed = {name: values for name, values in unset.items() if name not in own}
+    if any(getattr(params, name) not in values for name, values in fixed.items()):
+        return {True}
+    return {False} if len(fixed) == len(unset) else {True, False}
