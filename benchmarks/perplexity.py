@@ -1,4 +1,4 @@
-"""What quantisation costs: perplexity of the quickstart's texts and answers, and right answers.
+"""What quantization costs: perplexity of the quickstart's texts and answers, and right answers.
 
 python benchmarks/perplexity.py --rows 256 --quantizations none int8 int4
 """

@@ -2,7 +2,7 @@
 
 As DeepSeek-V3 and Qwen3's FP8 checkpoints have them (`weight` and `weight_scale_inv`, with
 `weight_block_size` [128, 128]): DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. In torch, since
-a weight is quantised once.
+a weight is quantized once.
 """
 
 import torch

@@ -55,7 +55,7 @@ def return_freed_memory() -> None:
     """Have the C library give back to the system what is freed, where it can (glibc).
 
     Threads that made weights leave it to arenas of their own, which nothing else is put into: after
-    a dequantised model of 0.2 billion parameters was packed, that was twice its size.
+    a dequantized model of 0.2 billion parameters was packed, that was twice its size.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

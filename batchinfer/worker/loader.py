@@ -114,7 +114,7 @@ class LoadedModel(ModelDescription):
     model: torch.nn.Module
     adapter_bytes: int
     kernels: KernelChoice
-    """What multiplies by the weights that are not quantised."""
+    """What multiplies by the weights that are not quantized."""
     kernel_names: Mapping[str, str]
     """What multiplies, by the dtype of the weights."""
     facts: Mapping[str, Any]
@@ -227,7 +227,7 @@ def load_model(
         product = choose_cuda_kernel(device, torch_dtype, kernels)
         if product.kernel is not None:
             pack_products(model, product.kernel, torch_dtype)
-        torch.cuda.empty_cache()  # merged and quantised weights left holes of their size
+        torch.cuda.empty_cache()  # merged and quantized weights left holes of their size
     weight_bytes = model_bytes(model)
     if described.lora or more_adapters:
         add_adapters(model, layout, described.lora, product.kernel)

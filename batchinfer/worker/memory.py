@@ -147,7 +147,7 @@ class MemoryPlan:
         """The plan as a table, for the log.
 
         Args:
-            quantization: what is said of the weights; None: they are not quantised.
+            quantization: what is said of the weights; None: they are not quantized.
         """
         rows = (
             (f"weights ({quantization})" if quantization else "weights", self.weight_bytes),

@@ -276,7 +276,7 @@ RUNS: dict[str, Failure] = {
     "5 no config": _model(_without("config.json")),
     "5 a config that is no JSON": _model(lambda folder: _cut(folder / "config.json")),
     "5 code in the model folder": _model(_config(auto_map={"AutoModel": "x.Y"})),
-    "5 quantised weights": _model(_config(quantization_config={"bits": 4})),
+    "5 quantized weights": _model(_config(quantization_config={"bits": 4})),
     "5 an unknown family": _model(_config(model_type="llamma")),
     "5 no tokenizer": _model(_without("tokenizer.json")),
     "5 no weights": _model(_without("model.safetensors")),

@@ -163,7 +163,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_index(weight_map=3), "index.json: weight_map must be names of safetensors files"),
         (_index(weight_map={"a": 3}), "index.json: weight_map must be names of safetensors files"),
         (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
-        (_config(quantization_config={"quant_method": "quip"}), "not yet: .*quantised"),
+        (_config(quantization_config={"quant_method": "quip"}), "not yet: .*quantized"),
         (_config(model_type="nonesuch"), "'nonesuch'"),
         (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),
         (_config(model_type="bloom"), "ALiBi"),

@@ -85,10 +85,10 @@ class ModelSpec(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and output together; null: what the model's config allows."""
     quantization: Text | None = None
-    """How to quantise the linear layers' weights as they are loaded: int8 or int4 (the project's
+    """How to quantize the linear layers' weights as they are loaded: int8 or int4 (the project's
     own, rows are rounded to int8; on a CPU), fp8 (the project's own, in blocks of 128 x 128; on a
     CUDA device, rows as well from compute capability 8.9 on), int8_weight_only or int4_weight_only
-    (torchao). null: as the checkpoint has them, dequantised where others than torchao quantised
+    (torchao). null: as the checkpoint has them, dequantized where others than torchao quantized
     them. Of such a checkpoint int8, int4 and fp8 take what fits as it was saved."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters as peft saves them: a name, and a folder or hub id, each.

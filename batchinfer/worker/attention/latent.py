@@ -26,7 +26,7 @@ class LatentProjection(nn.Module):
     """The projection from latents to the keys and values of all heads, made for the other side.
 
     Args:
-        linear: the projection, without bias; quantised weights are widened.
+        linear: the projection, without bias; quantized weights are widened.
         num_heads: H.
         key_width: elements of a head's key without its rotary part.
     """

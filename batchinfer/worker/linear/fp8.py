@@ -121,6 +121,6 @@ def quantize_fp8(model: Any) -> str:
     if not count:
         raise ModelError(
             f"model.quantization: models of the family {model.config.model_type!r} have no linear "
-            "layers that can be quantised"
+            "layers that can be quantized"
         )
     return f"Triton float8, rows {'of float8' if rows_too else 'of 16 bits'}"

@@ -58,7 +58,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
     if not pack_linears(model, kernel, dtype, but=head) and not as_saved:
         raise ModelError(
             f"model.quantization: models of the family {model.config.model_type!r} have no linear "
-            "layers that can be quantised"
+            "layers that can be quantized"
         )
     if method != FLOAT8_METHOD:
         pack_linears(model, _kernel(_OF_HEAD, dtype, method), dtype)

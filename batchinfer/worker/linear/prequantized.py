@@ -24,16 +24,16 @@ from batchinfer.worker.linear.codes import Codes, KeptCodes, keep_codes
 from batchinfer.worker.linear.float8_weight import Float8Weight
 from batchinfer.worker.linear.prequantized_experts import in_layers, keep_prequantized_experts
 from batchinfer.worker.model.checkpoint import weight_files
-from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
-from batchinfer.worker.model.quantised.choose import choose_format
-from batchinfer.worker.model.quantised.few_bits import (
+from batchinfer.worker.model.quantization import saved_section
+from batchinfer.worker.model.quantized.checkpoint import Dequantized, dequantized_tensors
+from batchinfer.worker.model.quantized.choose import choose_format
+from batchinfer.worker.model.quantized.low_bit import (
     BlockWeight,
-    FewBits,
     IntegerWeight,
+    LowBitCodes,
     TableWeight,
 )
-from batchinfer.worker.model.quantised.stored import Quantised
-from batchinfer.worker.model.quantization import saved_section
+from batchinfer.worker.model.quantized.stored import Quantized
 
 Kinds = tuple[type[Codes], ...]
 KEPT: Mapping[str, Kinds] = {
@@ -82,8 +82,8 @@ def keep_prequantized(
         return 0
     paths = [folder / name for name in weight_files(folder)]
     saved = defaultdict(list)
-    for name, tensor in dequantised_tensors(paths, saved_as, torch.float32).items():
-        if isinstance(tensor, Dequantised):
+    for name, tensor in dequantized_tensors(paths, saved_as, torch.float32).items():
+        if isinstance(tensor, Dequantized):
             saved[in_layers(name)].append(tensor.weight)
     kinds = (Float8Rows,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
     if device_type == "cpu":
@@ -98,14 +98,14 @@ def keep_prequantized(
     return count
 
 
-def as_codes(weight: FewBits) -> Codes | None:
+def as_codes(weight: LowBitCodes) -> Codes | None:
     """A saved weight as the kernels take it; None: they take none of its kind."""
     if isinstance(weight, TableWeight):
         return _of_table(weight)
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
 
 
-def _as_one_of(kinds: Kinds, weight: FewBits) -> Any:
+def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
     if isinstance(weight, BlockWeight) and Float8Rows in kinds:
         return _float8_rows(weight)
     codes = as_codes(weight)
@@ -189,7 +189,7 @@ def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
     return size, None if torch.equal(sorted_, weight.group_of) else by_group.int()
 
 
-def _codes(weight: Quantised, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
+def _codes(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
     """The codes of a saved weight, if they are of these kinds and what ``loaded`` was made of."""
     if weight.shape != tuple(loaded.shape):
         return None
@@ -201,7 +201,7 @@ def _codes(weight: Quantised, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes |
     return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
 
 
-def _read(weight: Quantised, kinds: Kinds) -> Any:
+def _read(weight: Quantized, kinds: Kinds) -> Any:
     """The codes of a saved weight; None: it has none of these kinds."""
-    few_bits = weight.read_few_bits()
-    return None if few_bits is None else _as_one_of(kinds, few_bits)
+    low_bit = weight.read_low_bit()
+    return None if low_bit is None else _as_one_of(kinds, low_bit)

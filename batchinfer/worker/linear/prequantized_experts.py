@@ -23,7 +23,7 @@ from batchinfer.worker.linear.experts import (
     keep_expert_codes,
     matrices_of,
 )
-from batchinfer.worker.model.quantised.stored import Quantised
+from batchinfer.worker.model.quantized.stored import Quantized
 
 _LAYER = re.compile(r"layers\.\d+\.")
 _ONE_BY_ONE = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
@@ -39,7 +39,7 @@ AsCodes = Callable[[Any], HostCodes | None]
 
 
 def keep_prequantized_experts(
-    model: nn.Module, saved: Mapping[str, Sequence[Quantised]], as_codes: AsCodes
+    model: nn.Module, saved: Mapping[str, Sequence[Quantized]], as_codes: AsCodes
 ) -> None:
     """Keep how the codes of a model's experts are read, until they are packed.
 
@@ -77,11 +77,11 @@ def _parameter(matrix: ExpertWeights) -> torch.Tensor:
     return parameter.detach()
 
 
-_Parts = dict[tuple[int, str], Quantised]
+_Parts = dict[tuple[int, str], Quantized]
 """An expert's number and what its weight is called, and how it was saved."""
 
 
-def _one_by_one(saved: Mapping[str, Sequence[Quantised]]) -> dict[str, _Parts]:
+def _one_by_one(saved: Mapping[str, Sequence[Quantized]]) -> dict[str, _Parts]:
     """Weights of single experts, by the start of their layer's names."""
     by_layer: defaultdict[str, _Parts] = defaultdict(dict)
     for name, weights in saved.items():
@@ -93,11 +93,11 @@ def _one_by_one(saved: Mapping[str, Sequence[Quantised]]) -> dict[str, _Parts]:
 
 
 def _of_one_tensor(
-    weight: Quantised, loaded: torch.Tensor, as_codes: AsCodes, expert: int
+    weight: Quantized, loaded: torch.Tensor, as_codes: AsCodes, expert: int
 ) -> HostCodes | None:
     """The codes of one expert of a tensor, if ``loaded`` is what they stand for."""
-    saved, few_bits = weight.read_expert(expert)
-    codes = None if few_bits is None else as_codes(few_bits)
+    saved, low_bit = weight.read_expert(expert)
+    codes = None if low_bit is None else as_codes(low_bit)
     return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
 
 
@@ -115,10 +115,10 @@ def _of_parts(
     return None
 
 
-def _joined(weights: Sequence[Quantised], as_codes: AsCodes) -> HostCodes | None:
+def _joined(weights: Sequence[Quantized], as_codes: AsCodes) -> HostCodes | None:
     """One weight of few bits whose outputs are those of ``weights``; None: they cannot be one."""
-    few_bits = [weight.read_few_bits() for weight in weights]
-    codes = [None if each is None else as_codes(each) for each in few_bits]
+    low_bit = [weight.read_low_bit() for weight in weights]
+    codes = [None if each is None else as_codes(each) for each in low_bit]
     kind: Any = type(codes[0])
     if any(type(each) is not kind or each is None for each in codes):
         return None

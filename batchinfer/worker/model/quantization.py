@@ -1,9 +1,9 @@
-"""Quantised weights: quantised as they are loaded, loaded as they were saved, or dequantised.
+"""Quantized weights: quantized as they are loaded, loaded as they were saved, or dequantized.
 
-torchao quantises, and multiplies by what it made: the modules stay transformers' own, with weights
-of another kind, so that logits are those of transformers' model with the same quantisation. The
+torchao quantizes, and multiplies by what it made: the modules stay transformers' own, with weights
+of another kind, so that logits are those of transformers' model with the same quantization. The
 embedding and the output head keep their dtype, as transformers has it. What torchao saved stays as
-it is; what others did is dequantised when it is loaded (``quantised``).
+it is; what others did is dequantized when it is loaded (``quantized``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import text_config
 from batchinfer.errors import ModelError, install_command, one_line
-from batchinfer.worker.model.quantised.choose import METHODS, choose_format
+from batchinfer.worker.model.quantized.choose import METHODS, choose_format
 
 _SAVED_TYPES = (
     "Int8WeightOnlyConfig",
@@ -35,15 +35,15 @@ TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
 
 
 def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
-    """Check what a model's config.json says of quantisation, before anything of it is made.
+    """Check what a model's config.json says of quantization, before anything of it is made.
 
     Args:
         wanted: ``model.quantization``.
         device_type: ``cpu`` or ``cuda``, where the model is to run.
 
     Raises:
-        ModelError: naming the method: weights were quantised in a way that is not loaded here, or
-            are to be quantised twice, or in a way that is not built for the device; or torchao is
+        ModelError: naming the method: weights were quantized in a way that is not loaded here, or
+            are to be quantized twice, or in a way that is not built for the device; or torchao is
             not installed.
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
@@ -60,14 +60,14 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     saved_as = choose_format(saved)
     if method != _TORCHAO and saved_as is None:
         raise ModelError(
-            f"not yet: the model's weights are quantised by {_shown(method)} (quant_method of "
+            f"not yet: the model's weights are quantized by {_shown(method)} (quant_method of "
             "quantization_config in config.json); use the checkpoint they were made from, or one "
-            f"quantised by one of {', '.join((*METHODS, _TORCHAO))}"
+            f"quantized by one of {', '.join((*METHODS, _TORCHAO))}"
         )
     if wanted is not None and (saved_as is None or wanted in TORCHAO_METHODS):
         other = "" if saved_as is None else f", or give {'int8' if device_type == 'cpu' else 'fp8'}"
         raise ModelError(
-            f"model.quantization is {wanted}, but the model's weights are quantised already; "
+            f"model.quantization is {wanted}, but the model's weights are quantized already; "
             f"leave the key out{other}"
         )
     if saved_as is None:
@@ -84,7 +84,7 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
     name = kind.get("_type")
     if name not in _SAVED_TYPES:
         raise ModelError(
-            f"not yet: the model's weights are quantised by torchao's {name}; "
+            f"not yet: the model's weights are quantized by torchao's {name}; "
             f"known: {', '.join(_SAVED_TYPES)}"
         )
     for other in _types_in(kind.get("_data")):
@@ -94,7 +94,7 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
 
 
 def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
-    """How a loaded model's weights are quantised, for people: the checkpoint's format and what
+    """How a loaded model's weights are quantized, for people: the checkpoint's format and what
     became of it, or torchao's name for it; None: not at all.
 
     Args:
@@ -103,7 +103,7 @@ def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None
     saved = saved_section(config)
     saved_as = choose_format(saved)
     if saved_as is not None:
-        return f"{saved_as.name}, {wanted or 'dequantised when loaded'}"
+        return f"{saved_as.name}, {wanted or 'dequantized when loaded'}"
     return wanted or (str(_default_type(saved).get("_type")) if saved else None)
 
 
@@ -122,12 +122,12 @@ def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantise a model's linear layers, all but the output head, one after the other.
+    """Quantize a model's linear layers, all but the output head, one after the other.
 
     Args:
         model: its weights in the dtype that it is to compute in.
         method: a name of ``model.quantization``.
-        device: where each is quantised, and stays.
+        device: where each is quantized, and stays.
 
     Raises:
         ModelError: the model has no such layers, or their shapes or dtype do not allow it.
@@ -144,7 +144,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
         family = model.config.model_type
         raise ModelError(
             f"model.quantization: models of the family {family!r} have no linear layers that "
-            "can be quantised"
+            "can be quantized"
         )
     config = _config(ao, method, device, linears)
     for name, linear in linears.items():
@@ -166,7 +166,7 @@ def is_plain(linear: object) -> TypeGuard[nn.Linear]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a quantised one is made of."""
+    """The tensor itself, or those that a quantized one is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -198,7 +198,7 @@ def _require_torchao() -> None:
         import torchao  # noqa: F401
     except ImportError:
         raise ModelError(
-            f"quantised weights need torchao: {install_command('quantization')}"
+            f"quantized weights need torchao: {install_command('quantization')}"
         ) from None
 
 

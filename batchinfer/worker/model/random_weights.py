@@ -32,12 +32,12 @@ def make_random_weights(
     with, the same each time on a device. Arguments are those of ``load_weights``.
 
     Raises:
-        ModelError: the config's weights are quantised, or transformers cannot make them.
+        ModelError: the config's weights are quantized, or transformers cannot make them.
         DeviceError: the weights do not fit the device.
     """
     if saved_section(config.to_dict()):
         raise ModelError(
-            f"{folder}/config.json: its weights are saved quantised (quantization_config), and "
+            f"{folder}/config.json: its weights are saved quantized (quantization_config), and "
             "random ones are not; take quantization_config out of it"
         )
     register()

@@ -16,10 +16,10 @@ from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.meta_model import described
-from batchinfer.worker.model.quantised.checkpoint import dequantised_tensors, empty_biases
-from batchinfer.worker.model.quantised.choose import choose_format
-from batchinfer.worker.model.quantised.format import Format
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize, saved_section
+from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
+from batchinfer.worker.model.quantized.choose import choose_format
+from batchinfer.worker.model.quantized.format import Format
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.text_half import causal_class, is_wrapper, read_text_half
 
@@ -104,7 +104,7 @@ def _read(
     """The model, what transformers says of loading it, and tensors that it may leave out.
 
     Args:
-        saved_as: the format of quantised weights, which are dequantised one at a time as they are
+        saved_as: the format of quantized weights, which are dequantized one at a time as they are
             loaded; None: transformers reads the files.
     """
     options: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _read(
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)  # transformers would make layers for it
     paths = [folder / name for name in weight_files(folder)]
-    tensors = dequantised_tensors(paths, saved_as, options["dtype"])
+    tensors = dequantized_tensors(paths, saved_as, options["dtype"])
     own_class: Any = causal_class(config)
     read = read_text_half if is_wrapper(config) else own_class.from_pretrained
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)

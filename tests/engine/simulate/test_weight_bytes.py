@@ -1,4 +1,4 @@
-"""Bytes of a weight by what config.json says of quantisation."""
+"""Bytes of a weight by what config.json says of quantization."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchinfer.engine.simulate.model_cost import matrix_bytes
-from tests.worker.model.quantised.writers import CASES
+from tests.worker.model.quantized.writers import CASES
 
 _ROUNDED = 0.5 + 5 / 64
 _KEPT = {
@@ -28,7 +28,7 @@ _KEPT_INT8 = {
 def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> None:
     section = {"quantization_config": CASES[case][0]}
     config = {"text_config": section} if is_of_text else section
-    assert matrix_bytes(config, None, 2) == 2, "dequantised"
+    assert matrix_bytes(config, None, 2) == 2, "dequantized"
     assert matrix_bytes(config, "fp8", 2) == 1
     assert matrix_bytes(config, "int8", 2) == _KEPT_INT8.get(case, 1)
     assert matrix_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)

@@ -51,7 +51,7 @@ def fused(
     """A model with packed weights whose layers are one call, each by itself or together.
 
     Args:
-        method: of quantisation; none where it is empty.
+        method: of quantization; none where it is empty.
     """
     register()
     model = tiny_model(family, **changes).to(dtype)

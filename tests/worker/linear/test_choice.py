@@ -229,7 +229,7 @@ def test_on_cuda_rows_do_not_go_on_by_another_kernel() -> None:
         choose_cuda_kernel(CPU, torch.bfloat16, required)
 
 
-def test_quantised_models_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_models_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
     model = ModelConfig("any", quantization="int8_weight_only")
     with pytest.raises(ModelError, match="quantization: int8_weight_only multiplies by on a CUDA"):

@@ -21,11 +21,11 @@ from batchinfer.worker.linear.prequantized import as_codes
 from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, linear_kernels, low_bit_kernel
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.model.quantised.few_bits import TableWeight
+from batchinfer.worker.model.quantized.low_bit import TableWeight
 from tests.models import make_checkpoint
-from tests.worker.model.quantised.checkpoints import write_quantised
-from tests.worker.model.quantised.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
-from tests.worker.model.quantised.writers import CASES
+from tests.worker.model.quantized.checkpoints import write_quantized
+from tests.worker.model.quantized.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
+from tests.worker.model.quantized.writers import CASES
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 5, 48, 32, 3
 SHAPE = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER}
@@ -131,7 +131,7 @@ def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path
 @pytest.mark.parametrize("method", LOW_BIT_METHODS)
 def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
     """Codes of 4 bits and powers of two: only rows are rounded."""
-    folder, _ = write_quantised(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
+    folder, _ = write_quantized(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
     model = ModelConfig(str(folder), dtype="float32")
     plain = load_model(model, device=CPU)
     kept = load_model(ModelConfig(str(folder), dtype="float32", quantization=method), device=CPU)
@@ -166,7 +166,7 @@ def test_experts_saved_one_by_one_keep_their_codes(
     family: str, case: str, method: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = {"hidden_size": 64, "intermediate_size": 128, **changes}
-    folder, plain = write_quantised(tmp_path, family, *CASES[case], **changes)
+    folder, plain = write_quantized(tmp_path, family, *CASES[case], **changes)
     saved = load_file(plain / "model.safetensors")
     model = ModelConfig(str(folder), dtype="float32", quantization=method)
     loaded = load_model(model, device=CPU)

@@ -102,12 +102,12 @@ def test_logits_are_those_of_rounded_weights_and_rows(
     assert (got - wanted).norm() <= (2e-2 if rows_too else 1e-5) * wanted.norm()
     with torch.inference_mode():
         plain = tiny_model(family, **SIZES)(input_ids=torch.tensor([IDS])).logits[0]
-    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantised"
+    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantized"
 
 
 @pytest.mark.parametrize("name", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @torch.inference_mode()
-def test_a_model_is_quantised_as_it_is_loaded(tmp_path: Path, name: str) -> None:
+def test_a_model_is_quantized_as_it_is_loaded(tmp_path: Path, name: str) -> None:
     pytest.importorskip("psutil")  # a GPU box may lack it
     from batchinfer.worker.loader import load_model
 
@@ -153,5 +153,5 @@ def test_a_layer_keeps_its_shape_dtype_and_bias() -> None:
 
 
 def test_what_it_is_not_for_is_refused() -> None:
-    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
+    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         quantize_fp8(tiny_model("gpt2"))

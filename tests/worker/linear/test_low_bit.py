@@ -115,7 +115,7 @@ def test_logits_are_those_of_transformers_with_layers_rounded_alike(
     loaded = load(folder, method, dtype)
     plain, wanted = (logits_of_the_twin(folder, one, dtype) for one in (None, method))
     ours = logits_of(loaded.model, loaded)
-    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantised"
+    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantized"
     assert (ours - wanted).norm() <= (1e-5 if dtype == "float32" else 0.15) * wanted.norm()
     kernels = {
         name.rsplit(".", 1)[-1]: module.kernel.name
@@ -156,7 +156,7 @@ def test_what_it_is_not_for_is_refused(checkpoint: Callable[[str], Path], method
         load(checkpoint("llama"), method, "float16")
     with pytest.raises(ModelError, match=rf"not yet: model\.quantization: {method} is for CPUs"):
         check_quantization({}, method, "cuda")
-    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
+    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load(checkpoint("gpt2"), method)
 
 

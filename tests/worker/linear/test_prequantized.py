@@ -1,4 +1,4 @@
-"""Codes of a quantised checkpoint that are packed as they were saved."""
+"""Codes of a quantized checkpoint that are packed as they were saved."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from batchinfer.worker.linear.prequantized import as_codes, keep_prequantized
 from batchinfer.worker.linear_kernels import low_bit_kernel, pack_own
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
-from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
-from batchinfer.worker.model.quantised.choose import choose_format
-from batchinfer.worker.model.quantised.few_bits import IntegerWeight
 from batchinfer.worker.model.quantization import is_plain
+from batchinfer.worker.model.quantized.checkpoint import Dequantized, dequantized_tensors
+from batchinfer.worker.model.quantized.choose import choose_format
+from batchinfer.worker.model.quantized.low_bit import IntegerWeight
 from batchinfer.worker.model.weights import load_weights
 from tests.models import make_checkpoint
-from tests.worker.model.quantised.checkpoints import write_quantised
-from tests.worker.model.quantised.test_formats import WEIGHT
-from tests.worker.model.quantised.test_load import CPU, IDS, load, logits_of
-from tests.worker.model.quantised.writers import CASES, float8
+from tests.worker.model.quantized.checkpoints import write_quantized
+from tests.worker.model.quantized.test_formats import WEIGHT
+from tests.worker.model.quantized.test_load import CPU, IDS, load, logits_of
+from tests.worker.model.quantized.writers import CASES, float8
 
 _KEPT = {
     **dict.fromkeys(("packed int4", "packed int4 with zeros", "awq"), Int4Weight),
@@ -76,11 +76,11 @@ def codes_in(folder: Path, case: str, layer: str) -> Codes | None:
     """The codes of a layer as the kernels take them."""
     saved_as = choose_format(CASES[case][0])
     assert saved_as is not None
-    tensors = dequantised_tensors([folder / "model.safetensors"], saved_as, torch.float32)
+    tensors = dequantized_tensors([folder / "model.safetensors"], saved_as, torch.float32)
     tensor = tensors[f"{layer}.weight"]
-    assert isinstance(tensor, Dequantised)
-    few_bits = tensor.weight.read_few_bits()
-    return None if few_bits is None else as_codes(few_bits)
+    assert isinstance(tensor, Dequantized)
+    low_bit = tensor.weight.read_low_bit()
+    return None if low_bit is None else as_codes(low_bit)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,7 +123,7 @@ def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
     weight = IntegerWeight(bits, numbers, scales, zeros, group_of)
     codes = as_codes(weight)
     assert (codes is not None) == is_kept
-    assert codes is None or torch.equal(codes.dequantized(), weight.dequantise())
+    assert codes is None or torch.equal(codes.dequantized(), weight.dequantize())
 
 
 @needs_kernel
@@ -145,7 +145,7 @@ def test_layers_are_packed_as_they_were_saved(
     family: str, case: str, method: str, tmp_path: Path
 ) -> None:
     blocks = BLOCKS if family == "llama" else {}
-    folder, plain = write_quantised(tmp_path, family, *CASES[case], **blocks)
+    folder, plain = write_quantized(tmp_path, family, *CASES[case], **blocks)
     model = ModelConfig(str(folder), dtype="float32", quantization=method)
     kept = load_model(model, device=CPU)
     layers = {name: m for name, m in kept.model.named_modules() if isinstance(m, PackedLinear)}
@@ -162,14 +162,14 @@ def test_layers_are_packed_as_they_were_saved(
         assert torch.equal(layer(x), pack_own(codes).times(x, None))
         compared += 1
     assert compared >= 4, "attention's and the MLP's last layers"
-    dequantised = load(folder)
+    dequantized = load(folder)
     assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
     if case.startswith(("awq", "gptq", "int8 in")):  # others fill few panels, or blocks of 64
         cost = ModelCost.from_config(kept.config, "float32", quantization=method)
         assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
-    assert kept.facts["weight_bytes"] < dequantised.facts["weight_bytes"]
-    noise = (logits_of(kept) - logits_of(dequantised)).norm()
-    assert noise <= 0.2 * logits_of(dequantised).norm()
+    assert kept.facts["weight_bytes"] < dequantized.facts["weight_bytes"]
+    noise = (logits_of(kept) - logits_of(dequantized)).norm()
+    assert noise <= 0.2 * logits_of(dequantized).norm()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -182,7 +182,7 @@ def test_inputs_that_lie_in_order_are_not_sorted(bits: int) -> None:
     codes = as_codes(weight)
     assert isinstance(codes, GroupedWeight)
     assert (codes.group_size, codes.order) == (32, None)
-    assert torch.equal(codes.dequantized(), weight.dequantise())
+    assert torch.equal(codes.dequantized(), weight.dequantize())
 
 
 @given(
@@ -207,7 +207,7 @@ def test_codes_stand_for_what_was_saved_or_are_none(
     weight = IntegerWeight(bits, numbers, scales, zeros if has_zeros else None)
     codes = as_codes(weight)
     assert (codes is not None) == (bits > 2 and (groups == 1 or size % 8 == 0))
-    assert codes is None or torch.equal(codes.dequantized(), weight.dequantise())
+    assert codes is None or torch.equal(codes.dequantized(), weight.dequantize())
 
 
 class RoundsRows(nn.Module):
@@ -248,7 +248,7 @@ def logits_with_rows_rounded(folder: Path) -> torch.Tensor:
     ],
 )
 def test_nothing_but_rows_is_rounded(case: str, method: str, tmp_path: Path) -> None:
-    folder, plain = write_quantised(tmp_path, "llama", *CASES[case])
+    folder, plain = write_quantized(tmp_path, "llama", *CASES[case])
     model = ModelConfig(str(folder), dtype="float32", quantization=method)
     ours, wanted = logits_of(load_model(model, device=CPU)), logits_with_rows_rounded(plain)
     wrong = (ours - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -257,13 +257,13 @@ def test_nothing_but_rows_is_rounded(case: str, method: str, tmp_path: Path) -> 
 
 @needs_kernel
 def test_layers_saved_in_another_way_are_rounded_anew(tmp_path: Path) -> None:
-    folder, _ = write_quantised(tmp_path, "llama", *CASES["fp8 blocks"])
+    folder, _ = write_quantized(tmp_path, "llama", *CASES["fp8 blocks"])
     choice = ModelConfig(str(folder), dtype="float32", quantization="int8")
     loaded, plain = load_model(choice, device=CPU), load(folder)
     assert loaded.kernel_names["int8"] == "own int8"
     noise = (logits_of(loaded) - logits_of(plain)).norm()
     assert 0 < noise <= 0.2 * logits_of(plain).norm()
-    with pytest.raises(ModelError, match="quantised already; leave the key out, or give int8"):
+    with pytest.raises(ModelError, match="quantized already; leave the key out, or give int8"):
         load_model(ModelConfig(str(folder), quantization="int8_weight_only"), device=CPU)
 
 
@@ -288,7 +288,7 @@ def test_float8_takes_a_byte_on_a_cpu_and_changes_no_number(
     family: str, case: str, changes: dict[str, int], dtype: str, tmp_path: Path
 ) -> None:
     section, writer = FP8_128 if case == "fp8 128" else CASES[case]
-    folder, _ = write_quantised(tmp_path, family, section, writer, **BLOCKS, **changes)
+    folder, _ = write_quantized(tmp_path, family, section, writer, **BLOCKS, **changes)
     required = vectors(dtype)
     kept, plain = (
         load_model(
@@ -329,7 +329,7 @@ def test_float8_is_multiplied_as_it_was_saved(
 ) -> None:
     """Also layers that were merged."""
     monkeypatch.setattr("batchinfer.kernels.launch.compute_capability", lambda device: 90)
-    folder, plain = write_quantised(tmp_path, "llama", *FP8_128, **BLOCKS)
+    folder, plain = write_quantized(tmp_path, "llama", *FP8_128, **BLOCKS)
     config = load_config(folder)
     model = load_weights(folder, config, "bfloat16", CPU, 512)
     assert keep_prequantized(model, folder, config.to_dict(), "fp8", "cuda") == 2 * 7

@@ -1,4 +1,4 @@
-"""Quantised weights: transformers' own logits, fewer bytes, and what is refused."""
+"""Quantized weights: transformers' own logits, fewer bytes, and what is refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers(
     wanted = logits_of_transformers(folder, dtype, quantization_config=config)
     assert_alike(logits_of(loaded), wanted, 1e-4 if dtype == "float32" else 3e-2)
     plain = logits_of_transformers(folder, "float32")
-    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantised"
+    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantized"
     assert loaded.facts["quantization"] == method
 
 
@@ -102,7 +102,7 @@ def test_logits_are_those_of_transformers(
         "Int8DynamicActivationIntxWeightConfig",
     ],
 )
-def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(
+def test_a_quantized_checkpoint_is_loaded_as_it_was_saved(
     checkpoint: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     import torchao.quantization as ao
@@ -117,7 +117,7 @@ def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(
     # Activations that are rounded to 8 bits fall to the other side for the least of reasons.
     assert_alike(logits_of(loaded), wanted, 5e-2 if "Dynamic" in name else 1e-4)
     assert loaded.facts["quantization"] == name
-    with pytest.raises(ModelError, match="weights are quantised already; leave the key out"):
+    with pytest.raises(ModelError, match="weights are quantized already; leave the key out"):
         load_model(ModelConfig(str(tmp_path), quantization="int8_weight_only"), device=CPU)
 
 
@@ -143,7 +143,7 @@ def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -
         assert cost.weights_read(1) < plain.weights_read(1) / 2
 
 
-def test_what_is_not_quantised_is_packed_and_fused_as_ever(
+def test_what_is_not_quantized_is_packed_and_fused_as_ever(
     checkpoint: Callable[[str], Path],
 ) -> None:
     loaded = load_model(
@@ -154,7 +154,7 @@ def test_what_is_not_quantised_is_packed_and_fused_as_ever(
     assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayers"}
 
 
-def test_adapters_are_added_to_quantised_layers(
+def test_adapters_are_added_to_quantized_layers(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base = tiny_model("llama", **WIDE)
@@ -180,8 +180,8 @@ def test_adapters_are_added_to_quantised_layers(
     ("saved", "message"),
     [
         ({"quant_method": "gptq", "bits": 3}, "not yet: quantization_config.bits .* is 3"),
-        ({"quant_method": "quip"}, "not yet: .* quantised by quip .* one of awq, bits"),
-        ({"load_in_8bit": True}, "not yet: .* quantised by a method without a name"),
+        ({"quant_method": "quip"}, "not yet: .* quantized by quip .* one of awq, bits"),
+        ({"load_in_8bit": True}, "not yet: .* quantized by a method without a name"),
         ({"quant_method": "torchao"}, "not yet: .* torchao's None; known: Int8WeightOnly"),
         (
             {"quant_method": "torchao", "quant_type": "int8_weight_only"},
@@ -205,7 +205,7 @@ def test_adapters_are_added_to_quantised_layers(
         ),
     ],
 )
-def test_other_ways_to_quantise_are_refused_by_name_before_weights_load(
+def test_other_ways_to_quantize_are_refused_by_name_before_weights_load(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +226,7 @@ def _not_reached(*_: Any) -> None:
 
 def test_models_and_widths_that_do_not_go_are_refused(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2")
-    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
+    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load_model(ModelConfig(str(tmp_path / "gpt2"), quantization="int8_weight_only"), device=CPU)
     make_checkpoint("llama", tmp_path / "odd", intermediate_size=48)
     with pytest.raises(ModelError, match="int4_weight_only needs widths divisible by 32"):

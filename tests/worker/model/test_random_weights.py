@@ -47,11 +47,11 @@ def test_a_wrapper_has_those_of_its_text_half(tmp_path: Path) -> None:
     assert {name for name, _ in loaded.model.named_children()} == {"model", "lm_head"}
 
 
-def test_weights_that_would_be_quantised_are_refused(tmp_path: Path) -> None:
+def test_weights_that_would_be_quantized_are_refused(tmp_path: Path) -> None:
     values = tiny_config("llama").to_dict()
     section = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": section}))
-    with pytest.raises(ModelError, match=r"saved quantised .* take quantization_config out of it"):
+    with pytest.raises(ModelError, match=r"saved quantized .* take quantization_config out of it"):
         load_model(ModelConfig(str(tmp_path)), device=CPU, random_weights=True)
 
 

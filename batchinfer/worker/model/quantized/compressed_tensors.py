@@ -16,16 +16,16 @@ import regex
 import torch
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantised.config_key import block_of, group_size, one_of, refused
-from batchinfer.worker.model.quantised.few_bits import (
+from batchinfer.worker.model.quantized.config_key import block_of, group_size, one_of, refused
+from batchinfer.worker.model.quantized.float8 import FLOAT8, float8_weight
+from batchinfer.worker.model.quantized.low_bit import (
     IntegerWeight,
     check_groups,
     unpack,
     words_for,
 )
-from batchinfer.worker.model.quantised.float8 import FLOAT8, float8_weight
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -57,7 +57,7 @@ class _Scheme:
     def rank(self, module: str) -> int:
         """How closely it names a module: by name, by pattern, by kind of module; 3: not at all.
 
-        Kinds are not compared: what is saved quantised is a linear layer.
+        Kinds are not compared: what is saved quantized is a linear layer.
         """
         if module in self.targets:
             return 0
@@ -91,7 +91,7 @@ class CompressedTensors:
             if not isinstance(group, Mapping) or group.get("weights")
         ]
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         if set(parts) == {""} and parts[""].dtype not in ("I8", *FLOAT8):
             return None
         scheme = self._scheme_of(name)
@@ -110,7 +110,7 @@ class CompressedTensors:
         rank, at = min(ranks, default=(3, 0))
         if rank == 3:
             raise ModelError(
-                f"{weight} is quantised, and no group of quantization_config.config_groups in "
+                f"{weight} is quantized, and no group of quantization_config.config_groups in "
                 "config.json names it; take config.json and the safetensors files from the same "
                 "model"
             )
@@ -150,7 +150,7 @@ def _scheme(key: str, group: Any) -> _Scheme:
     return _Scheme(tuple(map(str, targets)), compiled, bits, size, block, has_zeros)
 
 
-def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Quantised:
+def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Quantized:
     words, scales = part_of(name, parts, _PACKED), part_of(name, parts, _SCALE)
     saved_shape = part_of(name, parts, _SHAPE)
     check_part(saved_shape, (len(words.shape),), "I64", "I32")
@@ -166,12 +166,12 @@ def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Q
         check_part(zeros, scales.shape, "I8")
     if _GROUP_OF in parts:
         check_part(parts[_GROUP_OF], (*experts, width), "I32", "I64")
-    return Quantised.of_few_bits(shape, kept, partial(_packed_integers, name, scheme.bits, width))
+    return Quantized.of_low_bit(shape, kept, partial(_packed_integers, name, scheme.bits, width))
 
 
 def _int8_weight(
     numbers: Stored, scales: Stored, zeros: Stored | None, scheme: _Scheme
-) -> Quantised:
+) -> Quantized:
     *experts, height, width = (1, 1, *numbers.shape)[-max(len(numbers.shape), 2) :]
     check_part(numbers, (*experts, height, width), "I8")
     _check_scales(scales, (*experts, height, width), scheme)
@@ -179,7 +179,7 @@ def _int8_weight(
     if zeros is not None:
         check_part(zeros, scales.shape, "I8")
         parts[_ZEROS] = zeros
-    return Quantised.of_few_bits(numbers.shape, parts, _int8_integers)
+    return Quantized.of_low_bit(numbers.shape, parts, _int8_integers)
 
 
 def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> int:

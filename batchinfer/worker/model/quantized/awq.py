@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from batchinfer.worker.model.quantised.config_key import group_size, one_of
-from batchinfer.worker.model.quantised.few_bits import IntegerWeight
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.config_key import group_size, one_of
+from batchinfer.worker.model.quantized.low_bit import IntegerWeight
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -46,7 +46,7 @@ class Awq:
         one_of(saved, "zero_point", (True,), default=True)
         self._group_size = group_size(saved)
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         if "" in parts:
             return None
         words, zeros, scales = (part_of(name, parts, end) for end in self.ends)
@@ -55,7 +55,7 @@ class Awq:
         check_part(words, (inputs, num_words), "I32")
         check_part(zeros, (groups, num_words), "I32")
         check_part(scales, (groups, num_words * _PER_WORD), "F16", "BF16", "F32")
-        return Quantised.of_few_bits((num_words * _PER_WORD, inputs), parts, _integers)
+        return Quantized.of_low_bit((num_words * _PER_WORD, inputs), parts, _integers)
 
 
 def _integers(tensors: Tensors) -> IntegerWeight:

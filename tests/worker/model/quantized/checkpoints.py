@@ -1,4 +1,4 @@
-"""Tiny checkpoints with quantised weights, each beside one of the weights they stand for."""
+"""Tiny checkpoints with quantized weights, each beside one of the weights they stand for."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import make_checkpoint
-from tests.worker.model.quantised.writers import Writer
+from tests.worker.model.quantized.writers import Writer
 from tests.wrappers import FAMILIES as WRAPPERS
 from tests.wrappers import make_wrapper
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
-def write_quantised(
+def write_quantized(
     folder: Path, family: str, section: Mapping[str, Any], writer: Writer, **changes: Any
 ) -> tuple[Path, Path]:
-    """Write a random model with its layers' linear layers quantised.
+    """Write a random model with its layers' linear layers quantized.
 
     Args:
         folder: to write below.
@@ -31,7 +31,7 @@ def write_quantised(
         changes: to the family's config.
 
     Returns:
-        Its folder, and that of a model with the weights that the quantised ones stand for.
+        Its folder, and that of a model with the weights that the quantized ones stand for.
     """
     torch.manual_seed(1)
     float_model = folder / "float"
@@ -40,18 +40,18 @@ def write_quantised(
     else:
         make_checkpoint(family, float_model, **{**WIDE, **changes})
     saved = load_file(float_model / "model.safetensors")
-    quantised, plain = dict(saved), dict(saved)
+    quantized, plain = dict(saved), dict(saved)
     for name, weight in saved.items():
-        if _is_quantised(name, weight):
-            del quantised[name]
+        if _is_quantized(name, weight):
+            del quantized[name]
             written = writer(weight)
             layer = name.removesuffix("weight")
-            quantised |= {layer + end: part.contiguous() for end, part in written.parts.items()}
+            quantized |= {layer + end: part.contiguous() for end, part in written.parts.items()}
             plain[name] = written.weight.contiguous()
     config = json.loads((float_model / "config.json").read_text())
-    folders = folder / "quantised", folder / "plain"
+    folders = folder / "quantized", folder / "plain"
     for path, tensors, more in zip(
-        folders, (quantised, plain), ({"quantization_config": section}, {}), strict=True
+        folders, (quantized, plain), ({"quantization_config": section}, {}), strict=True
     ):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(config | more))
@@ -59,7 +59,7 @@ def write_quantised(
     return folders
 
 
-def _is_quantised(name: str, weight: torch.Tensor) -> bool:
+def _is_quantized(name: str, weight: torch.Tensor) -> bool:
     if weight.dim() == 3:
         return True
     left_out = ("norm.weight", "gate.weight", "router.weight", "bias", "sinks")

@@ -1,4 +1,4 @@
-"""bitsandbytes' weights of 4 bits (NF4, FP4; scales quantised again or not) and of 8 (LLM.int8()).
+"""bitsandbytes' weights of 4 bits (NF4, FP4; scales quantized again or not) and of 8 (LLM.int8()).
 
 From bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
 ``int8_vectorwise_dequant``): a 4-bit weight is a flat row of bytes, the upper half first, which are
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantised.few_bits import IntegerWeight, TableWeight
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.low_bit import IntegerWeight, TableWeight
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -42,7 +42,7 @@ class BitsAndBytes:
         ".weight_format": ".weight",
     }
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         if ".SCB" in parts:
             return _int8_weight(name, parts)
         if set(parts) == {""} and parts[""].dtype not in ("U8", "I8"):
@@ -69,7 +69,7 @@ class _State:
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 
-def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
+def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     ends = ("", ".absmax", ".quant_map")
     codes, scales, table = (part_of(name, parts, end) for end in ends)
     state = _state(next((parts[end] for end in _STATES if end in parts), None), name)
@@ -85,15 +85,15 @@ def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
     if codes.dtype == "U8":
         check_part(codes, (-(-state.size // 2), 1), "U8")
     kept = {end: parts[end] for end in (*ends, *_NESTED) if end in parts}
-    return Quantised(
+    return Quantized(
         state.shape,
         kept,
-        partial(_dequantise_table, state, name),
-        few_bits=partial(_by_rows, state, name) if state.is_by_rows else None,
+        partial(_dequantize_table, state, name),
+        low_bit=partial(_by_rows, state, name) if state.is_by_rows else None,
     )
 
 
-def _dequantise_table(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
+def _dequantize_table(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
     table = tensors[".quant_map"].float()
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
     codes = _bytes(state, name, tensors)
@@ -139,7 +139,7 @@ def _state(stored: Stored | None, name: str) -> _State:
     """A weight's JSON, read and checked."""
     if stored is None:
         raise ModelError(
-            f"{name} is quantised, and the weight files have no {name}{_STATES[0]}; save it again "
+            f"{name} is quantized, and the weight files have no {name}{_STATES[0]}; save it again "
             "with a bitsandbytes of 0.41 or later"
         )
     try:
@@ -158,7 +158,7 @@ def _state(stored: Stored | None, name: str) -> _State:
     return state
 
 
-def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
+def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     codes, scales = part_of(name, parts, ""), part_of(name, parts, ".SCB")
     check_part(codes, (*codes.shape[:1], *codes.shape[1:2]), "I8")
     check_part(scales, codes.shape[:1], *_FLOATS)
@@ -169,12 +169,12 @@ def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
             f"not yet: {layout.name} is {numbers[0]}, a layout of LLM.int8() for one kind "
             "of processor; save the model again with a bitsandbytes of 0.45 or later"
         )
-    return Quantised(
-        codes.shape, {"": codes, ".SCB": scales}, _dequantise_int8, few_bits=_int8_integers
+    return Quantized(
+        codes.shape, {"": codes, ".SCB": scales}, _dequantize_int8, low_bit=_int8_integers
     )
 
 
-def _dequantise_int8(tensors: Tensors) -> torch.Tensor:
+def _dequantize_int8(tensors: Tensors) -> torch.Tensor:
     return tensors[""].float() * tensors[".SCB"].float().unsqueeze(1) * _ONE_127TH
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints loaded: logits of a model that holds the weights they stand for."""
+"""Quantized checkpoints loaded: logits of a model that holds the weights they stand for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from tests.models import VOCAB_SIZE
-from tests.worker.model.quantised.checkpoints import write_quantised
-from tests.worker.model.quantised.writers import CASES, Written, float8, mxfp4
+from tests.worker.model.quantized.checkpoints import write_quantized
+from tests.worker.model.quantized.writers import CASES, Written, float8, mxfp4
 from tests.worker.step_maker import StepMaker
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ FP8_BLOCKS = partial(float8, block=(32, 32), end="weight_scale_inv")
 def test_logits_are_those_of_the_weights_they_stand_for(
     tmp_path: Path, family: str, dtype: str, case: str, changes: dict[str, Any]
 ) -> None:
-    folder, plain = write_quantised(tmp_path, family, *CASES[case], **changes)
+    folder, plain = write_quantized(tmp_path, family, *CASES[case], **changes)
     loaded, wanted = load(folder, dtype), load(plain, dtype)
     assert torch.equal(logits_of(loaded), logits_of(wanted))
     section, _ = CASES[case]
@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(
     options: Any,
     changes: dict[str, Any],
 ) -> None:
-    folder, plain = write_quantised(tmp_path, family, section, writer, **changes)
+    folder, plain = write_quantized(tmp_path, family, section, writer, **changes)
     ours = logits_of(load(folder))
     assert torch.equal(ours, logits_of(load(plain)))
     theirs = logits_of_transformers(folder, quantization_config=options(dequantize=True))
@@ -105,7 +105,7 @@ def test_logits_are_those_of_transformers(
 
 
 def test_a_wrapper_may_say_it_of_its_text_half(tmp_path: Path) -> None:
-    folder, plain = write_quantised(tmp_path, "kimi_k25", *CASES["gptq"])
+    folder, plain = write_quantized(tmp_path, "kimi_k25", *CASES["gptq"])
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["quantization_config"] = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,6 +119,6 @@ def test_numbers_that_make_no_sense_are_refused_by_their_weight(tmp_path: Path) 
         written = writer(weight)
         return Written({**written.parts, "g_idx": written.parts["g_idx"] + 1}, written.weight)
 
-    folder, _ = write_quantised(tmp_path, "llama", section, beyond)
+    folder, _ = write_quantized(tmp_path, "llama", section, beyond)
     with pytest.raises(ModelError, match=r"down_proj.weight: g_idx puts .* groups 1 to 3"):
         load(folder)

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantised.checkpoint import dequantised_tensors, empty_biases
-from batchinfer.worker.model.quantised.choose import METHODS, choose_format
-from batchinfer.worker.model.quantised.format import Format
-from tests.worker.model.quantised.writers import CASES, compressed, mxfp4
+from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
+from batchinfer.worker.model.quantized.choose import METHODS, choose_format
+from batchinfer.worker.model.quantized.format import Format
+from tests.worker.model.quantized.writers import CASES, compressed, mxfp4
 
 WEIGHT = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)) * 0.3
 
@@ -34,7 +34,7 @@ def read(
     """The tensors of a checkpoint of one layer."""
     path = folder / "model.safetensors"
     save_file({f"a.{end}": part.contiguous() for end, part in parts.items()}, path)
-    tensors = dequantised_tensors([path], format_of(section), getattr(torch, dtype or "float32"))
+    tensors = dequantized_tensors([path], format_of(section), getattr(torch, dtype or "float32"))
     return {name: tensor[...] for name, tensor in tensors.items()}
 
 
@@ -48,7 +48,7 @@ def test_a_weight_is_what_its_numbers_stand_for(case: str, tmp_path: Path) -> No
     assert torch.equal(tensors["a.weight"], written.weight)
     assert tensors["a.weight"].is_contiguous()
     assert torch.equal(tensors["a.bias"], WEIGHT[0])
-    assert 0 < (written.weight - WEIGHT).norm() < 0.5 * WEIGHT.norm(), "it is quantised"
+    assert 0 < (written.weight - WEIGHT).norm() < 0.5 * WEIGHT.norm(), "it is quantized"
     assert read(tmp_path, section, {"weight": WEIGHT})["a.weight"].equal(WEIGHT), "layers left out"
 
 
@@ -72,7 +72,7 @@ def test_mxfp4_is_that_of_transformers(dtype: str, tmp_path: Path) -> None:
     assert torch.equal(ours.float(), written.weight)
 
 
-def test_fused_experts_of_float8_are_dequantised_one_by_one(tmp_path: Path) -> None:
+def test_fused_experts_of_float8_are_dequantized_one_by_one(tmp_path: Path) -> None:
     section, writer = CASES["fp8 blocks"]
     experts = [writer(WEIGHT * scale) for scale in (1, 3)]
     parts = {
@@ -92,19 +92,19 @@ def test_layers_of_several_groups_have_each_its_own_bits(tmp_path: Path) -> None
         assert torch.equal(read(tmp_path, section, written.parts)["a.weight"], written.weight)
     section["config_groups"] = {"group_1": {"targets": ["re:other"], "weights": eight}}
     with pytest.raises(
-        ModelError, match=r"a\.weight is quantised, and no group of .*config_groups"
+        ModelError, match=r"a\.weight is quantized, and no group of .*config_groups"
     ):
         read(tmp_path, section, written.parts)
 
 
-def test_empty_biases_of_quantised_layers_may_be_left_out(tmp_path: Path) -> None:
+def test_empty_biases_of_quantized_layers_may_be_left_out(tmp_path: Path) -> None:
     section, writer = CASES["gptq"]
     parts = writer(WEIGHT).parts
     path = tmp_path / "model.safetensors"
     biases = {"a.bias": torch.zeros(72), "b.bias": torch.ones(72), "c.bias": torch.zeros(72)}
     layers = {f"{layer}.{end}": part.clone() for layer in "ab" for end, part in parts.items()}
     save_file({**layers, **biases, "c.weight": WEIGHT}, path)
-    tensors = dequantised_tensors([path], format_of(section), torch.float32)
+    tensors = dequantized_tensors([path], format_of(section), torch.float32)
     assert empty_biases(tensors) == {"a.bias"}
 
 

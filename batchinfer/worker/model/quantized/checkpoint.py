@@ -1,4 +1,4 @@
-"""Weight files with quantised weights, seen as if they had been saved in floating point."""
+"""Weight files with quantized weights, seen as if they had been saved in floating point."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from batchinfer.worker.model.quantised.format import Format
-from batchinfer.worker.model.quantised.stored import Quantised, Stored, stored_tensors
+from batchinfer.worker.model.quantized.format import Format
+from batchinfer.worker.model.quantized.stored import Quantized, Stored, stored_tensors
 
 _OF_ROWS = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub"),
@@ -21,26 +21,26 @@ _OF_ROWS = (
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """A quantised weight that is dequantised each time it is indexed.
+class Dequantized:
+    """A quantized weight that is dequantized each time it is indexed.
 
     Args:
         weight: as it is saved.
         dtype: that it will be loaded in.
     """
 
-    weight: Quantised
+    weight: Quantized
     dtype: torch.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.weight.read(self.dtype)[index]
 
 
-def dequantised_tensors(
+def dequantized_tensors(
     paths: Iterable[Path], saved_as: Format, dtype: torch.dtype
-) -> dict[str, Stored | Dequantised]:
+) -> dict[str, Stored | Dequantized]:
     """The tensors of weight files under the names that they have in a checkpoint that is not
-    quantised. Headers are read and checked, numbers when a tensor is indexed.
+    quantized. Headers are read and checked, numbers when a tensor is indexed.
 
     Args:
         paths: the safetensors files.
@@ -55,22 +55,22 @@ def dequantised_tensors(
         if not tensor.name.endswith(_OF_ROWS):
             weight, end = _place(tensor.name, saved_as.ends)
             weights.setdefault(weight, {})[end] = tensor
-    tensors: dict[str, Stored | Dequantised] = {}
+    tensors: dict[str, Stored | Dequantized] = {}
     for name, parts in weights.items():
-        quantised = saved_as.weight(name, parts)
-        tensors[name] = parts[""] if quantised is None else Dequantised(quantised, dtype)
+        quantized = saved_as.weight(name, parts)
+        tensors[name] = parts[""] if quantized is None else Dequantized(quantized, dtype)
     return tensors
 
 
-def empty_biases(tensors: Mapping[str, Stored | Dequantised]) -> set[str]:
-    """Names of biases of 0 beside dequantised weights: GPTQ tools save them for layers that have
+def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
+    """Names of biases of 0 beside dequantized weights: GPTQ tools save them for layers that have
     none, so that a model without them is whole."""
     names = (name.removesuffix("weight") + "bias" for name in tensors if _is_linear(tensors[name]))
     return {name for name in names if name in tensors and not tensors[name][...].any()}
 
 
-def _is_linear(tensor: Stored | Dequantised) -> bool:
-    return isinstance(tensor, Dequantised) and len(tensor.weight.shape) == 2
+def _is_linear(tensor: Stored | Dequantized) -> bool:
+    return isinstance(tensor, Dequantized) and len(tensor.weight.shape) == 2
 
 
 def _place(name: str, ends: Mapping[str, str]) -> tuple[str, str]:

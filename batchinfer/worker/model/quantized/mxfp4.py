@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from batchinfer.worker.model.quantised.few_bits import TableWeight
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.low_bit import TableWeight
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -33,7 +33,7 @@ class Mxfp4:
     name = "mxfp4"
     ends: Mapping[str, str] = {"_blocks": "", "_scales": ""}
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         if "" in parts:
             return None
         blocks, scales = (part_of(name, parts, end) for end in self.ends)
@@ -41,10 +41,10 @@ class Mxfp4:
         check_part(scales, (experts, outputs, num_blocks), "U8")
         check_part(blocks, (*scales.shape, _BLOCK_BYTES), "U8")
         shape = (experts, num_blocks * 2 * _BLOCK_BYTES, outputs)
-        return Quantised(shape, parts, _dequantise, by_expert=True, few_bits=_codes)
+        return Quantized(shape, parts, _dequantize, by_expert=True, low_bit=_codes)
 
 
-def _dequantise(tensors: Tensors) -> torch.Tensor:
+def _dequantize(tensors: Tensors) -> torch.Tensor:
     """One expert: [out, blocks, 16] bytes to [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)

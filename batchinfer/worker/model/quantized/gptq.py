@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from batchinfer.worker.model.quantised.config_key import group_size, one_of, refused
-from batchinfer.worker.model.quantised.few_bits import (
+from batchinfer.worker.model.quantized.config_key import group_size, one_of, refused
+from batchinfer.worker.model.quantized.low_bit import (
     WORD_BITS,
     IntegerWeight,
     check_groups,
     unpack,
 )
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -55,7 +55,7 @@ class Gptq:
         self._zeros_less_one = version == "gptq"
         self._sorts = bool(saved.get("desc_act"))
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         if "" in parts:
             return None
         words, zeros, scales = (part_of(name, parts, end) for end in tuple(self.ends)[:3])
@@ -68,7 +68,7 @@ class Gptq:
         check_part(zeros, (groups, -(-outputs // per_word)), "I32")
         if ".g_idx" in parts or (self._sorts and groups > 1):
             check_part(part_of(name, parts, ".g_idx"), (inputs,), "I32", "I64")
-        return Quantised.of_few_bits((outputs, inputs), parts, partial(self._integers, name))
+        return Quantized.of_low_bit((outputs, inputs), parts, partial(self._integers, name))
 
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]

@@ -77,7 +77,7 @@ class IntegerWeight:
         if self.group_of is None and inputs % groups:
             raise ValueError(f"{inputs} inputs do not fall into {groups} equal groups")
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """The weight [out, in] in float32: exact where scales have up to 16 bits."""
         values = self.numbers.contiguous().float()
         if self.zeros is not None:
@@ -106,7 +106,7 @@ class BlockWeight:
     scales: torch.Tensor
     block: tuple[int, int]
 
-    def dequantise(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """The weight [out, in] in float32."""
         height, width = self.codes.shape
         # A table is four times as fast as torch's conversion on a CPU.
@@ -131,7 +131,7 @@ class TableWeight:
     scales: torch.Tensor
 
 
-FewBits = IntegerWeight | TableWeight | BlockWeight
+LowBitCodes = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchinfer.worker.model.quantised.awq import Awq
-from batchinfer.worker.model.quantised.bitsandbytes import BitsAndBytes
-from batchinfer.worker.model.quantised.compressed_tensors import CompressedTensors
-from batchinfer.worker.model.quantised.config_key import block_of, one_of
-from batchinfer.worker.model.quantised.float8 import Float8
-from batchinfer.worker.model.quantised.format import Format
-from batchinfer.worker.model.quantised.gptq import Gptq
-from batchinfer.worker.model.quantised.mxfp4 import Mxfp4
+from batchinfer.worker.model.quantized.awq import Awq
+from batchinfer.worker.model.quantized.bitsandbytes import BitsAndBytes
+from batchinfer.worker.model.quantized.compressed_tensors import CompressedTensors
+from batchinfer.worker.model.quantized.config_key import block_of, one_of
+from batchinfer.worker.model.quantized.float8 import Float8
+from batchinfer.worker.model.quantized.format import Format
+from batchinfer.worker.model.quantized.gptq import Gptq
+from batchinfer.worker.model.quantized.mxfp4 import Mxfp4
 
 
 def _block_float8(saved: Mapping[str, Any]) -> Format:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantised.few_bits import BlockWeight, FewBits, IntegerWeight
+from batchinfer.worker.model.quantized.low_bit import BlockWeight, IntegerWeight, LowBitCodes
 
 _FLOATS = ("F32", "F16", "BF16")
 Tensors = Mapping[str, torch.Tensor]
@@ -56,62 +56,62 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A weight that some tensors stand for together; checked by their headers.
 
     Args:
         shape: of the weight: [out, in], or [experts, out, in] and the like.
         parts: by the ends of their names. Those of experts have their dimension first.
-        dequantise: all parts to the weight, in float32.
+        dequantize: all parts to the weight, in float32.
         by_expert: the parts of one expert to its weight.
-        few_bits: all parts, or those of one expert, to what is kept where a kernel takes it, the
+        low_bit: all parts, or those of one expert, to what is kept where a kernel takes it, the
             weight but for a last rounding, [out, in]; None: it has no such form.
     """
 
     shape: tuple[int, ...]
     parts: Mapping[str, Stored]
-    dequantise: Callable[[Tensors], torch.Tensor]
+    dequantize: Callable[[Tensors], torch.Tensor]
     by_expert: bool = False
-    few_bits: Callable[[Tensors], FewBits] | None = None
+    low_bit: Callable[[Tensors], LowBitCodes] | None = None
 
     @classmethod
-    def of_few_bits(
+    def of_low_bit(
         cls,
         shape: tuple[int, ...],
         parts: Mapping[str, Stored],
-        few_bits: Callable[[Tensors], IntegerWeight | BlockWeight],
-    ) -> Quantised:
+        low_bit: Callable[[Tensors], IntegerWeight | BlockWeight],
+    ) -> Quantized:
         """A weight of integers, or of float8 in blocks."""
         return cls(
-            shape, parts, lambda tensors: few_bits(tensors).dequantise(), len(shape) > 2, few_bits
+            shape, parts, lambda tensors: low_bit(tensors).dequantize(), len(shape) > 2, low_bit
         )
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in float32; in ``dtype`` where experts are dequantised one at a time.
+        """The weight in float32; in ``dtype`` where experts are dequantized one at a time.
 
         Raises:
             ModelError: a scale is no number.
         """
         tensors = self._tensors()
         if not self.by_expert:
-            return self.dequantise(tensors)
+            return self.dequantize(tensors)
         out = torch.empty(self.shape, dtype=dtype)
         for expert, weight in enumerate(out):
-            weight.copy_(self.dequantise({end: _of(expert, each) for end, each in tensors.items()}))
+            weight.copy_(self.dequantize({end: _of(expert, each) for end, each in tensors.items()}))
         return out
 
-    def read_few_bits(self) -> FewBits | None:
+    def read_low_bit(self) -> LowBitCodes | None:
         """The weight as it is saved; None: it has no such form, or is of experts."""
-        if self.few_bits is None or self.by_expert:
+        if self.low_bit is None or self.by_expert:
             return None
-        return self.few_bits(self._tensors())
+        return self.low_bit(self._tensors())
 
-    def read_expert(self, expert: int) -> tuple[torch.Tensor, FewBits | None]:
+    def read_expert(self, expert: int) -> tuple[torch.Tensor, LowBitCodes | None]:
         """One expert's weight in float32, and as it is saved; None: it has no such form."""
         tensors = {end: part.read_of(expert) for end, part in self.parts.items()}
         self._check_scales(tensors)
-        few_bits = None if self.few_bits is None else self.few_bits(tensors)
-        return self.dequantise(tensors), few_bits
+        low_bit = None if self.low_bit is None else self.low_bit(tensors)
+        return self.dequantize(tensors), low_bit
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = {end: part.read() for end, part in self.parts.items()}
@@ -139,7 +139,7 @@ def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
     if end not in parts:
         there = ", ".join(sorted(part.name for part in parts.values()))
         raise ModelError(
-            f"{weight} is quantised, and the weight files have no {f'*{end}' if end else weight} "
+            f"{weight} is quantized, and the weight files have no {f'*{end}' if end else weight} "
             f"beside {there}; "
             "fetch the model again"
         )

@@ -64,7 +64,7 @@ def refused(key: str, value: object, why: str) -> ModelError:
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
     return ModelError(
         f"not yet: {SECTION}.{key} in config.json is {shown}; {why}; use the checkpoint it was "
-        "made from, or one quantised in a way that is read"
+        "made from, or one quantized in a way that is read"
     )
 
 

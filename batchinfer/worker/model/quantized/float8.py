@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from batchinfer.worker.model.quantised.few_bits import BlockWeight
-from batchinfer.worker.model.quantised.stored import (
-    Quantised,
+from batchinfer.worker.model.quantized.low_bit import BlockWeight
+from batchinfer.worker.model.quantized.stored import (
+    Quantized,
     Stored,
     Tensors,
     check_part,
@@ -43,7 +43,7 @@ class Float8:
     def ends(self) -> Mapping[str, str]:
         return dict.fromkeys(self.scale_ends, "")
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         end = next((end for end in self.scale_ends if end in parts), None)
         if end is None and parts[""].dtype not in FLOAT8:
             return None
@@ -51,7 +51,7 @@ class Float8:
         return float8_weight(codes, scales, self.block)
 
 
-def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantised:
+def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantized:
     """A weight of float8 and its scales, checked.
 
     Args:
@@ -73,7 +73,7 @@ def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) 
     check_part(scales, shape, *_SCALES)
     by_block = partial(_by_block, block=block)
     parts = {"": codes, "scales": scales}
-    return Quantised.of_few_bits(codes.shape, parts, by_block)
+    return Quantized.of_low_bit(codes.shape, parts, by_block)
 
 
 def _by_block(tensors: Tensors, block: tuple[int, int]) -> BlockWeight:

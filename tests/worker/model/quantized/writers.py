@@ -1,4 +1,4 @@
-"""Weights quantised and saved by each format's published layout, and what they stand for.
+"""Weights quantized and saved by each format's published layout, and what they stand for.
 
 Numbers, scales and zeros are made first; the weight they stand for is computed from them element by
 element, and only then are they packed.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.model.quantised.test_formats import WEIGHT, read
-from tests.worker.model.quantised.writers import compressed
+from tests.worker.model.quantized.test_formats import WEIGHT, read
+from tests.worker.model.quantized.writers import compressed
 
 _INT = {"type": "int", "group_size": 32, "strategy": "group"}
 _FLOAT = {"type": "float", "num_bits": 8}

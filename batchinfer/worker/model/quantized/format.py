@@ -1,15 +1,15 @@
-"""What every format of quantised checkpoints does."""
+"""What every format of quantized checkpoints does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from batchinfer.worker.model.quantised.stored import Quantised, Stored
+from batchinfer.worker.model.quantized.stored import Quantized, Stored
 
 
 class Format(Protocol):
-    """A way to save weights quantised. Which weights are is told by the tensors in the files, so
+    """A way to save weights quantized. Which weights are is told by the tensors in the files, so
     that lists of modules left out need not be read."""
 
     @property
@@ -23,7 +23,7 @@ class Format(Protocol):
         stands there in the weight's own name."""
         ...
 
-    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantised | None:
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
         """The weight that some tensors stand for; None: there is none, they are not needed.
 
         Args:
