@@ -50,11 +50,11 @@ _PARAMS = {
     "SamplingParams": "call_params",
     "StructuredOutputsParams": "structured_params",
 }
-"""What needs no torch, and where in ``config`` it is."""
+"""Names that need no torch, by their modules in ``config``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is first asked for: the command line starts without, and heeds signals sooner."""
+    """Imports a name when first used, so that the command line handles signals sooner."""
     if name in _PARAMS:
         from importlib import import_module
 

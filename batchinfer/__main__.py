@@ -1,7 +1,4 @@
-"""The ``batchinfer`` program, in a process of its own; also ``python -m batchinfer``.
-
-It starts without what no command of it uses.
-"""
+"""The ``batchinfer`` program in its own process, and ``python -m batchinfer``."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from batchinfer.process.process import bound_spinning, leaves_at_once, skip_opti
 
 
 def main() -> None:
-    """Start the program without what it never uses, and with threads that wait in moderation."""
-    leave_as_asked()  # before the commands are imported: that takes long enough for a Ctrl-C
+    """Run the program without imports that it never uses, and with threads that wait briefly."""
+    leave_as_asked()  # before the commands are imported, which takes long enough for a Ctrl-C
     skip_optional_imports()
     bound_spinning()
     from batchinfer.cli.commands import main as run_commands

@@ -1,4 +1,4 @@
-"""Errors a user can cause and mend, with the exit code each ends in."""
+"""Errors that a user can cause and fix, with the exit code of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
 
 
 class JobError(Exception):
-    """A mistake the user can mend: what is wrong, where, and what to do about it.
+    """An error that the user can fix: what is wrong, where, and what to do about it.
 
     The command prints ``str(error)`` and exits with ``error.exit_code``; no traceback.
     """
@@ -32,7 +32,7 @@ class JobError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}\n{hint}")
         self.message = message
-        """What is wrong, without what to do about it."""
+        """What is wrong, without the hint."""
 
 
 class UsageError(JobError):
@@ -40,7 +40,7 @@ class UsageError(JobError):
 
 
 class NotYetError(UsageError):
-    """A feature that the contract names and this version does not build."""
+    """A feature that is planned, and that this version does not support."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not yet: {what} is not supported by this version")
@@ -77,7 +77,7 @@ class StorageError(JobError):
 
 
 class RowError(Exception):
-    """One row cannot be run; it becomes an error row with this code, the job goes on."""
+    """A row cannot be run: it becomes an error row with this code, and the job continues."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -89,10 +89,10 @@ class RowError(Exception):
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An error's message on one line of at most ``most`` characters; its class where it has none.
+    """Returns an error's message, or its class, on one line of at most ``most`` characters.
 
-    For errors of libraries, which may go on for a page, and repeat what a damaged file has: what
-    cannot be printed is escaped.
+    Errors of libraries may fill a page and repeat bytes of a damaged file: characters that cannot
+    be printed are escaped.
     """
     line = " ".join(str(error).split())[:most]
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
@@ -100,14 +100,14 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 _SUMMARY = "Run a language model over a whole Parquet dataset"
-"""What the summary of this project's distribution begins with."""
+"""The start of this project's summary in its package metadata."""
 
 
 def install_command(extra: str) -> str:
-    """What to type for the packages of an extra, as the end of a message.
+    """Returns the command that installs an extra, for the end of a message.
 
-    It names a checkout, as this project's name on the package index belongs to somebody else; where
-    that one is installed, it says so.
+    It names a checkout, as this name on the package index belongs to another project. If that one
+    is installed, the message says so.
 
     Args:
         extra: a name under ``[project.optional-dependencies]`` of ``pyproject.toml``.
@@ -120,12 +120,12 @@ def install_command(extra: str) -> str:
 
 
 def _other_distribution() -> str | None:
-    """Version of a distribution of this name that is not this project; None: there is none."""
-    from importlib import metadata  # it takes 20 ms, and no run without such an error needs it
+    """Returns the version of another project that is installed under this name, or None."""
+    from importlib import metadata  # takes 20 ms, and is needed for such an error only
 
     try:
         found = metadata.metadata("batchinfer")
-    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
         return None
     is_ours = "Summary" in found and found["Summary"].startswith(_SUMMARY)
     return None if is_ours else found["Version"]

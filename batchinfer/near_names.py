@@ -1,7 +1,7 @@
-"""What a misspelt name may have meant, and how it differs where both look the same.
+"""Suggests the name that a misspelled one meant, and says how names that look the same differ.
 
 A name can be written with a letter and its accent in one character (NFC) or in two (NFD), and hold
-characters that nobody sees: https://www.unicode.org/reports/tr15/.
+invisible characters: https://www.unicode.org/reports/tr15/.
 """
 
 from __future__ import annotations
@@ -11,39 +11,37 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-_MOST_DIFFERENCES = 3  # that are told of two names
+_MOST_DIFFERENCES = 3  # in a message
 _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks the same as a misspelt one, else the one most like it; None: it is
-    like none."""
+    """Returns the known name that looks the same as ``name``, else the most similar, else None."""
     others, look = [one for one in known if one != name], _as_seen(name)
     alike = (one for one in others if look and _as_seen(one) == look)
     return next(alike, None) or next(iter(difflib.get_close_matches(name, others, n=1)), None)
 
 
 def unseen_difference(name: str, near: str) -> str:
-    """In brackets what a known name has that the misspelt one has not, where both look the same;
-    else nothing."""
+    """Returns, in brackets, how two names that look the same differ; "" for other names."""
     if name == near or _as_seen(name) != _as_seen(near):
         return ""
     forms = [_form(one) for one in (near, name)]
     is_normal = forms[0] and forms[1] and forms[0] != forms[1]
-    told = [f"{forms[0]}, not {forms[1]}"] if is_normal else []
-    told += list(_differences(name, near))[:_MOST_DIFFERENCES]
-    return f" (it looks the same: {'; '.join(told)})"
+    found = [f"{forms[0]}, not {forms[1]}"] if is_normal else []
+    found += list(_differences(name, near))[:_MOST_DIFFERENCES]
+    return f" (it looks the same: {'; '.join(found)})"
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question after the nearest known name; nothing if none is near."""
+    """Returns a question with the nearest known name; "" if none is near."""
     near = nearest(name, known)
     return f"did you mean {near}{unseen_difference(name, near)}?" if near else ""
 
 
 def _as_seen(name: str) -> str:
-    """The same of names that look the same: composed, with plain blanks, and these not at the ends,
-    without characters that only format or choose a variant."""
+    """Returns a form that is equal for names that look the same: composed, with plain spaces, but
+    none at the ends, and without characters that only format or choose a variant."""
     seen = (" " if unicodedata.category(c) == "Zs" else c for c in name if not _is_invisible(c))
     return unicodedata.normalize("NFC", "".join(seen)).strip()
 
@@ -53,7 +51,7 @@ def _is_invisible(character: str) -> bool:
 
 
 def _form(name: str) -> str | None:
-    """The one form that a name has; None: it has both, or neither."""
+    """Returns the normal form of a name; None if it has both or neither."""
     found = [form for form in _FORMS if unicodedata.is_normalized(form, name)]
     return found[0] if len(found) == 1 else None
 
@@ -75,6 +73,6 @@ def _points(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    """Code points, and what a single one is called."""
+    """Returns the code points, and the name of a single one."""
     name = unicodedata.name(text, "") if len(text) == 1 else ""
     return f"{_points(text)} {name}".strip()

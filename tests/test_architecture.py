@@ -45,8 +45,8 @@ class Room:
 # From the lowest to the highest: whatever the last column allows, a room imports only what is above
 # it here. So there is no circle, and a new room is put below all that it needs.
 ROOMS = [
-    Room("errors", "errors that a user can cause and mend, with their exit codes"),
-    Room("near_names", "what a misspelt name may have meant"),
+    Room("errors", "errors that a user can cause and fix, with their exit codes"),
+    Room("near_names", "suggestions for misspelled names"),
     Room("protocols", "what the engine asks of the text plane"),
     Room(
         "process",

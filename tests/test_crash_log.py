@@ -6,31 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.cli.program import CrashError, crash_directory, write_crash_log
-from batchinfer.errors import DataError
+from batchinfer.cli.program import crash_directory, write_crash_log
 
 
-def crash_in(directory: Path) -> CrashError:
-    with pytest.raises(CrashError) as caught, crash_directory(directory):
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_traceback_goes_to_the_output_directory_if_that_exists(
+    tmp_path: Path, exists: bool
+) -> None:
+    directory = tmp_path if exists else tmp_path / "missing"
+    with pytest.raises(ZeroDivisionError) as caught, crash_directory(directory):
         raise ZeroDivisionError("oh \udcff no")
-    return caught.value
-
-
-def test_the_traceback_goes_to_the_output_directory(tmp_path: Path) -> None:
-    log = write_crash_log(crash_in(tmp_path))
-    assert log.parent == tmp_path
+    log = write_crash_log(caught.value)
     assert "ZeroDivisionError: oh \\udcff no" in log.read_text()
-
-
-def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    log = write_crash_log(crash_in(missing))
-    assert "ZeroDivisionError" in log.read_text()
-    assert not missing.exists()
+    assert (log.parent == directory) == exists
+    assert directory.exists() == exists
     log.unlink()
-
-
-def test_mistakes_of_the_user_are_no_crash(tmp_path: Path) -> None:
-    with pytest.raises(DataError), crash_directory(tmp_path):
-        raise DataError("bad file")
-    assert list(tmp_path.iterdir()) == []

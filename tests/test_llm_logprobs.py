@@ -44,7 +44,7 @@ def own_logits(model: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_named_ids_come_in_place_of_the_most_likely(llm: LLM, model: Path, flat: bool) -> None:
+def test_logprob_token_ids_replace_the_most_likely(llm: LLM, model: Path, flat: bool) -> None:
     named = [200, 9, 9, 150]
     params = replace(GREEDY, logprob_token_ids=named, flat_logprobs=flat)
     plain = replace(GREEDY, logprobs=1)
@@ -63,7 +63,7 @@ def test_named_ids_come_in_place_of_the_most_likely(llm: LLM, model: Path, flat:
             assert entry.decoded_token is not None
 
 
-def test_named_ids_of_grammars_and_samples(llm: LLM) -> None:
+def test_logprob_token_ids_with_a_grammar(llm: LLM) -> None:
     """Tokens that a grammar leaves out, or forces, say so."""
     params = SamplingParams(
         n=2,
@@ -81,7 +81,7 @@ def test_named_ids_of_grammars_and_samples(llm: LLM) -> None:
             assert others <= {-math.inf}
 
 
-def test_rows_of_ids_are_judged_at_their_tokens(llm: LLM, model: Path) -> None:
+def test_prompt_logprob_token_ids_are_scored_at_their_tokens(llm: LLM, model: Path) -> None:
     prompt = [5, 90, 17, 33, 60, 21, 9]
     own = own_logits(model, prompt).log_softmax(-1).numpy()
     rows = [[t, 3] if at % 2 else [t] for at, t in enumerate(prompt[1:])]
@@ -113,7 +113,7 @@ def test_rows_of_ids_are_judged_at_their_tokens(llm: LLM, model: Path) -> None:
         assert entries[token].logprob == scores[0][row, 0]
 
 
-def test_rows_of_ids_stay_with_their_tokens_over_chunks_and_preemptions(
+def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = LLM(model, num_kv_blocks=14, block_size=4, max_num_batched_tokens=8, max_num_seqs=4)
@@ -157,15 +157,8 @@ def test_rows_of_ids_stay_with_their_tokens_over_chunks_and_preemptions(
         ({"logprob_token_ids": [5] * 129}, "has 129 ids; the most are 128"),
         ({"logprob_token_ids": [5], "logprobs": 3}, "logprobs is 3, but logprob_token_ids are 1"),
         ({"prompt_logprob_token_ids": [1, 2]}, r"shape \[num_rows, num_ids\]"),
-        ({"prompt_logprob_token_ids": np.array([1, 2])}, r"shape \[num_rows, num_ids\]"),
-        ({"prompt_logprob_token_ids": np.ones((2, 2))}, r"shape \[num_rows, num_ids\]"),
-        ({"prompt_logprob_token_ids": []}, r"shape \[num_rows, num_ids\]"),
-        ({"prompt_logprob_token_ids": "abc"}, r"shape \[num_rows, num_ids\]"),
         ({"prompt_logprob_token_ids": [[], []]}, "non-empty: all of its 2 rows"),
         ({"prompt_logprob_token_ids": [[5], [True]]}, "row 1 must be a list of integer token ids"),
-        ({"prompt_logprob_token_ids": [[5], 2]}, "row 1 must be a list of integer token ids"),
-        ({"prompt_logprob_token_ids": [[2**63]]}, "has 9223372036854775808, which is out-of-vocab"),
-        ({"prompt_logprob_token_ids": [[5], [-2]]}, "has -2, which is out-of-vocab"),
         ({"prompt_logprob_token_ids": [[5], [9999]]}, "has 9999, which is out-of-vocab; .* below"),
         ({"prompt_logprob_token_ids": [[5] * 21] * 2}, "max_logprobs, .* 20; .* at least 21"),
         (
@@ -184,14 +177,14 @@ def test_rows_of_ids_stay_with_their_tokens_over_chunks_and_preemptions(
         ),
     ],
 )
-def test_ids_that_cannot_be_judged_are_refused(
+def test_invalid_logprob_token_ids_are_refused(
     llm: LLM, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(llm, [5, 6, 7], SamplingParams(**given))
 
 
-def test_parameters_with_rows_of_ids_can_be_compared_and_changed() -> None:
+def test_params_with_prompt_logprob_token_ids_compare_and_change() -> None:
     params = SamplingParams(prompt_logprob_token_ids=[[1], [2, 3]])
     assert params == params.clone()
     assert params != SamplingParams(prompt_logprob_token_ids=[[1], [2, 4]])
@@ -201,7 +194,7 @@ def test_parameters_with_rows_of_ids_can_be_compared_and_changed() -> None:
     assert params.prompt_logprob_token_ids.dtype == np.int32
 
 
-def test_modes_say_what_log_probabilities_are(model: Path) -> None:
+def test_logprobs_mode(model: Path) -> None:
     prompt = [5, 6, 7]
     params = SamplingParams(
         max_tokens=3,
@@ -242,7 +235,7 @@ def test_modes_say_what_log_probabilities_are(model: Path) -> None:
         assert entries[7].logprob == pytest.approx(float(own[7]), abs=1e-4)
 
 
-def test_a_mode_that_is_not_known_is_named(model: Path) -> None:
+def test_an_unknown_logprobs_mode_is_refused(model: Path) -> None:
     for wrong in ("raw", None, ["raw_logits"]):
         with pytest.raises(ValueError, match=r"logprobs_mode is .*; it must be one of"):
             LLM(model, logprobs_mode=wrong)  # type: ignore[arg-type]

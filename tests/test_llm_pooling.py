@@ -21,7 +21,6 @@ from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    LoRARequest,
     ScoringRequestOutput,
 )
 from batchinfer.llm.pooling.choose import choose_runner
@@ -58,7 +57,7 @@ def unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return vector / np.linalg.norm(vector)
 
 
-def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
+def test_embeddings_equal_those_of_transformers(llm: LLM, model: Path) -> None:
     ids = llm.get_tokenizer()(PROMPTS[1])["input_ids"]
     for output, prompt in zip(llm.embed([PROMPTS[0], ids], use_tqdm=False), PROMPTS, strict=True):
         assert output.outputs is not None
@@ -84,7 +83,7 @@ def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
         assert cut.prompt_token_ids == ids[:4]
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM, model: Path, tmp_path: Path) -> None:
+def test_each_prompt_may_have_its_own_pooling_params(llm: LLM, model: Path, tmp_path: Path) -> None:
     params = [PoolingParams(dimensions=5), PoolingParams(normalize=False, truncate_prompt_tokens=4)]
     whole, cut = llm.embed(PROMPTS, pooling_params=params, use_tqdm=False)
     assert whole.outputs is not None
@@ -104,7 +103,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM, model: Path, tmp_path
     assert scores.outputs.probs == pytest.approx(softmax.tolist(), abs=1e-5)
 
 
-def test_texts_are_as_alike_as_their_vectors(llm: LLM, model: Path) -> None:
+def test_score_is_the_cosine_of_embeddings(llm: LLM, model: Path) -> None:
     one, *others = PROMPTS[0], PROMPTS[1], PROMPTS[0]
     scored = llm.score(one, others, use_tqdm=False)
     expected = [
@@ -116,7 +115,7 @@ def test_texts_are_as_alike_as_their_vectors(llm: LLM, model: Path) -> None:
     assert len(llm.score(others, others, use_tqdm=False)) == 2
 
 
-def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
+def test_a_prompt_that_cannot_run_raises_or_fails_alone(llm: LLM) -> None:
     with pytest.raises(ValueError, match="prompt 1: the prompt has 600 tokens"):
         llm.embed(["a", [5] * 600], use_tqdm=False)
     fine, failed = llm.embed(["a", [5] * 600], use_tqdm=False, errors="return")
@@ -134,7 +133,6 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
         (lambda llm: llm.generate("a"), ValueError, 'give runner="generate"'),
         (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ValueError, "writes no text"),
         (lambda llm: llm.classify("a"), ModelError, "no head that classifies"),
-        (lambda llm: llm.embed("a", PoolingParams()), TypeError, "positional"),
         (lambda llm: llm.embed("a", pooling_params={}), TypeError, "a dict; give PoolingParams"),
         (
             lambda llm: llm.embed(["a", "b"], pooling_params=[PoolingParams()]),
@@ -153,11 +151,6 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
             "dimensions is 99; the model's embeddings have 32",
         ),
         (lambda llm: llm.embed("a", adapter="x"), ValueError, "no adapter 'x'"),
-        (
-            lambda llm: llm.embed("a", lora_request=LoRARequest("x", 1, "/x")),
-            ValueError,
-            "x",
-        ),
         (lambda llm: llm.encode("a", pooling_task="token_embed"), NotYetError, "token_embed"),
         (lambda llm: llm.score(["a", "b"], ["c"]), ValueError, "data_1 has 2 texts and data_2 1"),
         (lambda llm: llm.score("a", [7]), TypeError, "data_2: 0 is an int; give a text"),
@@ -166,7 +159,6 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
             TypeError,
             "pooling_params is a list; give one PoolingParams",
         ),
-        (lambda llm: llm.encode("a", pooling_task=["embed"]), NotYetError, "embed"),
         (
             lambda llm: llm.classify("a", pooling_params=PoolingParams(dimensions=2)),
             ValueError,
@@ -174,7 +166,7 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused(llm: LLM, call: Any, error: Any, message: str) -> None:
+def test_invalid_pooling_calls_are_refused(llm: LLM, call: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         call(llm)
 
@@ -183,7 +175,7 @@ class Text(str):
     """A text of a library's own kind."""
 
 
-def test_texts_of_other_kinds_are_scored_and_bad_ones_named(
+def test_score_accepts_subclasses_of_str_and_names_bad_texts(
     tmp_path: Path, llm: LLM, model: Path
 ) -> None:
     head = LLM(make_classifier(tmp_path / "one", model, num_labels=1), **ENGINE)
@@ -192,7 +184,7 @@ def test_texts_of_other_kinds_are_scored_and_bad_ones_named(
         for one, other in ((Text("a"), [Text("b")]), (np.array(["a"]), np.array(["b"]))):
             (found,) = scorer.score(one, other, use_tqdm=False)
             assert found.outputs == plain.outputs
-        with pytest.raises(ValueError, match="data_2: 1 is no valid text: character 0 is half"):
+        with pytest.raises(ValueError, match="data_2: 1 is not valid text: character 0 is half"):
             scorer.score("a", ["b", "\ud800"], use_tqdm=False)
     with pytest.raises(ValueError, match="data_2: 1: the prompt has 600 tokens"):
         llm.score("a", ["b", "x" * 600], use_tqdm=False)
@@ -200,7 +192,7 @@ def test_texts_of_other_kinds_are_scored_and_bad_ones_named(
         head.score("a", ["b", " "], use_tqdm=False)
 
 
-def test_made_up_weights_have_no_head(tmp_path: Path, model: Path) -> None:
+def test_random_weights_have_no_head(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "one", model, num_labels=1)
     (folder / "model.safetensors").unlink()
     llm = LLM(folder, load_format="dummy", **ENGINE)
@@ -211,27 +203,20 @@ def test_made_up_weights_have_no_head(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [{"dimensions": 0}, {"truncate_prompt_tokens": -2}])
-def test_parameters_are_checked(values: Any) -> None:
+def test_pooling_params_are_checked(values: Any) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         PoolingParams(**values)
-
-
-@pytest.mark.parametrize("name", ["use_activation", "normalize", "activation", "softmax"])
-def test_a_parameter_of_another_type_is_refused_by_its_name(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is 'no'; it must be True or False or None"):
-        PoolingParams(**{name: "no"})
-
-
-def test_parameters_of_numpy_are_those_of_python() -> None:
+    with pytest.raises(TypeError, match="softmax is 'no'; it must be True or False or None"):
+        PoolingParams(softmax="no")  # type: ignore[arg-type]
     assert PoolingParams(dimensions=np.int64(4)) == PoolingParams(dimensions=4)  # type: ignore[arg-type]
 
 
-def test_parameters_that_say_the_opposite_are_refused() -> None:
+def test_contradicting_pooling_params_are_refused() -> None:
     with pytest.raises(ValueError, match="normalize is True and use_activation is False"):
         PoolingParams(use_activation=False, normalize=True)
 
 
-def test_classes_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
+def test_class_scores_equal_those_of_transformers(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "three", model, num_labels=3)
     llm = LLM(folder, **ENGINE)
     for output, prompt in zip(llm.classify(PROMPTS, use_tqdm=False), PROMPTS, strict=True):
@@ -248,7 +233,7 @@ def test_classes_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
         llm.score("a", "b")
 
 
-def test_pairs_are_scored_by_a_head(tmp_path: Path, model: Path) -> None:
+def test_score_with_a_head_equals_transformers(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "one", model, num_labels=1)
     scored = LLM(folder, task="score", **ENGINE).score("who?", PROMPTS, use_tqdm=False)
     expected = [float(logits(folder, "who?", prompt).sigmoid()) for prompt in PROMPTS]
@@ -257,7 +242,7 @@ def test_pairs_are_scored_by_a_head(tmp_path: Path, model: Path) -> None:
     assert isinstance(scored[0], ScoringRequestOutput)
 
 
-def test_a_reranker_is_told_of_as_to_vllm(tmp_path: Path, model: Path) -> None:
+def test_hf_overrides_make_a_reranker(tmp_path: Path, model: Path) -> None:
     folder, ids = make_reranker(tmp_path / "model", model)
     overrides = {
         "architectures": ["Qwen3ForSequenceClassification"],
@@ -272,22 +257,6 @@ def test_a_reranker_is_told_of_as_to_vllm(tmp_path: Path, model: Path) -> None:
     assert len(llm.generate("x", use_tqdm=False)) == 1, "a model with a head still writes"
 
 
-def test_encoders_are_run_alike(tmp_path: Path) -> None:
-    folder = make_encoder(tmp_path / "bert", "bert")
-    llm = LLM(folder, dtype="float32", device="cpu")
-    texts, tokenizer = ["a b c", "of the and a"], AutoTokenizer.from_pretrained(folder)
-    states = reference_states(folder, [tokenizer(text)["input_ids"] for text in texts])
-    vectors = [unit(one.mean(0)) for one in states]
-    for output, expected in zip(llm.embed(texts, use_tqdm=False), vectors, strict=True):
-        assert output.outputs is not None
-        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
-    (pair,) = llm.score(*texts, use_tqdm=False)
-    assert pair.outputs is not None
-    assert pair.outputs.score == pytest.approx(float(vectors[0] @ vectors[1]), abs=1e-5)
-    with pytest.raises(ValueError, match="prompt 0: the prompt has 62 tokens, over 40"):
-        llm.embed("a " * 60, use_tqdm=False)
-
-
 @pytest.mark.parametrize(
     ("config", "runner"),
     [
@@ -300,14 +269,14 @@ def test_encoders_are_run_alike(tmp_path: Path) -> None:
         ([], "generate"),
     ],
 )
-def test_a_runner_is_chosen_by_the_models_class(tmp_path: Path, config: Any, runner: str) -> None:
+def test_the_runner_follows_the_model_class(tmp_path: Path, config: Any, runner: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert choose_runner("auto", None, str(tmp_path), None) == runner
     assert choose_runner("auto", "embed", str(tmp_path), None) == "pooling"
     assert choose_runner("generate", None, str(tmp_path), None) == "generate"
 
 
-def test_a_folder_says_what_is_pooled(tmp_path: Path) -> None:
+def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "mean", "llama", causal=True)
     module = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
     (folder / "modules.json").write_text(json.dumps([module]))

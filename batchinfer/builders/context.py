@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.text.tokenizer import Tokenizer
-from batchinfer.worker.encoder.description import EncoderDescription
 from batchinfer.worker.loader import ModelDescription
 from batchinfer.worker.memory import MemoryPlan
 
 
 class WarmUp(Protocol):
-    """Compiles what steps need of samples with such parameters, before the first of them."""
+    """Compiles the sampling kernels that steps with such parameters need, ahead of the steps."""
 
     def __call__(
         self,
@@ -29,74 +28,45 @@ class WarmUp(Protocol):
         """Compile what is not compiled yet.
 
         Args:
-            params: those of a job, or all that a call has.
-            own: names of parameters that each row may have another value of.
-            forced_tokens: every sample's token is given, not drawn.
+            own: names of parameters that single rows may set to other values.
+            forced_tokens: every sample's token is given, not sampled.
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """An engine with a model behind it, and what its users need to know of them."""
+    """An engine with a model behind it; the defaults are those of models without a KV pool."""
 
     engine: Engine | EncoderEngine
     tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
-    adapters: Mapping[str, int]
-    """Number of each of the model's adapters, for ``Request.adapter``."""
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """What multiplies by the weights, by their dtype, and what attends."""
+    """The kernels of linear layers by the dtype of their weights, and that of attention."""
     device_bytes: Callable[[], int]
-    """Memory in use on the device now."""
-    shares_prefixes: bool = True
-    """Whether what a prompt begins with can be reused; else prompts of a length run best side by
-    side."""
-    load_adapter: Callable[[str, str], None] | None = field(default=None, kw_only=True)
-    """Adds one between steps, by its name and folder; None: the model was not built for it."""
-    warm_up: WarmUp | None = field(default=None, kw_only=True)
-    """Compiles what steps draw and judge tokens by; None: nothing is compiled."""
+    """Returns the memory in use on the device now."""
+    eos_token_ids: frozenset[int] = frozenset()
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """Number of each of the model's adapters, for ``Request.adapter``."""
+    block_size: int = 0
+    num_blocks: int = 0
+    bytes_per_block: int = 0
+    shares_prefixes: bool = False
+    """Whether prompts can reuse a common prefix; else prompts of equal length run best together."""
+    load_adapter: Callable[[str, str], None] | None = None
+    """Adds an adapter between steps, by its name and folder; None: the model cannot."""
+    warm_up: WarmUp | None = None
+    """None: nothing is compiled."""
 
 
-class ContextFields(TypedDict):
-    """Some of the fields of ``EngineContext``."""
-
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    vocab_size: int
-    adapters: Mapping[str, int]
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
-    shares_prefixes: bool
-
-
-def encoder_fields(description: EncoderDescription) -> ContextFields:
-    """The fields of ``EngineContext`` that follow from a model without a pool."""
+def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
+    """Returns the fields of ``EngineContext`` that follow from a model and its KV pool."""
     return {
-        "eos_token_ids": frozenset(),
-        "max_model_len": description.max_model_len,
-        "vocab_size": description.vocab_size,
-        "adapters": {},
-        "block_size": 0,
-        "num_blocks": 0,
-        "bytes_per_block": 0,
-        "shares_prefixes": False,
-    }
-
-
-def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> ContextFields:
-    """The fields of ``EngineContext`` that follow from a model and its pool."""
-    return {
-        "eos_token_ids": model.eos_token_ids,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,
+        "eos_token_ids": model.eos_token_ids,
         "adapters": model.adapters,
         "block_size": layout.block_size,
         "num_blocks": memory.num_blocks,

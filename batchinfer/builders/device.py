@@ -1,4 +1,4 @@
-"""The device that an engine computes on, and its threads."""
+"""Chooses the device that an engine computes on, and its threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The torch device for ``engine.device``.
+    """Returns the torch device for ``engine.device``.
 
     Raises:
-        DeviceError: CUDA is asked for and not there.
+        DeviceError: CUDA is asked for and missing.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
@@ -29,12 +29,12 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def num_gpus() -> int:
-    """CUDA devices that this process sees."""
+    """Returns the number of CUDA devices that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def describe(device: torch.device) -> str:
-    """The device's name, for the summary."""
+    """Returns the device's name, for the summary."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads of {os.cpu_count()})"
@@ -43,7 +43,7 @@ def describe(device: torch.device) -> str:
 def set_threads(
     device: torch.device, engine: EngineConfig, log: Callable[[str], None]
 ) -> ThreadCount | None:
-    """Choose the threads that compute, on a CPU; None: another device computes."""
+    """Set the number of threads that compute on a CPU; returns None for other devices."""
     if device.type != "cpu":
         return None
     threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.found())

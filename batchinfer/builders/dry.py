@@ -1,18 +1,17 @@
-"""Puts together an engine that computes nothing, from a model's config and tokenizer alone.
+"""Builds a simulated engine, which computes nothing, from a model's config and tokenizer alone.
 
-transformers reads both, and imports torch where it finds one; no weights are read and no device is
-looked at.
+transformers reads both and imports torch where it is installed; no weights are read, and no device
+is used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.builders.context import EngineContext, context_fields, encoder_fields
+from batchinfer.builders.context import EngineContext, pool_fields
 from batchinfer.builders.device import choose_device, describe
 from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
-from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.dry_run import (
     DryEncoder,
     DryRunner,
@@ -31,12 +30,12 @@ from batchinfer.worker.model.quantization import quantization_of
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEngine(EngineContext):
-    """A simulated engine in the place of a real one: its runner computes nothing."""
+    """A simulated engine in place of a real one."""
 
     runner: DryRunner | DryEncoder
-    num_host_blocks: int
-    simulated_share: float
-    """Of the pool's blocks: more than sequences can fill are not simulated."""
+    num_host_blocks: int = 0
+    simulated_share: float = 1.0
+    """Share of the pool's blocks that is simulated: no more than sequences can fill."""
 
 
 def build_dry_engine(
@@ -44,21 +43,21 @@ def build_dry_engine(
 ) -> SimulatedEngine:
     """Make the simulated engine for a model on a device.
 
-    Weights are taken to be as many as the model's family has by its config. With ``dtype: auto``
-    they are taken to be saved as the config says, or else in float32.
+    The size of the weights follows from the model's config. With ``dtype: auto`` they have the
+    config's dtype, or else float32.
 
     Args:
-        device: where; a CPU has the memory that is free on this machine.
-        end_after: samples end by choice at so many tokens, where ``END_TOKEN`` ends them.
+        device: a CPU has the memory that is free on this machine.
+        end_after: samples that ``END_TOKEN`` may end have this many tokens.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
         DeviceError: the model or the pool does not fit the device.
     """
-    engine = sized_for("cuda" if device.is_gpu else "cpu", engine)
+    device_type = "cuda" if device.is_gpu else "cpu"
+    engine = sized_for(device_type, engine)
     if is_run_as_encoder(model):
         return _build_dry_encoder(model, engine, device)
-    device_type = "cuda" if device.is_gpu else "cpu"
     described = describe_model(model, device_type, latent=engine.latent_cache)
     config, longest = described.config, described.max_model_len
     layout = described.layout(engine.block_size, engine.kv_cache_dtype)
@@ -81,7 +80,11 @@ def build_dry_engine(
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
-    num_blocks = min(memory.num_blocks, _most_blocks(engine, layout, longest))
+    # What sequences can fill, and as much for cached blocks: a small model has millions of blocks
+    # on a large device, and counting more than these would only take longer.
+    num_new = min(engine.max_num_batched_tokens, longest)
+    most_blocks = 2 * engine.max_num_seqs * layout.slots_for(longest, num_new)
+    num_blocks = min(memory.num_blocks, most_blocks)
     dry, runner = make_dry_engine(
         engine,
         cost,
@@ -95,7 +98,7 @@ def build_dry_engine(
     return SimulatedEngine(
         engine=dry,
         tokenizer=make_tokenizer(model),
-        **context_fields(described, layout, memory),
+        **pool_fields(described, layout, memory),
         device=device.name,
         model_facts={
             "name": model.name,
@@ -113,14 +116,14 @@ def build_dry_engine(
 
 
 def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device) -> SimulatedEngine:
-    """Make the simulated engine for a model that reads texts whole; there is no KV pool."""
     described = describe_encoder(model)
     cost = encoder_cost(described.config, described.dtype)
     dry, runner = make_dry_encoder(engine, cost, device, max_model_len=described.max_model_len)
     return SimulatedEngine(
         engine=dry,
         tokenizer=make_tokenizer(model),
-        **encoder_fields(described),
+        max_model_len=described.max_model_len,
+        vocab_size=described.vocab_size,
         device=device.name,
         model_facts={
             "name": model.name,
@@ -131,28 +134,16 @@ def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device)
         },
         kernels={},
         device_bytes=lambda: cost.weight_bytes,
-        num_host_blocks=0,
-        simulated_share=1.0,
         runner=runner,
     )
 
 
-def _most_blocks(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
-    """Blocks that running sequences can fill, and as many for cached ones.
-
-    More would change nothing but the time a step takes to count them: a small model has millions
-    of blocks on a large device.
-    """
-    num_new = min(engine.max_num_batched_tokens, max_model_len)
-    return 2 * engine.max_num_seqs * layout.slots_for(max_model_len, num_new)
-
-
 def device_of(engine: EngineConfig) -> Device:
-    """The simulated device for ``engine.device`` on this machine.
+    """Returns the simulated device for ``engine.device`` on this machine.
 
     Raises:
-        DeviceError: CUDA is asked for and not there.
-        UsageError: the machine's device is not one whose speed is known.
+        DeviceError: CUDA is asked for and missing.
+        UsageError: the speed of the machine's device is not known.
     """
     hint = f"plan for another device: --device {', '.join(DEVICES)}"
     try:
@@ -165,7 +156,7 @@ def device_of(engine: EngineConfig) -> Device:
     for key, device in DEVICES.items():
         if key.partition("-")[0].upper() in name.upper():
             return device
-    raise UsageError(f"nothing is known of the speed of this machine's {name}", hint=hint)
+    raise UsageError(f"the speed of this machine's {name} is not known", hint=hint)
 
 
 def _memory_beside_weights(device: Device, weight_bytes: int) -> DeviceMemory:

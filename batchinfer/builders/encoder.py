@@ -1,4 +1,4 @@
-"""Puts together an engine for a model that reads texts whole."""
+"""Builds the engine of an encoder model, which has no KV pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from batchinfer.builders.context import EngineContext, encoder_fields
+from batchinfer.builders.context import EngineContext
 from batchinfer.builders.device import describe, set_threads
 from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
@@ -24,8 +24,7 @@ _OF_POOLS = (
     *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
     *("enable_prefix_caching", "preemption", "swap_space"),
 )
-"""Keys of the engine that say something of a KV pool."""
-_DEFAULTS = EngineConfig()
+"""Keys of the engine that configure a KV pool."""
 
 
 def build_encoder(
@@ -36,11 +35,7 @@ def build_encoder(
     pinned_kernels: Mapping[str, str],
     tokenizer: Tokenizer | None,
 ) -> EngineContext:
-    """Load a model that reads texts whole; there is no KV pool.
-
-    Raises:
-        ModelError, DeviceError: as ``build_engine``.
-    """
+    """Load an encoder model and make the engine that runs it; raises as ``build_engine``."""
     engine = sized_for(device.type, engine)
     threads = set_threads(device, engine, log)
     if tokenizer is None:
@@ -49,7 +44,8 @@ def build_encoder(
     required = KernelRequirements(engine.cpu_kernels, engine.deterministic, pinned_kernels)
     loaded = load_encoder(model, device=device, kernels=required)
     log(str(loaded.kernels))
-    if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(_DEFAULTS, name)]:
+    defaults = EngineConfig()
+    if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(defaults, name)]:
         names = ", ".join(f"engine.{name}" for name in unused)
         log(f"there is no KV pool, as texts are read whole: {names} without effect")
     longest = loaded.description.max_model_len
@@ -70,7 +66,8 @@ def build_encoder(
             vocab_size=loaded.description.vocab_size,
         ),
         tokenizer=tokenizer,
-        **encoder_fields(loaded.description),
+        max_model_len=longest,
+        vocab_size=loaded.description.vocab_size,
         device=describe(device),
         model_facts=loaded.facts,
         kernels=loaded.kernel_names,

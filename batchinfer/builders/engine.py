@@ -1,4 +1,4 @@
-"""Puts an engine together: the one place that knows both the control plane and the worker."""
+"""Builds an engine: the one place that knows both the control plane and the worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from batchinfer.builders.context import EngineContext, context_fields
+from batchinfer.builders.context import EngineContext, pool_fields
 from batchinfer.builders.device import choose_device, describe, set_threads
 from batchinfer.builders.encoder import build_encoder
 from batchinfer.builders.tokenizer import make_tokenizer
@@ -57,13 +57,12 @@ def build_engine(
     """Load a model and make the engine that runs it.
 
     Args:
-        log: told, line by line, how many threads compute, what multiplies, and where the device's
-            memory goes.
-        pinned_kernels: ``EngineContext.kernels`` of the runs whose work this one goes on with.
-        tokenizer: in place of the model's, which is not looked at then.
+        log: takes lines about threads, kernels and the use of the device's memory.
+        pinned_kernels: ``EngineContext.kernels`` of the runs that this one resumes.
+        tokenizer: used in place of the model's, which is then not read.
         fit_length: make sequences no longer than the KV pool has room for.
-        more_adapters: be able to add adapters to the model later.
-        random_weights: make these up; the model's files have to hold none.
+        more_adapters: adapters can be added to the model later.
+        random_weights: the model's files need not contain weights.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -151,26 +150,22 @@ def build_engine(
     table = SequenceTable(
         engine.max_num_seqs, loaded.max_model_len, engine.block_size, layout.windows
     )
-    preemption_policy = (
-        PreemptionPolicy(engine.preemption, cache.host.measure())
-        if host_blocks
-        else PreemptionPolicy()
-    )
-    even = partial(torch.zeros, 1, loaded.vocab_size, dtype=dtype, device=device)
-    fields = context_fields(loaded, layout, memory)
-    fields["adapters"] = adapters.numbers
+    policy = PreemptionPolicy()
+    if host_blocks:
+        policy = PreemptionPolicy(engine.preemption, cache.host.measure())
+    logits = partial(torch.zeros, 1, loaded.vocab_size, dtype=dtype, device=device)
     return EngineContext(
         engine=Engine(
-            Scheduler(pool, table, engine.max_num_batched_tokens, preemption_policy),
+            Scheduler(pool, table, engine.max_num_batched_tokens, policy),
             runner if threads is None else _on_threads(runner, threads, loaded.kernels),
-            # The CPU computes while a step is submitted: there is nothing to be ahead of.
+            # A CPU computes a step while it is submitted, so the host cannot run ahead.
             runs_ahead=device.type == "cuda",
             vocab_size=loaded.vocab_size,
         ),
         tokenizer=tokenizer,
-        **fields,
+        **pool_fields(loaded, layout, memory) | {"adapters": adapters.numbers},
         load_adapter=adapters.load if more_adapters else None,
-        warm_up=_SamplingKernels(even) if cache.pool.is_cuda else None,
+        warm_up=_SamplingKernels(logits) if cache.pool.is_cuda else None,
         device=describe(device),
         model_facts=loaded.facts,
         kernels={**loaded.kernel_names, ATTENTION: attention.name},
@@ -179,11 +174,8 @@ def build_engine(
 
 
 def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
-    """Tokens of the longest sequence that the pool has room for, up to ``most``.
-
-    Args:
-        step_tokens: most that are computed at a time.
-    """
+    """Returns the length of the longest sequence that the pool has room for, up to ``most``, if a
+    step computes at most ``step_tokens`` tokens."""
 
     def slots(length: int) -> int:  # the last token is never fed back, so it needs no KV
         return pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
@@ -192,7 +184,7 @@ def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
 
 
 def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
-    """Have a runner's steps compute on so many threads, or on fewer where no row's bits change."""
+    """Returns a runner that limits its threads, and uses fewer where that changes no row's bits."""
     keeps_bits = kernels.kernel is not None and kernels.kernel.is_batch_invariant
     if threads.pinned or threads.count == 1 or not keeps_bits:
         return PinnedThreads(runner, threads.count)
@@ -207,7 +199,7 @@ def _graphs(
     log: Callable[[str], None],
     num_adapters: int,
 ) -> StepGraphs | None:
-    """Graphs of steps of every size, captured, on CUDA."""
+    """Captures graphs of steps of every size on CUDA; returns None on other devices."""
     if not cache.pool.is_cuda:
         return None
     graphs = StepGraphs(
@@ -225,11 +217,7 @@ def _graphs(
 
 
 class _SamplingKernels:
-    """A `WarmUp`, which remembers what it has compiled.
-
-    Args:
-        logits: makes a row of them.
-    """
+    """A ``WarmUp`` that remembers what it has compiled; ``logits`` makes a row of logits [1, V]."""
 
     def __init__(self, logits: Callable[[], torch.Tensor]) -> None:
         self._logits = logits
@@ -242,13 +230,15 @@ class _SamplingKernels:
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> None:
-        even = self._logits()
-        variants = SamplingVariants.of(params, even.shape[1], own=own, forced_tokens=forced_tokens)
+        logits = self._logits()
+        variants = SamplingVariants.of(
+            params, logits.shape[1], own=own, forced_tokens=forced_tokens
+        )
         if variants in self._compiled:
             return
         with phase("compiling sampling kernels"):
             for batch in variants.batches():
-                Sampler()(even, batch).result()
+                Sampler()(logits, batch).result()
             if variants.scores:
-                row_stats(even, len(even))
+                row_stats(logits, len(logits))
         self._compiled.add(variants)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, with its chat template."""
+"""Loads a model's tokenizer, with its chat template."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def make_tokenizer(model: ModelConfig) -> Tokenizer:
     """Load the model's tokenizer, or the one named in its place.
 
     Raises:
-        ModelError: there is none that can be used.
+        ModelError: the tokenizer is missing or cannot be used.
     """
     parts = load_tokenizer(
         model.tokenizer or model.name,
-        revision=None if model.tokenizer else model.revision,  # one is of one repository
+        revision=None if model.tokenizer else model.revision,  # it belongs to one repository
         key="model.tokenizer" if model.tokenizer else "model.name",
     )
     backend = parts.backend

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,19 +20,16 @@ from batchinfer.config.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
-if TYPE_CHECKING:
-    from batchinfer.llm import LLM
-
 _INPUT_LEN = 1024
-"""Tokens of a synthetic prompt, as in ``vllm bench throughput``."""
+"""Default tokens of a synthetic prompt, as in ``vllm bench throughput``."""
 _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
 def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
-    """The first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
+    """Returns the first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
 
     Raises:
-        DataError: it cannot be read, or has no such prompts; naming the row where it is one.
+        DataError: the file cannot be read, or a prompt is invalid; names its row.
     """
     try:
         names = pq.read_schema(path).names
@@ -51,52 +48,43 @@ def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
     if types.is_dictionary(kind):
         kind = kind.value_type
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        values = values.cast(kind).cast(pa.large_binary())  # pyarrow takes any bytes for text
-    elif not _is_list_of_ids(kind):
+        values = values.cast(kind).cast(pa.large_binary())  # pyarrow does not check UTF-8
+    elif not (_is_list(kind) and types.is_integer(kind.value_type)):
         raise DataError(f"{path}: column {column} is {kind}; it must be string or list<int32>")
     return [_prompt(path, column, row, value) for row, value in enumerate(values.to_pylist())]
 
 
-def _is_list_of_ids(kind: pa.DataType) -> bool:
+def _is_list(kind: Any) -> Any:
     types = pa.types
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return bool(is_list and types.is_integer(kind.value_type))
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _prompt(
     path: Path, column: str, row: int, value: bytes | list[int | None] | None
 ) -> str | list[int]:
-    """A prompt from a cell.
-
-    Raises:
-        DataError: naming the row whose cell is none.
-    """
-    if value is None:
-        problem = "is null"
-    elif isinstance(value, bytes):
+    problem = "is null" if value is None else "holds a null"
+    if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
             problem = "is not valid UTF-8"
-    elif None in value:
-        problem = "holds a null"
-    else:
-        return value  # type: ignore[return-value]  # no None in it
+    elif value is not None and None not in value:
+        return value  # type: ignore[return-value]
     raise DataError(f"{path}, row {row}: {column} {problem}")
 
 
 def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
-    """Load the model, run the prompts once, show and return what was measured.
+    """Load the model, run the prompts once, and show and return the throughput.
 
-    Weights are loaded and one prompt is run before the clock starts. With ``deterministic`` all of
-    that is done twice, without and with ``engine.deterministic``.
+    The clock starts after one prompt has run.
 
     Args:
         show: takes the lines to show.
 
     Returns:
-        What was measured; with ``deterministic`` also the run with it under ``deterministic``, and
-        ``deterministic_ratio``, its requests per second over those without.
+        The measurements. With ``options.deterministic``, those of a second run with
+        ``engine.deterministic`` are under ``deterministic``, and ``deterministic_ratio`` is its
+        requests per second divided by those of the first.
 
     Raises:
         JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
@@ -109,7 +97,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     result = _measure(options, dataset_prompts, show)
     if options.deterministic:
         show("With engine.deterministic:")
-        gc.collect()  # the model before, and its pool
+        gc.collect()  # frees the first model and its pool
         other = _measure(options, dataset_prompts, show, deterministic=True)
         ratio = other["requests_per_s"] / result["requests_per_s"]
         show(f"engine.deterministic: {ratio:.2f} times the requests/s without it")
@@ -125,7 +113,7 @@ def _measure(
     show: Callable[[str], None],
     **engine_keys: bool,
 ) -> dict[str, Any]:
-    """Load the model, with keys of the engine besides the options, and run the prompts once."""
+    """Loads the model, with further keys of the engine, and runs the prompts once."""
     from batchinfer.llm import LLM  # imports torch, which takes seconds
     from batchinfer.llm.pooling.choose import choose_runner, refused_calls
 
@@ -136,7 +124,7 @@ def _measure(
     except ValueError as error:
         raise UsageError(str(error)) from None
     _check_ids(options.dataset, dataset_prompts, llm.vocab_size)
-    # Of a row that draws nothing, a causal model's engine keeps room for one token all the same.
+    # A causal model's engine keeps room for one token even if nothing is sampled.
     room = llm.max_model_len - (options.output_len if writes_text else 1)
     prompts = dataset_prompts or _synthetic(options, llm.vocab_size, room)
     params = SamplingParams(
@@ -146,11 +134,15 @@ def _measure(
         ignore_eos=True,
         seed=options.seed if options.n == 1 else None,
     )
-    run = partial(llm.generate, sampling_params=params) if writes_text else _pooled(llm, options)
+    run: Callable[..., Any] = partial(llm.generate, sampling_params=params)
+    if not writes_text:
+        task = None if options.task == "auto" else options.task
+        run = partial(llm.encode, pooling_task=task)
     run(prompts[:1], use_tqdm=False, errors="return")
     llm.reset_stats()
     began = time.perf_counter()
-    outputs = run(prompts, use_tqdm=_shows_bars(), errors="return")
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    outputs = run(prompts, use_tqdm=is_terminal, errors="return")
     elapsed = time.perf_counter() - began
     errors = [output.error for output in outputs if output.error is not None]
     if len(errors) == len(outputs):
@@ -170,19 +162,7 @@ def _measure(
     return result
 
 
-def _shows_bars() -> bool:
-    """Whether stderr is a terminal: in a file, a bar is a line for each of its states."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-def _pooled(llm: LLM, options: BenchOptions) -> Callable[..., Any]:
-    """What makes vectors, or scores where the model has a head for them."""
-    asked = None if options.task == "auto" else options.task
-    return partial(llm.encode, pooling_task=asked)
-
-
 def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
-    """The error for a run in which no prompt could be run."""
     problem = f"none of the {len(errors)} prompts could be run; the first: {errors[0]}"
     if options.dataset is not None:
         return DataError(problem, hint=f"give shorter prompts than those of {options.dataset}")
@@ -197,7 +177,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have, naming the row."""
+    """Raises DataError for token ids that the model does not have; names their row."""
     for row, prompt in enumerate(prompts):
         for token_id in () if isinstance(prompt, str) else prompt:
             if not 0 <= token_id < vocab_size:
@@ -208,7 +188,7 @@ def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size
 
 
 def _synthetic(options: BenchOptions, vocab_size: int, room: int) -> list[str | list[int]]:
-    """Prompts of random token ids, by default no longer than there is room for."""
+    """Returns prompts of random token ids, by default no longer than there is room for."""
     length = options.input_len or min(_INPUT_LEN, max(1, room))
     rng = np.random.default_rng(options.seed)
     ids = rng.integers(0, vocab_size, (options.num_prompts, length))

@@ -1,4 +1,4 @@
-"""The command line: options in, exit codes out. No logic, and no heavy import before its use."""
+"""The commands and their options. No logic, and no heavy import before it is needed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from batchinfer.console.commands import Commands
 from batchinfer.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from batchinfer.console.display import Display
-    from batchinfer.console.json_log import JsonLog
     from batchinfer.job.run.parts import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
@@ -59,6 +57,9 @@ Output = Annotated[
 ]
 Folder = Annotated[str, typer.Argument(metavar="OUT", help="The output directory, or its URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+PricePerHour = Annotated[
+    float | None, typer.Option(min=0, metavar="PRICE", help="Hourly price of one device.")
+]
 Currency = Annotated[
     str, typer.Option("--currency", metavar="CODE", help="Currency of --price-per-hour, e.g. EUR.")
 ]
@@ -72,32 +73,19 @@ Reuse = Annotated[
 
 
 def _read_job(
-    job: Path,
-    overrides: list[str] | None,
-    variables: list[str] | None,
-    output: str | None = None,
-    limit: int | None = None,
-    options: dict[str, str] | None = None,
-    reuse: list[str] | None = None,
+    job: Path, overrides: list[str] | None, variables: list[str] | None, **others: Any
 ) -> JobSpec:
-    """The job that the options of ``run``, ``validate`` and ``plan`` describe."""
+    """Returns the job that a job file and options of the command describe."""
     from batchinfer.job.spec.load import load_job, parse_variables
 
-    return load_job(
-        job,
-        overrides=overrides or (),
-        options=options,
-        variables=parse_variables(variables or ()),
-        output=output,
-        limit=limit,
-        reuse=reuse or (),
-    )
+    given = parse_variables(variables or ())
+    return load_job(job, overrides=overrides or (), variables=given, **others)
 
 
 def _takes(
     record: type[_Options],
 ) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Turn a command that takes ``record`` into one whose options are the record's fields."""
+    """Turns a command that takes ``record`` into one whose options are the record's fields."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
         @wraps(command)
@@ -175,8 +163,11 @@ def run(
     ] = None,
 ) -> None:
     """Run a job, or resume one that stopped."""
-    log = log_as_json(keep_stdout=as_json) if log_format is LogFormat.JSON else None
-    own = None
+    display = own = None
+    if log_format is LogFormat.JSON:
+        from batchinfer.console.json_log import JsonDisplay
+
+        display = JsonDisplay(log_as_json(keep_stdout=as_json), quiet=quiet)
     if shard is not None:
         from batchinfer.job.shards.shard import parse_shard
 
@@ -187,7 +178,13 @@ def run(
         for key, value in scale.items()
         if value is not None
     }
-    spec = _read_job(job, overrides, variables, output, limit, options, reuse)
+    spec = _read_job(
+        *(job, overrides, variables),
+        output=output,
+        limit=limit,
+        options=options,
+        reuse=reuse or (),
+    )
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"), _fleet_of(spec) as fleet:
@@ -205,20 +202,14 @@ def run(
             report=None if no_report else report_at_end,
             fleet=fleet,
             metrics=metrics,
-            display=None if log is None else _json_display(log, quiet),
+            display=display,
         )
     raise typer.Exit(int(code))
 
 
-def _json_display(log: JsonLog, quiet: bool) -> Display:
-    from batchinfer.console.json_log import JsonDisplay
-
-    return JsonDisplay(log, quiet=quiet)
-
-
 @contextmanager
 def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
-    """The runner for several workers; None where one process runs the job."""
+    """Yields the function that runs several workers; None if one process runs the job."""
     scale = spec.scale
     if scale.workers == 1:
         yield None
@@ -276,15 +267,12 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="N", help="Estimate the time on N devices."),
     ] = None,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="PRICE", help="Hourly price of one device."),
-    ] = None,
+    price_per_hour: PricePerHour = None,
     currency: Currency = "USD",
     as_json: AsJson = False,
 ) -> None:
     """Estimate time, memory and cost from data, tokenizer and model config; needs no GPU."""
-    spec = _read_job(job, overrides, variables, output, limit, reuse=reuse)
+    spec = _read_job(job, overrides, variables, output=output, limit=limit, reuse=reuse or ())
     from batchinfer.console.table import render_table
     from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job

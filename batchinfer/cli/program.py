@@ -1,7 +1,4 @@
-"""The program around its commands: output, exit codes, crash logs.
-
-The traceback of a bug goes to a file, so that the screen keeps one line.
-"""
+"""The program around its commands: output, exit codes, crash logs."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
-"""What click makes of Ctrl-C."""
+"""Click's exit code for Ctrl-C."""
 
 
 def run_program(app: Callable[..., object]) -> None:
@@ -32,14 +29,19 @@ def run_program(app: Callable[..., object]) -> None:
     leave_as_asked()
     code, complaint = _outcome(app)
     ignore_signals()  # the exit code is settled
-    _end(code, complaint)
+    shown = "\n".join(complaint.splitlines()[:MAX_MESSAGE_LINES])
+    if _json_programs:
+        _json_programs[-1].end(int(code or 0), shown)
+    elif shown:
+        with suppress(OSError):
+            print(shown, file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def leave_as_asked() -> None:
-    """``leave_on_signals`` with a last word in the format that the arguments ask for.
+    """``leave_on_signals`` with a last message in the log format that the arguments ask for.
 
-    They are looked at before any is parsed: a signal may come while the commands are imported.
+    It reads the unparsed arguments, as a signal may come while the commands are imported.
     """
     asked = sys.argv[1:]
     if "--log-format=json" not in asked and ("--log-format", "json") not in pairwise(asked):
@@ -59,11 +61,11 @@ def _leave_in_json(log: JsonLog, descriptor: int) -> None:
 
 
 _json_programs: list[JsonProgram] = []
-"""The log of this program, where that is in JSON."""
+"""The JSON log of this program, if it has one."""
 
 
 def log_as_json(*, keep_stdout: bool) -> JsonLog:
-    """Have all that is said from now on be objects of a JSON log on stderr, the last the exit code.
+    """Write all further messages as a JSON log on stderr; its last object has the exit code.
 
     Args:
         keep_stdout: stdout has a result that the caller reads.
@@ -76,20 +78,8 @@ def log_as_json(*, keep_stdout: bool) -> JsonLog:
     return program.log
 
 
-def _end(code: int | str | None, complaint: str) -> None:
-    if _json_programs:
-        _json_programs[-1].end(int(code or 0), _cut(complaint))
-    elif complaint:
-        with suppress(OSError):
-            print(_cut(complaint), file=sys.stderr, flush=True)
-
-
-def _cut(message: str) -> str:
-    return "\n".join(message.splitlines()[:MAX_MESSAGE_LINES])
-
-
 def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
-    """The exit code of a command, and what it complains of."""
+    """Runs a command; returns its exit code and an error message."""
     try:
         app(prog_name="batchinfer")
     except SystemExit as done:
@@ -100,82 +90,61 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
         return error.exit_code, str(error)
     except Exception as error:
         if _is_full_stdout(error):
-            sys.stdout = None  # Python flushes once more at exit; give it nothing to fail on
+            sys.stdout = None  # Python flushes it at exit, which would fail again
             problem = "cannot write to stdout: its disk is full; free space or write elsewhere"
             return ExitCode.STORAGE, problem
-        return ExitCode.BUG, _bug(error)
+        try:
+            return ExitCode.BUG, (
+                f"batchinfer met a bug; please report it with {write_crash_log(error)}"
+            )
+        except OSError:  # no file can be written
+            return ExitCode.BUG, "".join(traceback.format_exception(error))
     return ExitCode.OK, ""
 
 
 def _is_full_stdout(error: Exception) -> bool:
-    """Whether ``error`` came of printing: errors about files name the file."""
+    """Whether ``error`` comes from printing: errors about files name the file."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _bug(error: Exception) -> str:
-    try:
-        return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
-    except OSError:  # nowhere to write: the screen is the last place left
-        return "".join(traceback.format_exception(error))
-
-
 def to_json(data: Any) -> str:
-    """Data as the JSON text that commands print."""
+    """Returns data as the JSON text that commands print."""
     import json
 
     return json.dumps(data, indent=2)
 
 
 def print_stdout(text: str) -> None:
-    """Print to stdout; whoever closed it has read enough."""
+    """Print to stdout; a closed stdout is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python flushes once more at exit; give it nothing to fail on.
-        sys.stdout = None
-
-
-class CrashError(Exception):
-    """A bug, ``__cause__``, met while working on the output in ``directory``."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(str(directory))
-        self.directory = directory
+        sys.stdout = None  # Python flushes it at exit, which would fail again
 
 
 @contextmanager
 def crash_directory(directory: Path) -> Iterator[None]:
-    """Log a bug met inside to ``directory``, if that exists by then.
-
-    Raises:
-        CrashError: from whatever was raised inside that is not a ``JobError``.
-    """
+    """Have a bug inside this block logged to ``directory``, if that exists by then."""
     try:
         yield
-    except JobError:
-        raise
     except Exception as error:
-        raise CrashError(directory) from error
+        error.crash_directory = directory  # type: ignore[attr-defined]
+        raise
 
 
 def write_crash_log(error: Exception) -> Path:
-    """Write the traceback of ``error``, a ``CrashError`` or any other, to a new file.
-
-    Returns:
-        The file: in the crash's directory where that can be written, else a temporary file.
+    """Write the traceback of ``error`` to a new file: in its crash directory, or a temporary file.
 
     Raises:
-        OSError: no file can be written at all.
+        OSError: no file can be written.
     """
-    if not isinstance(error, CrashError):
-        return _write(error, None)
-    cause = error.__cause__ or error
-    try:
-        return _write(cause, error.directory)
-    except OSError:
-        return _write(cause, None)
+    directory: Path | None = getattr(error, "crash_directory", None)
+    if directory is not None:
+        with suppress(OSError):
+            return _write(error, directory)
+    return _write(error, None)
 
 
 def _write(error: BaseException, directory: Path | None) -> Path:

@@ -7,153 +7,104 @@ import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, Runner, field_names
+from batchinfer.config import EngineConfig, field_names
 from batchinfer.config.structured_params import closed_schema
+from batchinfer.config.types import coerce_fields
 from batchinfer.console.format import did_you_mean
-from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 FIT = -1
-"""``max_model_len``: as long as the pool has room for."""
-ARGUMENTS = (
-    "adapters",
-    "dtype",
-    "max_logprobs",
-    "max_model_len",
-    "quantization",
-    "seed",
-    "tokenizer",
+"""The ``max_model_len`` that means: as long as the KV pool has room for."""
+_SUGGESTED = (
+    *("adapters", "dtype", "max_logprobs", "max_model_len", "quantization", "seed", "tokenizer"),
+    *field_names(EngineConfig),
 )
-"""Arguments of an ``LLM`` beside those of the engine, for messages."""
+"""Arguments of ``LLM`` that a misspelled one may have meant."""
 _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-_NUMBER: tuple[Any, str] = (Integral | None, "a whole number or None")
-_YES_OR_NO: tuple[Any, str] = (bool, "True or False")
-_KINDS: Mapping[str, tuple[Any, str]] = {
-    "max_logprobs": _NUMBER,
-    "seed": _NUMBER,
-    "skip_tokenizer_init": _YES_OR_NO,
-    "enable_lora": _YES_OR_NO,
-    "generation_config": (str | os.PathLike, "a text"),
-    "override_generation_config": (Mapping | None, "a dict or None"),
-}
-"""What arguments may be that no record of settings checks."""
-_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
-_OUTLINES = "outlines"
+"""vLLM's names of keys of the engine."""
 _OUTLINES_WHITESPACE = "[ ]?"
-"""What outlines, a backend of vLLM's, puts between the parts of JSON
+"""What outlines, a backend of vLLM, writes between the parts of JSON
 (``outlines_core.json_schema.WHITESPACE``)."""
-_SCHEMA_DEFAULTS = ("disable_any_whitespace", "disable_additional_properties")
-_OF_CONFIG: Mapping[str, str] = {
-    name: f"structured_outputs_{name}"
-    for name in ("backend", "disable_fallback", "enable_in_reasoning")
-}
-_DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}
-"""vLLM's other names."""
 
 
-def model_config(
-    model: Any,
-    *,
-    tokenizer: Any,
-    revision: Any,
-    dtype: Any,
-    max_model_len: Any,
-    quantization: Any,
-    adapters: Any,
-    runner: Runner = "generate",
-) -> ModelConfig:
-    """The model's configuration, from arguments that may be paths.
+@dataclass(frozen=True, kw_only=True)
+class CallDefaults:
+    """Arguments of an ``LLM`` that no other record of settings checks.
 
     Raises:
-        NotYetError: there is no such quantization.
-        TypeError: naming the argument, when it is of another type.
-        ValueError: ``max_model_len`` is not positive.
+        TypeError: an argument has another type.
+        ValueError: ``max_logprobs`` is below -1.
     """
-    name = model_name(model)
-    if max_model_len == FIT:
-        max_model_len = None
-    dtype = _DTYPES.get(str(dtype), str(dtype).removeprefix("torch."))
-    if isinstance(adapters, Mapping):
-        adapters = {adapter: _as_text(path) for adapter, path in adapters.items()}
-    config = ModelConfig(
-        *(name, revision, _as_text(tokenizer), dtype, max_model_len, quantization, adapters, runner)
-    )
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise NotYetError(f"LLM(quantization={quantization!r})")
-    return config
+
+    max_logprobs: int | None
+    seed: int | None
+    skip_tokenizer_init: bool
+    enable_lora: bool
+    generation_config: str
+    override_generation_config: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        most = self.max_logprobs
+        if most is not None and most < -1:
+            raise ValueError(f"max_logprobs is {most}; it must be 0 or more, or -1 for any number")
+
+
+def dtype_name(dtype: object) -> Any:
+    """Returns the name of a dtype, which may be torch's or have another name of vLLM's."""
+    name = str(dtype)
+    return {"half": "float16", "float": "float32"}.get(name, name.removeprefix("torch."))
 
 
 def model_name(model: object) -> str:
-    """The hub id or folder that names a model.
+    """Returns the hub id or folder of the model.
 
     Raises:
-        TypeError: it is none.
+        TypeError: ``model`` is neither a string nor a path.
     """
-    name = _as_text(model)
+    name = as_text(model)
     if not isinstance(name, str):
         raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
     return name
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Check arguments of an ``LLM`` that no record of settings checks.
-
-    Raises:
-        TypeError: naming the argument, when it is of another type.
-        ValueError: ``max_logprobs`` is below -1.
-    """
-    for name, value in given.items():
-        kinds, what = _KINDS[name]
-        is_bool = isinstance(value, bool)
-        if not isinstance(value, kinds) or (is_bool and kinds is not bool):
-            raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {what}")
-    most = given["max_logprobs"]
-    if most is not None and most < -1:
-        raise ValueError(f"max_logprobs is {most}; it must be 0 or more, or -1 for any number")
-
-
-def _as_text(path: Any) -> Any:
+def as_text(path: Any) -> Any:
+    """Returns a path as a string, and everything else as it is."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration, from arguments that may be unknown or not built yet.
+    """Returns the engine's configuration; None leaves a key out.
 
     Raises:
-        NotYetError: job files know the argument, ``LLM`` does not build it.
-        TypeError, ValueError: it is unknown, of another type or out of range.
+        NotYetError: the argument exists in job files or in vLLM, but ``LLM`` does not support it.
+        TypeError, ValueError: an argument is unknown, has another type or is out of range.
     """
-    known = field_names(EngineConfig)
-    keys = _with_own_names(keys)
-    others = {name: value for name, value in keys.items() if name not in known}
-    settle("LLM", others, (*ARGUMENTS, *known), stacklevel=4)
-    given = {name: value for name, value in keys.items() if value is not None}
-    return EngineConfig(**{name: value for name, value in given.items() if name in known})
-
-
-def _with_own_names(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with vLLM's other names of the engine's keys turned into these."""
-    found = dict(keys)
-    for name, own in _ENGINE_ALIASES.items():
-        value = found.pop(name, None)
+    given = {name: value for name, value in keys.items() if name not in _ENGINE_ALIASES}
+    for alias, name in _ENGINE_ALIASES.items():
+        value = keys.get(alias)
         if value is None:
             continue
-        if found.get(own) is not None:
-            raise ValueError(f"{name} and {own} mean the same; keep one")
-        found[own] = f"{value}B" if own == "kv_cache_memory" else value
-    return found
+        if given.get(name) is not None:
+            raise ValueError(f"{alias} and {name} mean the same; keep one")
+        given[name] = f"{value}B" if alias == "kv_cache_memory_bytes" else value
+    known = field_names(EngineConfig)
+    others = {name: value for name, value in given.items() if name not in known}
+    settle("LLM", others, _SUGGESTED, stacklevel=4)
+    return EngineConfig(
+        **{name: value for name, value in given.items() if name in known and value is not None}
+    )
 
 
 def wants_random_weights(load_format: object) -> bool:
-    """Whether ``LLM(load_format=...)`` asks for these; warns of what changes nothing.
+    """Whether ``LLM(load_format=...)`` asks for random weights; warns about other formats.
 
     Raises:
         NotYetError: there is no such format.
@@ -165,10 +116,10 @@ def wants_random_weights(load_format: object) -> bool:
 
 
 def template_text(template: str | os.PathLike[str] | None) -> str | None:
-    """The text of ``LLM(chat_template=...)``, which may name a file.
+    """Returns the template of ``LLM(chat_template=...)``, which may be its text or its file.
 
     Raises:
-        TypeError, ValueError: it is neither the text of a template nor a file.
+        TypeError, ValueError: it is neither.
     """
     if template is None:
         return None
@@ -180,19 +131,19 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
     try:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template: {text} is no file that can be read: {error}") from None
+        raise ValueError(f"chat_template: {text} cannot be read: {error}") from None
 
 
-def reasoning_asked(
+def reasoning_markers(
     reasoning: str | Mapping[str, str], parser: str | None
 ) -> str | Mapping[str, str]:
-    """What ``LLM`` was told of thinking, by either of two arguments.
+    """Returns how the model marks its reasoning, from either of two arguments.
 
     Args:
-        parser: vLLM's name of a parser; "" is as None.
+        parser: vLLM's name of a parser; "" counts as None.
 
     Raises:
-        ValueError: an argument is not known, or both are given.
+        ValueError: an argument is unknown, or both are given.
     """
     if not parser:
         return checked_reasoning(reasoning)
@@ -206,43 +157,47 @@ def reasoning_asked(
 
 @dataclass(frozen=True, slots=True)
 class SchemaDefaults:
-    """What holds for the schemas of all calls that say nothing of it."""
+    """Settings of an ``LLM`` for JSON schemas of calls that do not set them."""
 
-    disable_any_whitespace: bool
-    disable_additional_properties: bool
-    whitespace_pattern: str | None = None
+    whitespace: Mapping[str, Any]
+    """The key of ``structured_outputs`` that limits whitespace, if any."""
+    closes_objects: bool
+    """Objects get no properties besides those in the schema."""
 
-    def of(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``structured_outputs`` of a call with what it leaves open."""
+    def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns ``structured_outputs`` of a call, completed."""
         found = dict(structure)
-        if "json" in found and self.disable_additional_properties:
+        if "json" in found and self.closes_objects:
             found["json"] = closed_schema(json.loads(found["json"]))
         is_json = "json" in found or "json_object" in found
-        if is_json and self.disable_any_whitespace and not {*_WHITESPACE} & {*found}:
-            found["disable_any_whitespace"] = True
-        elif is_json and self.whitespace_pattern is not None and not {*_WHITESPACE} & {*found}:
-            found["whitespace_pattern"] = self.whitespace_pattern
+        if is_json and not {"disable_any_whitespace", "whitespace_pattern"} & {*found}:
+            found |= self.whitespace
         return found
 
 
 def schema_defaults(
     structured_outputs_config: object, disable_any_whitespace: bool | None
 ) -> SchemaDefaults:
-    """What ``LLM`` was told of schemas.
+    """Returns the settings for schemas, and warns about those without effect.
 
     Args:
-        structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields; all
-            but two are without effect, but for the whitespace that the backend ``outlines`` writes.
-        disable_any_whitespace: its earlier argument for the same.
+        structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields. Of
+            its backends, ``outlines`` chooses the whitespace in JSON.
+        disable_any_whitespace: vLLM's earlier argument for the field of that name.
     """
     given = structured_outputs_config
     config = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
-    whitespace = config.pop("disable_any_whitespace", False) or disable_any_whitespace
-    properties = config.pop("disable_additional_properties", False)
-    pattern = None
-    if config.get("backend") == _OUTLINES:
+    whitespace: dict[str, Any] = {}
+    if config.get("backend") == "outlines":
         del config["backend"]
-        pattern = _OUTLINES_WHITESPACE
-    others = {_OF_CONFIG.get(name, name): value for name, value in config.items() if value}
-    settle("LLM", others, _SCHEMA_DEFAULTS, stacklevel=4)
-    return SchemaDefaults(bool(whitespace), bool(properties), pattern)
+        whitespace = {"whitespace_pattern": _OUTLINES_WHITESPACE}
+    if config.pop("disable_any_whitespace", False) or disable_any_whitespace:
+        whitespace = {"disable_any_whitespace": True}
+    closes_objects = bool(config.pop("disable_additional_properties", False))
+    for name in ("backend", "disable_fallback", "enable_in_reasoning"):
+        if name in config:
+            config[f"structured_outputs_{name}"] = config.pop(name)
+    others = {name: value for name, value in config.items() if value}
+    known = ("disable_any_whitespace", "disable_additional_properties")
+    settle("LLM", others, known, stacklevel=4)
+    return SchemaDefaults(whitespace, closes_objects)

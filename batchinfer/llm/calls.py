@@ -1,50 +1,96 @@
-"""Calls of an ``LLM``: one engine, one call at a time, the numbers of all."""
+"""Runs the calls of an ``LLM`` on its engine, one at a time, and keeps their statistics."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
 
 from batchinfer.builders.context import EngineContext
 from batchinfer.console.meter import Counts, Meter
 from batchinfer.engine.metrics import KV_FACTS, MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.llm.outputs import Stats
+from batchinfer.process.process import gc_frozen
 from batchinfer.report.from_calls import CallLog
 from batchinfer.report.report_data import ReportData
+
+OnError = Literal["raise", "return"]
+"""What happens to a prompt that cannot run: the call raises, or its output has an ``error``."""
+ProgressBar = bool | Callable[..., Any]
+"""Whether to show a progress bar, or a function that makes one and is called like tqdm's class."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Calls:
-    """Runs the requests of one call at a time; its numbers may be asked for meanwhile."""
+    """Runs the requests of one call at a time. Statistics can be read at any time.
 
-    def __init__(self, context: EngineContext) -> None:
+    Args:
+        refused: calls that the model is not loaded for, and why.
+    """
+
+    def __init__(self, context: EngineContext, refused: Mapping[str, str]) -> None:
         self._engine = context.engine
         self._device = context.device
         self._pool: dict[str, int] = {name: getattr(context, name) for name in KV_FACTS}
+        self._refused = refused
+        self._lock = threading.Lock()
+        self._caller: int | None = None
         self.reset()
 
-    def reset(self) -> None:
-        """Begin the numbers anew; of a call that runs, the steps to come count."""
-        self._measured = MetricsCollector(self._pool["block_size"])
-        self._log = CallLog()
+    @contextmanager
+    def one_call(self, name: str) -> Iterator[None]:
+        """Wait until the call that runs has ended, and keep others waiting.
+
+        Raises:
+            RuntimeError: the call that runs belongs to this thread, so that waiting would not end.
+            ValueError: the model is not loaded for this call.
+        """
+        if name in self._refused:
+            raise ValueError(f"LLM.{name}: {self._refused[name]}")
+        thread = threading.get_ident()
+        if self._caller == thread:
+            raise RuntimeError(
+                f"{name} is called from within another call of the same LLM "
+                "(a signal handler or a callback); call it when that one has returned"
+            )
+        with self._lock:
+            self._caller = thread
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    @contextmanager
+    def completions(
+        self, requests: Sequence[Request], num_prompts: int, use_tqdm: ProgressBar
+    ) -> Iterator[tuple[Iterator[Completion], Meter, Any]]:
+        """Run requests to their ends; if the block is left early, the engine drops the rest.
+
+        Yields:
+            The completions as they finish, the rates so far, and the progress bar over
+            ``num_prompts``, which the caller advances.
+        """
+        meter = Meter(num_prompts)
+        if callable(use_tqdm):
+            bar = use_tqdm(total=num_prompts, desc="prompts", dynamic_ncols=True)
+        else:
+            bar = tqdm(total=num_prompts, disable=not use_tqdm, unit=" prompts")
+        with closing(bar), closing(self._run(requests, meter)) as completions, gc_frozen():
+            yield completions, meter, bar
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Have the call that runs run these as well; between two of its completions."""
+        """Add requests to the call that runs, between two of its completions."""
         for request in requests:
             self._engine.add_request(request)
 
-    def run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
-        """Run requests to their ends; interrupted, the engine forgets the rest.
-
-        Args:
-            meter: counts each step, for a progress bar.
-        """
+    def _run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
         engine, began = self._engine, time.perf_counter()
         try:
             self.add(requests)
@@ -64,51 +110,16 @@ class Calls:
             engine.abort_all()
             self._measured.seconds += time.perf_counter() - began
 
+    def reset(self) -> None:
+        """Reset the statistics; an active call counts from here."""
+        self._measured = MetricsCollector(self._pool["block_size"])
+        self._log = CallLog()
+
     def stats(self) -> Stats:
-        """Tokens, throughput and pool of the calls so far, as ``LLM.stats`` gives them."""
+        """Returns tokens, throughput and pool of the calls so far."""
         measures = self._measured.metrics()
         return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
 
     def report_data(self, model: str, settings: Mapping[str, Any]) -> ReportData:
-        """Return the data of a report about the calls so far.
-
-        Args:
-            settings: sections, with their keys and values.
-        """
+        """Returns the data of a report on the calls so far."""
         return self._log.report_data(model, self._device, self._pool, settings)
-
-
-class OneCall:
-    """Lets calls in one after another, from whatever thread they come.
-
-    Args:
-        refused: calls that the model is not loaded for, and why.
-    """
-
-    def __init__(self, refused: Mapping[str, str] | None = None) -> None:
-        self._refused = refused or {}
-        self._lock = threading.Lock()
-        self._caller: int | None = None
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Wait for the call that runs, then keep others waiting.
-
-        Raises:
-            RuntimeError: the call that runs is this thread's own, so that it would wait for ever.
-            ValueError: the model is not loaded for it.
-        """
-        if name in self._refused:
-            raise ValueError(f"LLM.{name}: {self._refused[name]}")
-        thread = threading.get_ident()
-        if self._caller == thread:
-            raise RuntimeError(
-                f"{name} is called from within another call of the same LLM "
-                "(a signal handler or a callback); call it when that one has returned"
-            )
-        with self._lock:
-            self._caller = thread
-            try:
-                yield
-            finally:
-                self._caller = None

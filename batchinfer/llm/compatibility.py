@@ -1,65 +1,159 @@
-"""What becomes of vLLM's arguments and methods that are not here, by the tables in ``vllm.names``.
+"""vLLM's arguments and methods that this package does not have, and what happens to each.
 
-An argument without effect is taken with a warning that names it, one that is not built is refused
-unless it is given with its default, and one that is had in another way is refused with that way.
+An argument without effect is accepted with a warning that names it. An argument that is not built
+is refused unless it has its default. An argument that is spelled differently here is refused with
+the spelling to use.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
 
 from batchinfer.console.format import did_you_mean
 from batchinfer.errors import NotYetError
-from batchinfer.llm.vllm.names import (
-    ELSEWHERE,
-    METHODS,
-    METHODS_NOT_YET,
-    NO_EFFECT,
-    NO_EFFECT_PREFIXES,
-    NOT_YET,
-    NOT_YET_OVER_ONE,
-    ONLY_VALUES,
-    QUIET,
-    VALUES_ELSEWHERE,
+
+_NO_EFFECT = """
+additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization
+async_scheduling attention_backend attention_config aux_output_config cache_salt
+chat_template_content_format code_revision collect_detailed_traces compilation_config
+compilation_level concurrency_limit cp_kv_cache_interleave_size cuda_graph_sizes
+cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets disable_async_output_proc
+disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce
+disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_mm_preprocessor_cache
+disable_nccl_for_dp_synchronization distributed_executor_backend distributed_timeout_seconds
+download_dir dp_sync_interval enable_batch_sharded_sampling enable_chunked_prefill
+enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_eplb enable_fault_tolerance
+enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
+enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
+enable_mm_processor_stats enable_moe_shared_loras enable_multimodal_encoder_data_parallel
+enable_nccl_comm_suspend enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
+enforce_eager engram_config expert_placement_strategy fail_on_environ_validation
+fault_tolerance_config fully_sharded_loras gdn_prefill_backend guided_decoding_backend
+guided_decoding_disable_fallback ignore_patterns interleave_mm_strings ir_op_priority
+kda_decode_backend kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample
+kv_events_config kv_offloading_backend kv_sharing_fast_prefill language_model_only
+limit_mm_per_prompt linear_backend log_config_file log_level logging_config logits_processor_pattern
+long_prefill_token_threshold lora_extra_vocab_size lora_target_modules max_cpu_loras
+max_cudagraph_capture_size max_long_partial_prefills max_lora_cls_labels max_lora_rank max_loras
+max_num_active_seqs max_num_partial_prefills max_num_queued_reqs max_num_queued_tokens
+max_num_scheduled_tokens max_parallel_loading_workers max_seq_len_to_capture media_io_kwargs
+model_loader_extra_config moe_backend monokernel multi_step_stream_outputs num_redundant_experts
+num_scheduler_steps optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
+performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
+prefix_match_unit priority profiler_config pt_load_map_location ray_workers_use_nsight
+renderer_num_workers scheduler_reserve_full_isl scheduling_policy served_model_name
+show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling skip_reading_prefix_cache
+spaces_between_special_tokens sparse_indexer_topk_backend spec_method spec_model spec_tokens
+specialize_active_lora speculative_config stream_interval structured_outputs_backend
+structured_outputs_disable_fallback structured_outputs_enable_in_reasoning swa_bounded_replay
+tokenizer_pool_size ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load use_v2_block_manager
+watchdog_config watermark worker_cls worker_extension_cls worker_use_ray
+"""
+NO_EFFECT = frozenset(_NO_EFFECT.split())
+"""Arguments without effect: they tune what this engine does not have or does in one way only."""
+
+_PREFIXES = """
+cpu_distributed_ data_parallel_ dbo_ dcp_ ec_manager_ elastic_ep_ eplb_ jit_monitor_
+long_prefill_token_threshold_ mamba_ master_ mm_ node_rank numa_bind offload_ replayssm_
+safetensors_ sleep_ video_pruning_
+"""
+NO_EFFECT_PREFIXES = tuple(_PREFIXES.split())
+"""The same for all arguments that begin like this."""
+
+ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "load_format": ("auto", "safetensors", "hf", "fastsafetensors", "runai_streamer"),
+    "lora_dtype": ("auto",),
+    "model_impl": ("auto", "transformers"),
+    "tokenizer_mode": ("auto", "hf", "slow"),
+    "trust_remote_code": (True,),
+}
+"""Arguments of which only these values have no effect; other values are not built."""
+
+_NOT_YET = """
+calculate_kv_scales cpu_offload_gb cpu_offload_params default_mm_loras diffusion_config
+disable_sliding_window ec_transfer_config enable_elastic_ep enable_expert_parallel enable_mm_embeds
+enable_prompt_embeds enable_return_routed_experts enable_trace_replay
+guided_decoding_disable_additional_properties hf_config_path io_processor_plugin
+kv_cache_dtype_skip_layers kv_transfer_config mm_processor_kwargs model_class_overrides
+multi_modal_data multi_modal_uuids offload_group_size override_attention_dtype
+override_pooler_config pooler_config preset prompt_adapter_request prompt_embeds quantization_config
+return_sampling_mask rope_scaling rope_theta scheduler_cls token_type_ids watermark_config
+watermarking weight_transfer_config
+"""
+_SIZES = """
+data_parallel_size decode_context_parallel_size nnodes pipeline_parallel_size
+prefill_context_parallel_size
+"""
+NOT_YET: Mapping[str, int] = {
+    **dict.fromkeys(_NOT_YET.split(), 0),
+    **dict.fromkeys(_SIZES.split(), 1),
+}
+"""Arguments that are not built, with the value that leaves them out; None always does."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "device_ids": "set the environment variable CUDA_VISIBLE_DEVICES",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "kv_offloading_size": "give swap_space, like 8GiB",
+    "logits_processors": "give SamplingParams(logits_processors=[function])",
+    "prompt_token_ids": "give the token ids as prompts",
+    "reasoning_config": "give reasoning={'start': ..., 'end': ...}",
+    "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=...), or token ids",
+    "tokenizer_revision": "give the tokenizer's folder as tokenizer",
+}
+"""Arguments that are spelled differently here, with what to do instead."""
+
+_NO_MISTRAL = (
+    "leave it out, and tokenizer.json and the chat template of the model's folder are used; give "
+    "tokenizer=... of another folder where there are none, as tekken.json and mistral_common's "
+    "templates are not read"
 )
 
-_Record = TypeVar("_Record")
+METHODS: Mapping[str, str] = {
+    "collective_rpc": "there is one process, and no workers to call",
+    "enqueue": "give all prompts in one call of generate",
+    "set_tokenizer": "give LLM(tokenizer=...)",
+    "sleep": "delete the LLM, which frees its memory, and make it again",
+    "start_profile": "LLM.report() shows where time and memory went",
+    "update_weights": "save the weights, and make the LLM again",
+    "wake_up": "an LLM does not sleep; delete it, and make it again",
+}
+"""Methods and attributes of vLLM's ``LLM`` that are missing here, with what to do instead."""
 
 
 def settle(
     call: str, given: Mapping[str, object], known: Sequence[str], *, stacklevel: int = 3
 ) -> None:
-    """Warn once of the arguments that have no effect, and refuse those that ``call`` does not have.
+    """Warn once about the arguments without effect, and refuse those that ``call`` does not have.
 
     Args:
-        given: by name; None is as if left out.
-        known: names that may have been meant.
-        stacklevel: of the warnings; 3 is the line that called what calls this.
+        call: its name in messages.
+        given: the arguments by name; None counts as left out.
+        known: names to suggest for a misspelled one.
+        stacklevel: of the warning; 3 is the line that called the caller of this function.
 
     Raises:
-        NotYetError: one is not built.
-        TypeError: one is had in another way, or unknown.
-        ValueError: a value is had in another way.
+        NotYetError: an argument or its value is not built.
+        TypeError: an argument is unknown, or spelled differently here.
+        ValueError: a value is spelled differently here.
     """
     ignored = []
     for name, value in given.items():
-        if name in NOT_YET or name in NOT_YET_OVER_ONE:
-            default = int(name in NOT_YET_OVER_ONE)
-            if value is not None and not (isinstance(value, int | float) and value == default):
+        if name in NOT_YET:
+            is_default = isinstance(value, int | float) and value == NOT_YET[name]
+            if value is not None and not is_default:
                 raise NotYetError(f"{call}({name}=...)")
         elif name in ELSEWHERE:
             if value is not None and value is not False:
                 raise TypeError(f"{call} has no argument {name}; {ELSEWHERE[name]}")
         elif name in ONLY_VALUES or name in NO_EFFECT or name.startswith(NO_EFFECT_PREFIXES):
-            if value is None or (name in QUIET and value == QUIET[name]):
+            if value is None or (name == "trust_remote_code" and value is False):
                 continue
-            instead = VALUES_ELSEWHERE.get((name, value)) if isinstance(value, str) else None
-            if instead is not None:
-                raise ValueError(f"{call}({name}={value!r}) is not there; {instead}")
+            if name == "tokenizer_mode" and value == "mistral":
+                raise ValueError(f"{call}({name}={value!r}) is not there; {_NO_MISTRAL}")
             if name in ONLY_VALUES and value not in ONLY_VALUES[name]:
                 raise NotYetError(f"{call}({name}={value!r})")
             ignored.append(name)
@@ -68,36 +162,3 @@ def settle(
     if ignored:
         has = "has" if len(ignored) == 1 else "have"
         warnings.warn(f"{call}: {', '.join(ignored)} {has} no effect here", stacklevel=stacklevel)
-
-
-def missing_attribute(name: str) -> Callable[..., NoReturn]:
-    """A method of vLLM's ``LLM`` that is not built: calling it raises ``NotYetError``.
-
-    Raises:
-        AttributeError: of another name; with what to use in its place, where that is known.
-    """
-    if name in METHODS_NOT_YET:
-
-        def refuse(*_: object, **__: object) -> NoReturn:
-            raise NotYetError(f"LLM.{name}")
-
-        return refuse
-    if name in METHODS:
-        raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
-    raise AttributeError(f"LLM has no attribute {name}")
-
-
-def takes_unknown_fields(record: type[_Record]) -> type[_Record]:
-    """A dataclass that warns of arguments that it has no fields for, and drops them."""
-    made: Any = record
-    make, known = made.__init__, {entry.name for entry in fields(made)}
-
-    @wraps(make)
-    def init(self: _Record, *args: Any, **given: Any) -> None:
-        for name in given.keys() - known:
-            warnings.warn(f"{record.__name__}: {name} has no effect here", stacklevel=2)
-            del given[name]
-        make(self, *args, **given)
-
-    made.__init__ = init
-    return record

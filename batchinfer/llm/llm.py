@@ -1,4 +1,4 @@
-"""A model, loaded once; its calls are in the classes that ``LLM`` is made of."""
+"""A model that is loaded once; the base classes of ``LLM`` have its calls."""
 
 from __future__ import annotations
 
@@ -6,98 +6,103 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from batchinfer.builders.engine import build_engine
+from batchinfer.config import QUANTIZATIONS, ModelConfig
 from batchinfer.errors import NotYetError
 from batchinfer.llm.arguments import (
     FIT,
-    check_arguments,
+    CallDefaults,
+    as_text,
+    dtype_name,
     engine_config,
-    model_config,
     model_name,
-    reasoning_asked,
+    reasoning_markers,
     schema_defaults,
     template_text,
     wants_random_weights,
 )
-from batchinfer.llm.calls import Calls, OneCall
-from batchinfer.llm.compatibility import missing_attribute
+from batchinfer.llm.calls import Calls
+from batchinfer.llm.compatibility import METHODS
 from batchinfer.llm.generation import GenerationCalls
-from batchinfer.llm.inspection import Inspection
 from batchinfer.llm.lora import Adapters
+from batchinfer.llm.outputs import Stats
 from batchinfer.llm.params import read_logprobs_mode
 from batchinfer.llm.pooling.calls import PoolingCalls
 from batchinfer.llm.pooling.choose import choose_runner, classifier_tokens, refused_calls
 from batchinfer.llm.pooling.runner import PoolingRunner
 from batchinfer.llm.run import CallRunner
-from batchinfer.llm.vllm.engine_view import engine_view
+from batchinfer.llm.vllm_views import EngineView, Metric, ModelView, read_metrics
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.tokenizer import no_tokenizer
 from batchinfer.text.tools.formats import find_tool_format
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _LOG = logging.getLogger("batchinfer.llm")
 
 
-class LLM(GenerationCalls, PoolingCalls, Inspection):
-    """A model, loaded once and run on as many prompts as are given.
+class LLM(GenerationCalls, PoolingCalls):
+    """A model that is loaded once and runs as many prompts as it is given.
 
-    Calls may come from several threads: one runs at a time, the others wait for it. Give all
-    prompts in one call where you can; that is what the engine is fast at.
+    Calls may come from several threads: one runs at a time, the others wait. Give all prompts in
+    one call where you can; that is what the engine is fast at.
 
     Args:
         model: hub id or local directory.
         tokenizer: hub id or directory of another tokenizer; default the model's.
         skip_tokenizer_init: take and give token ids only; the tokenizer's files are not read.
-        revision: of a model on the hub; a tokenizer of its own is its repository's latest.
-        dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16`` or ``float16``
-            (``half``), or torch's.
-        max_model_len: longest prompt and output together; default what the model allows, -1 what
-            of that the KV pool has room for.
-        max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may ask for; -1
-            any number; default 20, or by -1 all.
-        logprobs_mode: what is given as log-probabilities: ``raw_logprobs``, of the unmodified
-            logits; ``processed_logprobs``, after penalties, temperature, top-k and the like;
-            ``raw_logits`` and ``processed_logits``, the logits themselves. Prompts and beams have
-            nothing of the processing, beams always log-probabilities.
-        seed: what samples without a seed of their own depend on, with the number of the call;
+        revision: of a model on the hub; another tokenizer is loaded at its latest revision.
+        dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
+            (``half``), or a torch dtype.
+        max_model_len: longest prompt and output together; default: what the model allows; -1: what
+            the KV pool has room for.
+        max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may ask for; -1:
+            any number; default: 20, or all with ``logprobs=-1``.
+        logprobs_mode: what log-probabilities are: ``raw_logprobs``, of the unmodified logits;
+            ``processed_logprobs``, after penalties, temperature, top-k and so on; ``raw_logits``
+            and ``processed_logits``, the logits themselves. Those of prompts are never processed,
+            and beams always have log-probabilities.
+        seed: decides samples without a seed of their own, together with the number of the call;
             default: they are fresh in every call.
-        load_format: ``dummy``: random weights of the model's shapes, whose files are not needed;
-            to try settings and speed. Others change nothing.
+        load_format: ``dummy``: random weights of the model's shapes, to try settings and speed; its
+            folder needs no weight files. Other formats change nothing.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
             ``int4_weight_only``; default as saved.
         adapters: LoRA adapters as peft saves them: folder or hub id by name.
-        enable_lora: calls may bring adapters of their own, as ``LoRARequest``, which are loaded
-            when they are first asked for.
-        generation_config: where ``get_default_sampling_params`` are from: ``auto`` the model's
-            folder, ``vllm`` nowhere, or another folder.
-        override_generation_config: keys of ``generation_config.json``, which win.
-        structured_outputs_config: vLLM's, or a dict; ``disable_any_whitespace`` and
-            ``disable_additional_properties`` are for schemas that say nothing of these.
-        guided_decoding_disable_any_whitespace: the same, by its earlier name.
-        reasoning: splits what the model thinks from its ``text``, in all outputs: ``auto`` by the
+        enable_lora: calls may bring more adapters as ``LoRARequest``, which are loaded when first
+            asked for.
+        generation_config: the source of ``get_default_sampling_params``: ``auto``: the model's
+            folder; ``vllm``: none; or another folder.
+        override_generation_config: keys that win over those of ``generation_config.json``.
+        structured_outputs_config: vLLM's class, or a dict; ``disable_any_whitespace`` and
+            ``disable_additional_properties`` apply to schemas that do not set them.
+        guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
+        reasoning: separates the model's reasoning from ``text`` in all outputs: ``auto``, by the
             markers of its chat template, or ``{"start": text, "end": text}``.
-        reasoning_parser: the same, by vLLM's name of the format, like ``qwen3``.
-        tool_parser: reads calls of the tools that ``chat`` is given: ``auto``, by the chat
-            template, or vLLM's name of the format, like ``hermes``; ``none``: they stay in the
-            text.
-        chat_template: of chats that give none: the text of a template (Jinja2), or its file;
+        reasoning_parser: the same by vLLM's name of the format, like ``qwen3``.
+        tool_parser: the format of calls of the tools that ``chat`` is given: ``auto``, by the chat
+            template, or vLLM's name of it, like ``hermes``; ``none``: calls stay in the text.
+        chat_template: the text of a template (Jinja2), or its file, for chats that give none;
             default the model's.
-        runner: ``generate``, to write text; ``pooling``, for ``embed``, ``classify`` and ``score``
-            alone; ``auto``: as the model's class says.
-        task: the same, by its earlier name: ``generate``, ``embed``, ``classify`` or ``score``.
-        hf_overrides: ``classifier_from_token``, what a reranker answers with: ``["no", "yes"]``.
+        runner: ``generate``: write text; ``pooling``: only ``embed``, ``classify`` and ``score``;
+            ``auto``: by the model's class.
+        task: the earlier name of ``runner``: ``generate``, ``embed``, ``classify`` or ``score``.
+        hf_overrides: ``classifier_from_token``, the answers of a reranker: ``["no", "yes"]``.
         tensor_parallel_size: accepted for compatibility; must be 1.
-        engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``, and vLLM's
-            arguments that have no effect here, which are warned of.
+        engine_keys: keys of the job file's ``engine`` section, like ``block_size=32``, and
+            arguments of vLLM that have no effect here, which produce a warning.
 
     Raises:
         ModelError: the model cannot be loaded or run.
         DeviceError: the device is missing or too small.
-        NotYetError: an argument is known, and not built yet.
-        TypeError: an argument is unknown or of another type.
+        NotYetError: an argument is not built yet.
+        TypeError: an argument is unknown or has another type.
         ValueError: an argument is out of range.
     """
 
@@ -134,46 +139,42 @@ class LLM(GenerationCalls, PoolingCalls, Inspection):
         if tensor_parallel_size != 1:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         name = model_name(model)
-        check_arguments(
-            {
-                "max_logprobs": max_logprobs,
-                "seed": seed,
-                "skip_tokenizer_init": skip_tokenizer_init,
-                "enable_lora": enable_lora,
-                "generation_config": generation_config,
-                "override_generation_config": override_generation_config,
-            }
+        self._defaults = CallDefaults(
+            max_logprobs=max_logprobs,
+            seed=seed,
+            skip_tokenizer_init=skip_tokenizer_init,
+            enable_lora=enable_lora,
+            generation_config=as_text(generation_config),
+            override_generation_config=override_generation_config,
         )
         engine = engine_config(engine_keys)
         tokens = classifier_tokens(hf_overrides)
-        asked_reasoning = reasoning_asked(reasoning, reasoning_parser)
+        markers = reasoning_markers(reasoning, reasoning_parser)
         mode = read_logprobs_mode(logprobs_mode)
         random_weights = wants_random_weights(load_format)
         self._schema_defaults = schema_defaults(
             structured_outputs_config, guided_decoding_disable_any_whitespace
         )
-        choice = model_config(
-            model,
-            tokenizer=tokenizer,
+        folders: Any = adapters or {}
+        if isinstance(folders, Mapping):
+            folders = {adapter: as_text(path) for adapter, path in folders.items()}
+        self._model = ModelConfig(
+            name=name,
             revision=revision,
-            dtype=dtype,
-            max_model_len=max_model_len,
+            tokenizer=as_text(tokenizer),
+            dtype=dtype_name(dtype),
+            max_model_len=None if max_model_len == FIT else max_model_len,
             quantization=quantization,
-            adapters=adapters or {},
+            adapters=folders,
             runner=choose_runner(runner, task, name, revision),
         )
-        self._max_logprobs = max_logprobs
+        if quantization is not None and quantization not in QUANTIZATIONS:
+            raise NotYetError(f"LLM(quantization={quantization!r})")
         self._chat_template = template_text(chat_template)
         self._has_tokenizer = not skip_tokenizer_init
-        # A revision is one of the model's repository.
-        self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
-        self._generation_config = (
-            *(choice.name, revision, generation_config),
-            dict(override_generation_config or {}),
-        )
         self._processes = TextProcesses()  # they start while the model is loaded
         self._context = build_engine(
-            choice,
+            self._model,
             engine,
             log=_LOG.info,
             tokenizer=None if self._has_tokenizer else no_tokenizer(),
@@ -182,24 +183,111 @@ class LLM(GenerationCalls, PoolingCalls, Inspection):
             random_weights=random_weights,
         )
         self._processes.load(self._context.tokenizer)
-        self._adapters = Adapters(choice.adapters, self._context)
-        self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
-        self._calls = Calls(self._context)
+        self._adapters = Adapters(self._model.adapters, self._context)
+        self._settings = without_secrets({"model": asdict(self._model), "engine": asdict(engine)})
+        self._calls = Calls(self._context, refused_calls(self._model.runner))
         self._runner = CallRunner(
             *(self._context, self._calls, seed),
-            find_reasoning_format(asked_reasoning, self._context.tokenizer, self._chat_template),
+            find_reasoning_format(markers, self._context.tokenizer, self._chat_template),
             find_tool_format(tool_parser, self._context.tokenizer, self._chat_template),
             mode,
         )
         self._pooling = PoolingRunner(
-            choice, self._context, self._calls, tokens, random_weights=random_weights
+            self._model, self._context, self._calls, tokens, random_weights=random_weights
         )
-        self._view = engine_view(
-            choice, engine, self._context, lambda: self._pooling.embedding_size
-        )
-        self._one_call = OneCall(refused_calls(choice.runner))
+        self._view = EngineView(self._model, engine, self._context, self._pooling)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix that is kept for later prompts; waits for the call that runs."""
+        with self._calls.one_call("reset_prefix_cache"):
+            self._context.engine.reset_prefix_cache()
+        return True
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Returns the model's tokenizer, as transformers loads it.
+
+        Raises:
+            ValueError: ``skip_tokenizer_init`` was given.
+        """
+        if not self._has_tokenizer:
+            raise ValueError("there is no tokenizer; leave skip_tokenizer_init out")
+        from transformers import AutoTokenizer
+
+        name, revision = self._model.tokenizer, None
+        if name is None:
+            name, revision = self._model.name, self._model.revision
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
+        return tokenizer
+
+    @property
+    def llm_engine(self) -> EngineView:
+        """Sizes and settings of the engine under vLLM's names, to read."""
+        return self._view
+
+    @property
+    def model_config(self) -> ModelView:
+        """``llm_engine.model_config``."""
+        return self._view.model_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._context.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return self._context.vocab_size
+
+    def stats(self) -> Stats:
+        """Returns ``tokens``, ``throughput`` and ``kv`` of all calls so far, as in
+        ``summary.json``: a dict, which a notebook shows as a table.
+
+        Never waits: the steps that an active call has finished count.
+        """
+        return self._calls.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns the tokens, prefix cache hits and preemptions of all calls so far and the number
+        of active requests, under vLLM's names. Never waits. ``stats`` has more."""
+        return read_metrics(self.stats(), self._context, str(self._settings["model"]["name"]))
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        price_per_hour: float | None = None,
+        currency: str = "USD",
+    ) -> Path:
+        """Write an HTML page about all calls so far: memory, speed, lengths. Never waits.
+
+        Args:
+            path: the file to write.
+            price_per_hour: price of the machine, to show what the calls cost.
+            currency: code of the price's currency.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from batchinfer.report.page import page
+        from batchinfer.report.report_data import Price
+
+        price = None if price_per_hour is None else Price(price_per_hour, currency)
+        data = self._calls.report_data(str(self._settings["model"]["name"]), self._settings)
+        Path(path).write_bytes(page(data, price).encode())
+        return Path(path)
+
+    def reset_stats(self) -> None:
+        """Reset ``stats``. Never waits: an active call counts from here."""
+        self._calls.reset()
+
+    def reward(self, *_: object, **__: object) -> NoReturn:
+        """vLLM's call for reward models, which is not built yet."""
+        raise NotYetError("LLM.reward")
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            return missing_attribute(name)
+            if name in METHODS:
+                raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
+            raise AttributeError(f"LLM has no attribute {name}")

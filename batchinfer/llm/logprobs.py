@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import overload
 
 from batchinfer.engine.request import TokenLogprobs
@@ -17,19 +18,19 @@ class Logprob:
 
     logprob: float
     rank: int | None = None
-    """None of a token that ``logprob_token_ids`` names."""
+    """None for a token that ``logprob_token_ids`` names."""
     decoded_token: str | None = None
-    """What the token adds to the text: of a character in several tokens, the last adds all; None
-    with ``detokenize=False``."""
+    """The text that the token adds; the last token of a character adds all of it. None with
+    ``detokenize=False``."""
 
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
-    """The log-probabilities of many positions in a few long lists, so that there are no millions of
-    objects to collect; read like a list of dicts by token id.
+    """The log-probabilities of many positions, read like a list of dicts by token id.
 
-    Names are those of vLLM's class (vllm/logprobs.py). Position i has the entries from
-    ``start_indices[i]`` to ``end_indices[i]``; the first token of a prompt has none.
+    A few long lists give the garbage collector less work than millions of dicts. Names are those of
+    vLLM's class (vllm/logprobs.py). Position i has the entries from ``start_indices[i]`` to
+    ``end_indices[i]``; the first token of a prompt has none.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -40,7 +41,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, position: Mapping[int, Logprob] | None) -> None:
-        """Add the entries of the next position; None is no entries."""
+        """Add the entries of the next position; None adds a position without entries."""
         entries = position or {}
         self.start_indices.append(len(self.token_ids))
         self.token_ids += entries
@@ -77,41 +78,39 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
 
 
 Logprobs = list[dict[int, Logprob]] | FlatLogprobs
-"""Of each output token."""
+"""One entry for each output token."""
 PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
-"""Of each prompt token; the first has none."""
+"""One entry for each prompt token; that of the first is None."""
 
 
 def output_logprobs(
     tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> Logprobs:
-    """Each output token, and after it its alternatives, best first, or the tokens named.
+    """Returns, for each output token, it and its alternatives: the best first, or those named.
 
     Args:
-        text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
+        text: ids that end with those of ``tokens``; the ids before them help to decode.
         tokenizer: None leaves texts out.
     """
     positions = _positions(tokens, text, tokenizer)
-    if not flat:
-        return list(positions)
-    found = FlatLogprobs()
-    found.extend(positions)
-    return found
+    return _flat(positions) if flat else list(positions)
 
 
 def prompt_logprobs(
-    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
+    tokens: Sequence[TokenLogprobs], prompt: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> PromptLogprobs:
-    """The same of a prompt's tokens from the second on, after nothing of the first.
+    """Returns the same for the tokens of a prompt, after no entries for the first.
 
     Args:
-        text: ids of the whole prompt.
+        tokens: from the second token on.
+        prompt: ids of the whole prompt.
     """
-    positions = _positions(tokens, text, tokenizer)
-    if not flat:
-        return [None, *positions]
+    positions = chain([None], _positions(tokens, prompt, tokenizer))
+    return _flat(positions) if flat else list(positions)
+
+
+def _flat(positions: Iterable[Mapping[int, Logprob] | None]) -> FlatLogprobs:
     found = FlatLogprobs()
-    found.extend([None])
     found.extend(positions)
     return found
 
@@ -127,18 +126,15 @@ def _positions(
 def _entries(
     token: TokenLogprobs, before: list[int], tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    entries = {token.token_id: (token.logprob, token.rank)}
-    entries |= {
+    found: dict[int, tuple[float, int | None]] = {token.token_id: (token.logprob, token.rank)}
+    found |= {
         token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
     }
-    told: dict[int, tuple[float, int | None]] = {**entries}
     for token_id, logprob in token.named:
-        told.setdefault(token_id, (logprob, None))
+        found.setdefault(token_id, (logprob, None))
     return {
-        token_id: Logprob(logprob, rank, _text(tokenizer, token_id, before))
-        for token_id, (logprob, rank) in told.items()
+        token_id: Logprob(
+            logprob, rank, None if tokenizer is None else token_text(tokenizer, token_id, before)
+        )
+        for token_id, (logprob, rank) in found.items()
     }
-
-
-def _text(tokenizer: Tokenizer | None, token_id: int, before: list[int]) -> str | None:
-    return None if tokenizer is None else token_text(tokenizer, token_id, before)

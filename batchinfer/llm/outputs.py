@@ -1,27 +1,34 @@
-"""Results of the Python API: outputs made of completions, and ``LLM.stats`` as a table."""
+"""Results of the Python API: outputs made from completions, and ``LLM.stats`` as a table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import warnings
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from html import escape
+from typing import Any, TypeVar
 
+from batchinfer.config.beam_params import BeamSearchParams
 from batchinfer.config.call_params import SamplingParams
-from batchinfer.engine.request import (
-    Completion,
-    Request,
-    RequestStats,
-    SampleOutput,
-)
+from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
 from batchinfer.engine.step import Float32
 from batchinfer.errors import RowError
-from batchinfer.llm.compatibility import takes_unknown_fields
-from batchinfer.llm.logprobs import Logprobs, PromptLogprobs, output_logprobs, prompt_logprobs
+from batchinfer.llm.logprobs import (
+    Logprob,
+    Logprobs,
+    PromptLogprobs,
+    output_logprobs,
+    prompt_logprobs,
+)
 from batchinfer.llm.lora import LoRARequest
-from batchinfer.llm.vllm.request_metrics import RequestMetrics, request_metrics
 from batchinfer.text.answers import Answer, AnswerReader
 from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 from batchinfer.text.prompts import Prompt
-from batchinfer.text.tools.tool_format import ToolCall, Tools
+from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.text.tools.row_tools import RowTools
+from batchinfer.text.tools.tool_format import ToolCall
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,108 +42,197 @@ class CompletionOutput:
     """``stop``, ``length`` or ``error``."""
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Of all its tokens; None where no log-probabilities are asked for, but for beams."""
+    """Sum over all tokens; None unless log-probabilities or beams are asked for."""
     logprobs: Logprobs | None = None
     score: float | None = None
-    """What beams are ranked by; None without beam search."""
+    """Ranks beams; None without beam search."""
     reasoning: str | None = None
-    """With ``LLM(reasoning=...)``: what the model thought, which ``text`` is then without."""
+    """With ``LLM(reasoning=...)``: the model's reasoning, which is not in ``text``."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """With ``LLM(tool_parser=...)``: calls of the tools that ``chat`` was given, which ``text`` is
-    then without; each has a ``name`` and ``arguments``, JSON text."""
+    """With ``LLM(tool_parser=...)``: calls of the tools that ``chat`` was given, which are not in
+    ``text``; each has a ``name`` and ``arguments``, JSON text."""
 
 
-@takes_unknown_fields
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When a prompt arrived, started and finished, under the names of vLLM's outputs.
+
+    Times are in seconds. ``arrival_time`` is a wall clock time (``time.time``); times that end in
+    ``_ts`` count from when the prompt was queued. The last token is that of the sample that
+    finished last. For a prompt that never ran, all but the arrival are 0.
+    """
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    num_generation_tokens: int
+    """Tokens of all samples."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Time from the queue to the first token."""
+        return self.first_token_ts - self.queued_ts
+
+    @property
+    def time_in_queue(self) -> float:
+        """Time from the queue to the first step."""
+        return self.scheduled_ts - self.queued_ts
+
+    @property
+    def first_scheduled_time(self) -> float:
+        """Wall clock time of the first step."""
+        return self.arrival_time + self.scheduled_ts
+
+    @property
+    def first_token_time(self) -> float:
+        """Wall clock time of the first token."""
+        return self.arrival_time + self.first_token_ts
+
+    @property
+    def last_token_time(self) -> float:
+        """Wall clock time of the last token."""
+        return self.arrival_time + self.last_token_ts
+
+    finished_time = last_token_time
+
+
+def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
+    """Make a dataclass warn about arguments that it has no fields for, and drop them."""
+    made: Any = record
+    make, known = made.__init__, {entry.name for entry in fields(made)}
+
+    @wraps(make)
+    def init(self: _Record, *args: Any, **given: Any) -> None:
+        for name in given.keys() - known:
+            warnings.warn(f"{record.__name__}: {name} has no effect here", stacklevel=2)
+            del given[name]
+        make(self, *args, **given)
+
+    made.__init__ = init
+    return record
+
+
+@_drop_unknown_fields
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A prompt and its samples. A prompt that could not be run has none, and an ``error``.
 
-    Made with names that later versions of vLLM may have, it warns of each and goes without.
+    Programs may create one with fields of later vLLM versions, which are dropped with a warning.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None
-    """Each prompt token's, if asked for; None for the first, which nothing comes before."""
+    """Those of each prompt token, if asked for; None for the first token."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
     error: RowError | None = None
     metrics: RequestMetrics | None = None
-    """When it came, began and ended."""
     lora_request: LoRARequest | None = None
     """As the call gave it."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
-    """[tokens, ids] of ``prompt_logprob_token_ids``, where these are given: row i is of prompt
+    """[tokens, ids] of ``prompt_logprob_token_ids``, where these are given: row i belongs to prompt
     token ``prompt_logprob_start + i + 1``; -inf where there is no id."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What an output repeats of the call that asked for it."""
+class BeamSearchSequence:
+    """A beam as vLLM returns it: with its prompt."""
 
-    request_id: str
+    tokens: list[int]
+    """Tokens of the prompt and the beam, without the end-of-sequence token unless
+    ``include_stop_str_in_output`` keeps it."""
+    cum_logprob: float
+    """Sum over the beam's tokens, the end-of-sequence token included."""
+    text: str | None
+    """Text of ``tokens``; None without a tokenizer."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    lora_request: LoRARequest | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Empty: log-probabilities of single tokens are not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput(RequestOutput):
+    """A prompt and its beams, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+    """The beams of ``outputs`` as vLLM returns them."""
+
+
+@dataclass(slots=True)
+class PromptRequest:
+    """One prompt of a call, and what the call asks for."""
+
+    prompt: Prompt | RowError
     params: SamplingParams
+    adapter: int
     lora_request: LoRARequest | None
-    arrival_time: float
-    """Of the call, by the wall clock."""
-    tools: Tools | None = None
-    """What the model may call."""
+    """As the call gave it."""
+    tools: RowTools | None = None
+    request_id: str = ""
+    arrival_time: float = 0.0
+    """Wall clock time of the call."""
 
 
-def refused(asked: Asked, error: RowError, prompt: Prompt | RowError) -> RequestOutput:
+def refused(item: PromptRequest, error: RowError) -> RequestOutput:
     """The output of a prompt that never ran."""
     text: str | None = None
     token_ids: list[int] = []
-    if isinstance(prompt, Prompt):
-        text, token_ids = prompt.text, prompt.token_ids.tolist()
+    if isinstance(item.prompt, Prompt):
+        text, token_ids = item.prompt.text, item.prompt.token_ids.tolist()
     return RequestOutput(
-        request_id=asked.request_id,
+        request_id=item.request_id,
         prompt=text,
         prompt_token_ids=token_ids,
         prompt_logprobs=None,
-        num_cached_tokens=0,
         finished=True,
         outputs=[],
         error=error,
-        metrics=request_metrics(asked.arrival_time, RequestStats(), 0),
-        lora_request=asked.lora_request,
+        metrics=_metrics(item, RequestStats(), 0),
+        lora_request=item.lora_request,
     )
 
 
-def finished(
-    asked: Asked, completion: Completion, prompt: Prompt, answers: AnswerReader
-) -> RequestOutput:
+def finished(item: PromptRequest, completion: Completion, answers: AnswerReader) -> RequestOutput:
     """The output of a prompt that the engine is done with."""
-    request = completion.request
-    reader = answers if asked.params.detokenize else None
-    decoder = answers.tokenizer if asked.params.detokenize else None
-    samples = [_sample(sample, request, reader, asked) for sample in completion.outputs]
-    prompt_ids, prompt_tokens = (
-        request.prompt_token_ids.tolist(),
-        completion.prompt_token_logprobs(),
-    )
-    flat = asked.params.flat_logprobs
-    num_tokens = sum(len(sample.token_ids) for sample in samples)
-    output = RequestOutput(
-        request_id=asked.request_id,
-        prompt=prompt.text,
+    assert isinstance(item.prompt, Prompt)
+    request, params = completion.request, item.params
+    samples = [_sample(sample, request, item, answers) for sample in completion.outputs]
+    prompt_ids, scored = request.prompt_token_ids.tolist(), completion.prompt_token_logprobs()
+    logprobs = None
+    if scored is not None and params.prompt_logprobs is not None:
+        decoder = answers.tokenizer if params.detokenize else None
+        logprobs = prompt_logprobs(scored, prompt_ids, decoder, flat=params.flat_logprobs)
+    error = None
+    if completion.error_code is not None:
+        error = RowError(completion.error_code, completion.error_message or "")
+    return RequestOutput(
+        request_id=item.request_id,
+        prompt=item.prompt.text,
         prompt_token_ids=prompt_ids,
-        prompt_logprobs=None
-        if prompt_tokens is None or asked.params.prompt_logprobs is None
-        else prompt_logprobs(prompt_tokens, prompt_ids, decoder, flat=flat),
-        num_cached_tokens=completion.stats.cached_tokens,
-        finished=True,
+        prompt_logprobs=logprobs,
         outputs=samples,
-        metrics=request_metrics(asked.arrival_time, completion.stats, num_tokens),
-        lora_request=asked.lora_request,
-        prompt_token_id_logprobs=_named_prompt_logprobs(completion, asked.params),
+        finished=True,
+        num_cached_tokens=completion.stats.cached_tokens,
+        error=error,
+        metrics=_metrics(item, completion.stats, sum(len(one.token_ids) for one in samples)),
+        lora_request=item.lora_request,
+        prompt_token_id_logprobs=_named_prompt_logprobs(completion, params),
     )
-    if completion.error_code is None:
-        return output
-    return replace(output, error=RowError(completion.error_code, completion.error_message or ""))
+
+
+def _metrics(item: PromptRequest, stats: RequestStats, num_tokens: int) -> RequestMetrics:
+    scheduled = stats.queue_ms / 1e3
+    first = scheduled + stats.prefill_ms / 1e3
+    last = max(stats.latency_ms / 1e3, first)
+    return RequestMetrics(item.arrival_time, 0.0, scheduled, first, last, num_tokens)
 
 
 def _named_prompt_logprobs(completion: Completion, params: SamplingParams) -> Float32 | None:
@@ -147,13 +243,18 @@ def _named_prompt_logprobs(completion: Completion, params: SamplingParams) -> Fl
 
 
 def _sample(
-    sample: SampleOutput, request: Request, answers: AnswerReader | None, asked: Asked
+    sample: SampleOutput, request: Request, item: PromptRequest, answers: AnswerReader
 ) -> CompletionOutput:
-    answer = Answer("")
-    if answers is not None:
-        answer = answers.read(request.prompt_token_ids, sample, request.params, asked.tools)
-    token_ids = sample.token_ids.tolist()
-    before = request.prompt_token_ids[-MAX_CHAR_TOKENS:].tolist()
+    answer, decoder = Answer(""), None
+    if item.params.detokenize:
+        tools = None if item.tools is None else item.tools.tools
+        answer = answers.read(request.prompt_token_ids, sample, request.params, tools)
+        decoder = answers.tokenizer
+    token_ids, logprobs = sample.token_ids.tolist(), None
+    if sample.logprobs is not None:
+        text = request.prompt_token_ids[-MAX_CHAR_TOKENS:].tolist() + token_ids
+        flat = item.params.flat_logprobs
+        logprobs = output_logprobs(sample.logprobs, text, decoder, flat=flat)
     is_plain = sample.logprobs is None and sample.score is None
     return CompletionOutput(
         index=sample.index,
@@ -162,14 +263,7 @@ def _sample(
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         cumulative_logprob=None if is_plain else sample.cumulative_logprob,
-        logprobs=None
-        if sample.logprobs is None
-        else output_logprobs(
-            sample.logprobs,
-            before + token_ids,
-            None if answers is None else answers.tokenizer,
-            flat=asked.params.flat_logprobs,
-        ),
+        logprobs=logprobs,
         score=sample.score,
         reasoning=answer.reasoning,
         num_reasoning_tokens=answer.num_reasoning_tokens,
@@ -177,29 +271,52 @@ def _sample(
     )
 
 
+def beam_search_output(
+    output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
+) -> BeamSearchOutput:
+    """The output of a beam search, with ``sequences``."""
+    sequences = []
+    for beam in output.outputs:
+        assert beam.cumulative_logprob is not None
+        stopped, text = beam.finish_reason == "stop", None
+        drops_end = stopped and not params.include_stop_str_in_output
+        tokens = output.prompt_token_ids + beam.token_ids[: -1 if drops_end else None]
+        if tokenizer is not None:
+            text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                cum_logprob=beam.cumulative_logprob,
+                text=text,
+                finish_reason=beam.finish_reason,
+                stop_reason=beam.token_ids[-1] if stopped else beam.stop_reason,
+                lora_request=output.lora_request,
+            )
+        )
+    values = {entry.name: getattr(output, entry.name) for entry in fields(RequestOutput)}
+    return BeamSearchOutput(**values, sequences=sequences)
+
+
 class Stats(dict[str, dict[str, float]]):
-    """``tokens``, ``throughput`` and ``kv`` of ``summary.json``; in a notebook, a table."""
+    """``tokens``, ``throughput`` and ``kv`` of ``summary.json``; notebooks show it as a table."""
 
     def __repr__(self) -> str:
         lines: list[str] = []
         for section, values in self.items():
-            lines += [section, *(f"  {name:<22}{_said(name, n):>14}" for name, n in values.items())]
+            lines.append(section)
+            lines += [f"  {name:<22}{_shown(name, n):>14}" for name, n in values.items()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The stats as a table, for notebooks."""
-        rows = "".join(
-            f"<tr><th colspan=2 style='text-align:left'>{escape(section)}</th></tr>"
-            + "".join(
-                f"<tr><td style='text-align:left'>{escape(name)}</td><td>{_said(name, n)}</td></tr>"
-                for name, n in values.items()
-            )
-            for section, values in self.items()
-        )
-        return f"<table>{rows}</table>"
+        left, rows = "style='text-align:left'", list[str]()
+        for section, values in self.items():
+            rows.append(f"<tr><th colspan=2 {left}>{escape(section)}</th></tr>")
+            for name, n in values.items():
+                rows.append(f"<tr><td {left}>{escape(name)}</td><td>{_shown(name, n)}</td></tr>")
+        return f"<table>{''.join(rows)}</table>"
 
 
-def _said(name: str, value: float) -> str:
+def _shown(name: str, value: float) -> str:
     if "per_s" in name:
         return f"{value:,.1f}"
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"

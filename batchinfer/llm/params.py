@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from batchinfer.config import sampling
 from batchinfer.config.call_params import SamplingParams
 from batchinfer.config.named_tokens import check_named_tokens, check_token_id_table
 from batchinfer.config.sampling import MAX_LOGPROBS
 from batchinfer.engine.request import Request
-from batchinfer.engine.step import LogprobsMode
+from batchinfer.engine.step import LogitsProcessor, LogprobsMode
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.logits_processors import with_processors
-from batchinfer.llm.prompts import kind_of, listed
 
 MODES: Mapping[str, LogprobsMode] = {
     "raw_logprobs": LogprobsMode.RAW,
@@ -27,66 +26,29 @@ MODES: Mapping[str, LogprobsMode] = {
 
 
 def read_logprobs_mode(name: object) -> LogprobsMode:
-    """What ``LLM(logprobs_mode=...)`` names.
+    """Returns the mode that ``LLM(logprobs_mode=...)`` names.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: there is no such mode.
     """
     if not isinstance(name, str) or name not in MODES:
         raise ValueError(f"logprobs_mode is {name!r}; it must be one of {', '.join(MODES)}")
     return MODES[name]
 
 
-def check_priority(priority: int | Sequence[int] | None, count: int, call: str) -> None:
-    """Check ``priority``, one for all prompts or one each, and warn that it has no effect.
-
-    Raises:
-        ValueError: they are not as many as the prompts.
-    """
-    if isinstance(priority, Sequence) and len(priority) != count:
-        raise ValueError(f"{count} prompts, but {len(priority)} priorities")
-    settle(call, {"priority": priority}, (), stacklevel=4)
-
-
-def params_of_each(
-    params: sampling.SamplingParams | Sequence[sampling.SamplingParams],
-    count: int,
-    vocab_size: int,
-    max_logprobs: int | None,
-    max_model_len: int,
-) -> list[SamplingParams]:
-    """The sampling parameters of each of ``count`` prompts.
+def check_params(
+    params: SamplingParams, vocab_size: int, max_logprobs: int | None, max_model_len: int
+) -> None:
+    """Check the parameters of a call against the model, and warn about those without effect.
 
     Args:
         max_logprobs: most alternatives that may be asked for; -1 = any number; None: 20, or all.
 
     Raises:
-        TypeError, ValueError: they are something else, not as many, ask for too much, or name a
-            token id that the model does not have.
+        ValueError: they ask for too much, or name a token id that the model does not have.
     """
-    if isinstance(params, sampling.SamplingParams):
-        distinct = [SamplingParams.of(params)]
-        found = distinct * count
-    else:
-        expected = "SamplingParams(...), or a list of one for each prompt"
-        given = listed(params, "sampling_params", expected)
-        if len(given) != count:
-            raise ValueError(f"{count} prompts, but {len(given)} sampling params")
-        for at, one in enumerate(given):
-            if not isinstance(one, sampling.SamplingParams):
-                raise TypeError(f"sampling_params {at} is {kind_of(one)}; give SamplingParams(...)")
-        distinct = found = [SamplingParams.of(one) for one in given]
-    for one in distinct:
-        one.check_token_ids(vocab_size)
-        one.check_call()
-        _check_logprobs(one, vocab_size, max_logprobs, max_model_len)
-        settle("SamplingParams", one.without_effect(), (), stacklevel=6)
-    return found
-
-
-def _check_logprobs(
-    params: SamplingParams, vocab_size: int, max_logprobs: int | None, max_model_len: int
-) -> None:
+    params.check_token_ids(vocab_size)
+    params.check_call()
     most = MAX_LOGPROBS if max_logprobs is None else max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name) or 0
@@ -105,41 +67,70 @@ def _check_logprobs(
             most_ids=vocab_size if most == -1 else most,
             max_model_len=max_model_len,
         )
+    settle("SamplingParams", params.without_effect(), (), stacklevel=6)
 
 
 def as_called(
     requests: Sequence[Request], params: SamplingParams, mode: LogprobsMode
-) -> list[Request]:
-    """The requests of a prompt with what only calls from Python ask for.
-
-    Args:
-        mode: what is given as log-probabilities.
-    """
-    named = params.logprob_token_ids or ()
+) -> Sequence[Request]:
+    """Returns the requests of a prompt with what only calls from Python can ask for."""
+    named, processors = params.logprob_token_ids or (), params.logits_processors or ()
     table, scored_from = params.prompt_logprob_token_ids, 1
+    if mode == LogprobsMode.RAW and not named and table is None and not processors:
+        return requests
     if table is not None:
         skipped = params.prompt_logprob_start or 0
         if params.prompt_logprobs is None:
             scored_from += skipped
         else:
             table = np.pad(table, ((skipped, 0), (0, 0)), constant_values=-1)
-    if mode == LogprobsMode.RAW and not named and table is None:
-        return with_processors(requests, params.logits_processors)
-    asked = [
+    return [
         replace(
             request,
             named_token_ids=named,
             named_prompt_token_ids=table,
             scored_from=scored_from,
             logprobs_mode=mode,
+            logits_processors=tuple(map(_with_prompt, processors)),
         )
         for request in requests
     ]
-    return with_processors(asked, params.logits_processors)
+
+
+def _with_prompt(processor: Callable[..., Any]) -> LogitsProcessor:
+    """Returns a logits processor that takes the prompt's token ids, which ``processor`` need not.
+
+    Raises:
+        TypeError: ``processor`` takes neither two nor three arguments.
+    """
+    if not callable(processor):
+        raise TypeError(f"logits_processors has {processor!r}; it must hold functions")
+    name = getattr(processor, "__name__", type(processor).__name__)
+    if _takes(processor, 3):
+        return processor
+    if not _takes(processor, 2):
+        raise TypeError(
+            f"logits processor {name} must take (output token ids, logits), or the prompt's token "
+            "ids before them"
+        )
+
+    def without_prompt(_: list[int], output_token_ids: list[int], logits: Any) -> Any:
+        return processor(output_token_ids, logits)
+
+    without_prompt.__name__ = name
+    return without_prompt
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def rows_to_score_problem(params: SamplingParams, num_prompt_tokens: int) -> str | None:
-    """Why ``prompt_logprob_token_ids`` do not go with a prompt; None if they do."""
+    """Returns why ``prompt_logprob_token_ids`` do not fit the prompt; None if they do."""
     table, skipped = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
     wanted = max(num_prompt_tokens - 1 - skipped, 0)
     if table is None or len(table) == wanted:

@@ -1,4 +1,4 @@
-"""Reads the arguments of the Python API; what is no prompt is refused before anything runs."""
+"""Reads the prompts and conversations of a call, and refuses bad ones before anything runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_to
 
 
 class TextPrompt(TypedDict):
-    """A prompt's text, as vLLM has it."""
+    """vLLM's type of a prompt given as text."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt's token ids, as vLLM has them, and the text to show for them."""
+    """vLLM's type of a prompt given as token ids; ``prompt`` is the text to show for them."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -39,10 +39,10 @@ _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 def read_prompts(
     prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
 ) -> list[str | Prompt]:
-    """Each prompt's text, or the prompt of its token ids.
+    """Returns each prompt as its text, or as a ``Prompt`` of its token ids.
 
     Raises:
-        TypeError, ValueError: naming the prompt by its index, and what it must be.
+        TypeError, ValueError: an item is not a prompt; names its index and what it must be.
     """
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
     found = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
@@ -58,10 +58,10 @@ def read_prompts(
 def read_conversations(
     conversations: Conversation | Sequence[Conversation],
 ) -> list[list[Mapping[str, Any]]]:
-    """Several conversations as a list, one as a list of one.
+    """Returns the conversations as a list; a single one becomes a list of one.
 
     Raises:
-        TypeError: naming the conversation and the message by their indices.
+        TypeError: a message is not a dict; names the conversation and the message.
     """
     items: list[Any] = listed(conversations, "conversations", _MESSAGES)
     if items and isinstance(items[0], Mapping):
@@ -78,7 +78,7 @@ def read_conversations(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with no other mappings, lists and texts than Python's own in it."""
+    """Returns ``value`` with every mapping, list and string in it as Python's own type."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,10 +89,10 @@ def _plain(value: Any) -> Any:
 def final_message(
     add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> FinalMessage:
-    """What comes after a conversation, by vLLM's arguments; None is as if left out.
+    """Returns what to write after a conversation, by vLLM's arguments; None leaves one out.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: both are True.
     """
     if continue_final_message:
         if add_generation_prompt:
@@ -107,14 +107,13 @@ def final_message(
 
 
 def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools | None:
-    """The tools of a chat; None where it has none, or must call none.
+    """Returns the tools of a chat; None if it has none or may not call any.
 
     Args:
-        has_parser: whether it is known how the model writes calls.
+        has_parser: whether the format of the model's tool calls is known.
 
     Raises:
-        ValueError: they are none, the choice is none of them, or nobody knows how the model would
-            write the calls that it must make.
+        ValueError: the tools or the choice are invalid, or the choice needs a known format.
     """
     checked = checked_tools([] if tools is None else tools)
     if not checked:
@@ -131,7 +130,7 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether this is one prompt, not several."""
+    """Whether ``prompts`` is a single prompt."""
     if isinstance(prompts, str | Mapping):
         return True
     if isinstance(prompts, np.ndarray):
@@ -152,8 +151,8 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
-    """The text or the token ids of a prompt that is a dict, the text to show for them, and the
-    name of what is read."""
+    """Returns the text or token ids of a prompt that is a dict, the text to show for token ids, and
+    the value's name in messages."""
     others = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
         settle(name, others, _KEYS, stacklevel=8)
@@ -172,16 +171,16 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
 
 
 def checked_text(text: str, name: str) -> str:
-    """A text as Python's own.
+    """Returns a string as Python's own type.
 
     Raises:
-        ValueError: it is none, naming it by ``name``.
+        ValueError: it has no UTF-8 form.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} is no valid text: character {error.start} is half of a surrogate pair "
+            f"{name} is not valid text: character {error.start} is half of a surrogate pair "
             f"(U+{ord(text[error.start]):04X})"
         ) from None
     return str(text)
@@ -205,7 +204,11 @@ def _checked_ids(ids: Sequence[Any] | np.ndarray[Any, Any], name: str, vocab_siz
 
 
 def listed(values: Any, name: str, expected: str) -> list[Any]:
-    """Several values as a list: of a list, an array or a column of a data frame."""
+    """Returns the items of a list, an array or a column of a data frame.
+
+    Raises:
+        TypeError: ``values`` is something else; says that it must be ``expected``.
+    """
     several = isinstance(values, Sized) and hasattr(values, "__iter__")
     unordered = isinstance(values, set | frozenset) or hasattr(values, "columns")
     if not several or unordered or isinstance(values, str | bytes | bytearray | Mapping):
@@ -214,7 +217,33 @@ def listed(values: Any, name: str, expected: str) -> list[Any]:
     return list(values)
 
 
+def one_for_each(
+    value: Any, kinds: type | tuple[type, ...], name: str, what: str, count: int, plural: str
+) -> list[Any]:
+    """Returns an argument of a call for each of its prompts: one value for all, or a list.
+
+    Args:
+        kinds: types of a single value.
+        what: a single value, for messages.
+        count: of the prompts.
+        plural: several values, for messages.
+
+    Raises:
+        TypeError: a value has another type.
+        ValueError: there are not as many values as prompts.
+    """
+    if isinstance(value, kinds):
+        return [value] * count
+    values = listed(value, name, f"{what}, or a list of one for each prompt")
+    if len(values) != count:
+        raise ValueError(f"{count} prompts, but {len(values)} {plural}")
+    for at, item in enumerate(values):
+        if not isinstance(item, kinds):
+            raise TypeError(f"{name} {at} is {kind_of(item)}; give {what}")
+    return values
+
+
 def kind_of(value: object) -> str:
-    """What a value is, for messages: ``a list``, ``None``."""
+    """Returns the type of a value for messages: ``a list``, ``None``."""
     kind = type(value).__name__
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

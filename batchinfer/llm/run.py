@@ -1,28 +1,22 @@
-"""A call's prompts to requests of the engine, and what it makes of them to outputs."""
+"""Turns the prompts of a call into requests, runs them, and makes outputs from the completions."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from batchinfer.builders.context import EngineContext
 from batchinfer.config.call_params import SamplingParams
-from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import LogprobsMode
 from batchinfer.errors import RowError
-from batchinfer.llm.calls import Calls
-from batchinfer.llm.lora import LoRARequest
-from batchinfer.llm.outputs import Asked, RequestOutput, finished, refused
+from batchinfer.llm.calls import Calls, OnError, ProgressBar
+from batchinfer.llm.outputs import PromptRequest, RequestOutput, finished, refused
 from batchinfer.llm.params import as_called, rows_to_score_problem
-from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.requests.resampling import Resampling
 from batchinfer.requests.tool_choice import ToolChoices
@@ -32,38 +26,18 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_validator import SchemaError
-from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
-
-OnError = Literal["raise", "return"]
-"""What becomes of a prompt that cannot be run: the call raises, or its output has an ``error``."""
-_TOO_LONG = "prompt_too_long"
-ProgressBar = bool | Callable[..., Any]
-"""Whether to show a bar, or what makes one: called as tqdm's class is."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """One prompt of a call and all that is asked of it."""
-
-    prompt: Prompt | RowError
-    params: SamplingParams
-    adapter: int
-    lora_request: LoRARequest | None
-    """As the call gave it."""
-    tools: RowTools | None = None
-    """What the model may call, or must."""
 
 
 class CallRunner:
-    """Runs the prompts of one call after the other.
+    """Runs the prompts of calls.
 
     Args:
-        seed: what samples without a seed of their own depend on, with the number of the call;
+        seed: decides samples without a seed of their own, together with the number of the call;
             None: they are fresh in every call.
-        reasoning: how the model marks its thinking; None: it is part of the text.
-        tool_format: how it writes calls of tools; None: they are part of the text.
-        mode: what is given as log-probabilities; beams are ranked by these themselves.
+        reasoning: how the model marks its reasoning; None: it stays in the text.
+        tool_format: how the model writes tool calls; None: they stay in the text.
+        mode: what log-probabilities mean; those of beams are always raw.
     """
 
     def __init__(
@@ -79,69 +53,65 @@ class CallRunner:
         self._calls = calls
         self._engine = context.engine
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
-        facts = context.tokenizer, context.eos_token_ids
-        grammars = GrammarCompiler(*facts, context.vocab_size)
         self._reasoning = reasoning
         self._mode = mode
-        self._answers = AnswerReader(context.tokenizer, reasoning, tool_format)
-        maker = RequestMaker(*facts, grammars, reasoning, context.vocab_size)
+        tokenizer, ends, size = context.tokenizer, context.eos_token_ids, context.vocab_size
+        grammars = GrammarCompiler(tokenizer, ends, size)
+        self._answers = AnswerReader(tokenizer, reasoning, tool_format)
+        maker = RequestMaker(tokenizer, ends, grammars, reasoning, size)
         self._samples = Resampling(maker, self._answers)
         self._tool_choices = None
         if tool_format is not None:
-            self._tool_choices = ToolChoices(tool_format, context.tokenizer, grammars)
+            self._tool_choices = ToolChoices(tool_format, tokenizer, grammars)
         self._num_requests = 0
 
     @property
     def reads_tools(self) -> bool:
-        """Whether it is known how the model writes calls of tools."""
+        """Whether the format of the model's tool calls is known."""
         return self._tool_choices is not None
 
     def run(
         self, items: Sequence[PromptRequest], on_error: OnError, use_tqdm: ProgressBar
     ) -> list[RequestOutput]:
-        """The output of each prompt.
+        """Returns the output of each prompt.
 
         Raises:
-            ValueError: one cannot be run, and ``on_error`` is ``raise``; before any is.
+            ValueError: a prompt cannot run, and ``on_error`` is ``raise``; before any has run.
         """
         seed, now = self._random.getrandbits(64), time.time()
-        made: dict[tuple[int, int | None], RowSampling] = {}
-        rows = [self._row(at, item, seed, made) for at, item in enumerate(items)]
-        requests, errors = self._requests(rows, items)
-        if errors and on_error == "raise":
-            first = min(errors)
-            raise ValueError(f"prompt {first}: {errors[first].message}")
-        asked = [
-            Asked(
-                *(str(self._num_requests + at), item.params, item.lora_request, now),
-                None if item.tools is None else item.tools.tools,
-            )
-            for at, item in enumerate(items)
-        ]
-        outputs = {at: refused(asked[at], error, rows[at].prompt) for at, error in errors.items()}
-        parts: dict[int, list[Completion]] = {}
-        self._warm_up(rows)
-        meter = Meter(len(rows))
-        with (
-            progress(len(rows), use_tqdm) as bar,
-            closing(self._calls.run(requests, meter)) as completions,
-            gc_frozen(),
-        ):
+        sampling: dict[tuple[int, int | None], RowSampling] = {}
+        rows: dict[int, PromptRow] = {}
+        requests: list[Request] = []
+        outputs: dict[int, RequestOutput] = {}
+        for at, item in enumerate(items):
+            item.request_id, item.arrival_time = str(self._num_requests + at), now
+            try:
+                rows[at] = self._row(at, item, seed, sampling)
+                requests += self._first_requests(rows[at], item.params)
+            except RowError as error:
+                if on_error == "raise":
+                    raise ValueError(f"prompt {at}: {error.message}") from None
+                # Another error, as this one holds the frames that it was raised from.
+                outputs[at] = refused(item, RowError(error.code, error.message))
+        if self._context.warm_up is not None:  # compiles what the steps will sample with
+            distinct = {id(row.sampling): row.sampling for row in rows.values() if row.sampling}
+            self._context.warm_up(sampled.params for sampled in distinct.values())
+        finished_samples: dict[int, list[Completion]] = {}
+        with self._calls.completions(requests, len(items), use_tqdm) as (completions, meter, bar):
             bar.update(len(outputs))
             for completion in completions:
                 at = completion.request.row_id
-                parts.setdefault(at, []).append(completion)
-                if further := self._samples.follow_up_requests(rows[at], parts[at]):
+                parts = finished_samples.setdefault(at, [])
+                parts.append(completion)
+                if further := self._samples.follow_up_requests(rows[at], parts):
                     self._calls.add(self._as_called(further, items[at].params))
                     continue
-                whole, _ = self._samples.result(rows[at], parts.pop(at))
-                prompt = rows[at].prompt
-                assert isinstance(prompt, Prompt)
-                outputs[at] = finished(asked[at], whole, prompt, self._answers)
+                whole, _ = self._samples.result(rows[at], finished_samples.pop(at))
+                outputs[at] = finished(items[at], whole, self._answers)
                 bar.set_postfix_str(meter.rates, refresh=False)
                 bar.update()
-        self._num_requests += len(rows)
-        return [outputs[at] for at in range(len(rows))]
+        self._num_requests += len(items)
+        return [outputs[at] for at in range(len(items))]
 
     def _row(
         self,
@@ -150,81 +120,73 @@ class CallRunner:
         seed: int,
         made: dict[tuple[int, int | None], RowSampling],
     ) -> PromptRow:
-        """The row of a prompt.
+        """Returns the row of a prompt.
 
         Args:
-            made: sampling of the rows before, by their parameters and, where these depend on it,
-                the prompt's length: most often a call has one for all, and checking takes 0.1 ms.
+            made: the sampling of earlier rows, by their parameters and, if these depend on it, the
+                prompt's length. Most calls have one for all rows, and a check takes 0.1 ms.
+
+        Raises:
+            RowError: the prompt or its parameters cannot be run.
         """
         if isinstance(item.prompt, RowError):
-            return PromptRow(at, item.prompt)
-        longest = self._engine.max_model_len
-        prompt = truncated(item.prompt, item.params.truncate_prompt_tokens, longest)
+            raise item.prompt
+        longest, params = self._engine.max_model_len, item.params
+        prompt = _truncated(item.prompt, params.truncate_prompt_tokens, longest)
         length = len(prompt.token_ids)
-        key = (id(item.params), length if item.params.max_tokens is None else None)
+        key = (id(params), length if params.max_tokens is None else None)
         if key not in made:
             try:
-                params = item.params.resolved(length, longest, self._context.vocab_size)
+                resolved = params.resolved(length, longest, self._context.vocab_size)
             except ValueError as error:
-                return PromptRow(at, RowError("bad_sampling_params", str(error)))
-            own_seed = params.seed is not None
-            made[key] = RowSampling(params if own_seed else replace(params, seed=seed), own_seed)
+                raise RowError("bad_sampling_params", str(error)) from None
+            own_seed = resolved.seed is not None
+            if not own_seed:
+                resolved = replace(resolved, seed=seed)
+            made[key] = RowSampling(resolved, own_seed)
         sampling: RowSampling | RowError | None = made[key]
         if self._tool_choices is not None:
             sampling = self._tool_choices.applied(sampling, item.tools)
         if isinstance(sampling, RowError):
-            return PromptRow(at, sampling)
+            raise sampling
         return PromptRow(at, prompt, sampling, adapter=item.adapter)
 
-    def _requests(
-        self, rows: Sequence[PromptRow], items: Sequence[PromptRequest]
-    ) -> tuple[list[Request], dict[int, RowError]]:
-        """The first requests of the rows that can run, and the errors of the others."""
-        requests: list[Request] = []
-        errors: dict[int, RowError] = {}
-        for row, item in zip(rows, items, strict=True):
-            found = self._first_requests(row, item.params)
-            if isinstance(found, RowError):
-                errors[row.row_id] = found
-            else:
-                requests += self._as_called(found, item.params)
-        return requests, errors
+    def _first_requests(self, row: PromptRow, params: SamplingParams) -> Sequence[Request]:
+        """Returns the requests that a row starts with.
 
-    def _warm_up(self, rows: Sequence[PromptRow]) -> None:
-        """Compile what the call's steps draw by, before the first of them; once for calls alike."""
-        if self._context.warm_up is not None:
-            each = {id(row.sampling): row.sampling.params for row in rows if row.sampling}
-            self._context.warm_up(each.values())
-
-    def _as_called(self, requests: Sequence[Request], params: SamplingParams) -> list[Request]:
-        mode = LogprobsMode.RAW if params.beam_width else self._mode
-        return as_called(requests, params, mode)
-
-    def _first_requests(self, row: PromptRow, params: SamplingParams) -> list[Request] | RowError:
-        if isinstance(row.prompt, RowError):
-            return row.prompt
-        if len(row.prompt.token_ids) == 0:
-            return RowError("empty_prompt", "the decoder prompt cannot be empty: it has no tokens")
+        Raises:
+            RowError: it cannot run.
+        """
+        assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
+        length = len(row.prompt.token_ids)
+        if length == 0:
+            message = "the decoder prompt cannot be empty: it has no tokens"
+            raise RowError("empty_prompt", message)
         if row.sampling.params.max_reasoning_tokens is not None and self._reasoning is None:
             problem = 'max_reasoning_tokens needs LLM(reasoning="auto"), or the markers'
-            return RowError("bad_sampling_params", problem)
-        if (misfit := rows_to_score_problem(params, len(row.prompt.token_ids))) is not None:
-            return RowError("bad_sampling_params", misfit)
+            raise RowError("bad_sampling_params", problem)
+        if (misfit := rows_to_score_problem(params, length)) is not None:
+            raise RowError("bad_sampling_params", misfit)
         try:
             requests = self._samples.requests(row)
         except (GrammarError, SchemaError) as error:
-            return RowError("invalid_structured_output", f"structured_outputs: {error}")
+            message = f"structured_outputs: {error}"
+            raise RowError("invalid_structured_output", message) from None
         for request in requests:
-            refusal = self._engine.refusal(request)
-            if refusal is not None:
+            if (refusal := self._engine.refusal(request)) is not None:
                 code, message = refusal
-                return RowError(code, self._too_long(row.prompt) if code == _TOO_LONG else message)
-        return requests
+                is_long = code == "prompt_too_long"
+                raise RowError(code, self._too_long_message(length) if is_long else message)
+        return self._as_called(requests, params)
 
-    def _too_long(self, prompt: Prompt) -> str:
-        """In words that programs made for vLLM look for (vllm/v1/engine/input_processor.py)."""
-        length, most = len(prompt.token_ids), self._engine.max_model_len
+    def _as_called(self, requests: Sequence[Request], params: SamplingParams) -> Sequence[Request]:
+        return as_called(requests, params, LogprobsMode.RAW if params.beam_width else self._mode)
+
+    def _too_long_message(self, length: int) -> str:
+        """Contains the words that programs written for vLLM look for
+        (vllm/v1/engine/input_processor.py)."""
+        most = self._engine.max_model_len
         return (
             f"The decoder prompt (length {length}) plus the number of requested output tokens (at "
             f"least 1) is longer than the maximum model length of {most}. Make sure that "
@@ -234,8 +196,8 @@ class CallRunner:
         )
 
 
-def truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
-    """The prompt with as many of its last tokens as ``truncate_prompt_tokens`` keeps."""
+def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
+    """Returns the prompt with the last tokens that ``truncate_prompt_tokens`` keeps."""
     if kept is None:
         return prompt
     if kept > max_model_len:
@@ -246,16 +208,3 @@ def truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
     if len(prompt.token_ids) <= most:
         return prompt
     return replace(prompt, token_ids=np.ascontiguousarray(prompt.token_ids[-most:]), truncated=True)
-
-
-@contextmanager
-def progress(count: int, use_tqdm: ProgressBar) -> Iterator[Any]:
-    """A progress bar over ``count`` prompts."""
-    if callable(use_tqdm):
-        bar = use_tqdm(total=count, desc="prompts", dynamic_ncols=True)
-    else:
-        bar = tqdm(total=count, disable=not use_tqdm, unit=" prompts")
-    try:
-        yield bar
-    finally:
-        bar.close()

@@ -1,4 +1,4 @@
-"""Number of cores that a process may use: of the machine, by affinity and by cgroup quota.
+"""The number of cores that a process may use: by machine, affinity and cgroup quota.
 
 Formats: cgroups(7), proc_pid_mountinfo(5), and the kernel's Documentation/admin-guide/cgroup-v2.rst
 (``cpu.max``) and Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
-"""A quota and its period, by version of control groups."""
+"""Files of a quota and its period, by cgroup version."""
 _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""With these libgomp binds threads, unless ``OMP_PROC_BIND`` is false."""
+"""Set, they make libgomp bind threads, unless ``OMP_PROC_BIND`` is false."""
 
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """Bounds on the cores of this process."""
+    """Limits on the cores of this process."""
 
     machine: int
     """Cores that are online."""
@@ -29,37 +29,37 @@ class CpuLimits:
     """Cores that its threads may run on (``taskset``, ``docker --cpuset-cpus``); all of the machine
     where OpenMP binds them."""
     quota: float | None
-    """Cores' worth of time that its control group may take; None where nothing is set."""
+    """CPU time per second that its control group may use; None if unlimited."""
 
     @property
     def count(self) -> int:
-        """The smallest of the limits, a quota rounded up; at least 1."""
+        """The smallest limit, with the quota rounded up; at least 1."""
         cores = min(self.machine, self.affinity)
         return cores if self.quota is None else max(1, min(cores, math.ceil(self.quota)))
 
 
 def available_cpus() -> int:
-    """Cores that this process may use, at least 1."""
+    """Returns the number of cores that this process may use, at least 1."""
     return cpu_limits().count
 
 
 def cpu_limits(root: str = "/") -> CpuLimits:
-    """Read the bounds on the cores of this process.
+    """Returns the limits on the cores of this process.
 
     Args:
-        root: folder that holds ``proc`` and the mount points named there.
+        root: folder with ``proc`` and the mount points that it names.
     """
     machine = os.cpu_count() or 1
-    # A bound thread tells the one place that it got, not where the process may run.
-    says_affinity = hasattr(os, "sched_getaffinity") and not openmp_binds()
-    affinity = len(os.sched_getaffinity(0)) if says_affinity else machine
+    # The affinity of a bound thread is its own core, not where the process may run.
+    has_affinity = hasattr(os, "sched_getaffinity") and not openmp_binds()
+    affinity = len(os.sched_getaffinity(0)) if has_affinity else machine
     return CpuLimits(machine, affinity, cgroup_quota(root))
 
 
 def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether libgomp binds each thread to a place, the first of them as soon as torch is loaded.
+    """Whether libgomp binds each thread to a core, the first as soon as torch is loaded.
 
-    OMP_PROC_BIND of the OpenMP specification, and "Environment Variables" of libgomp's manual.
+    See OMP_PROC_BIND in the OpenMP specification, and "Environment Variables" in libgomp's manual.
     """
     proc_bind = environ.get("OMP_PROC_BIND", "").strip().lower()
     if proc_bind == "false":
@@ -68,15 +68,9 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def cgroup_quota(root: str = "/") -> float | None:
-    """The least CPU time a second that the process's control groups and their parents allow.
+    """Returns the lowest CPU quota of the process's control groups and their parents, in cores.
 
-    What cannot be read or parsed counts as no limit.
-
-    Args:
-        root: folder that holds ``proc`` and the mount points named there.
-
-    Returns:
-        Cores, more than 0; None where nothing is set.
+    None means no limit; files that cannot be read or parsed set none.
     """
     groups = _groups(_read(_under(root, "/proc/self/cgroup")))
     quotas = [
@@ -91,24 +85,24 @@ def cgroup_quota(root: str = "/") -> float | None:
 
 @dataclass(frozen=True)
 class _Mount:
-    """Where a hierarchy of groups that has quotas of CPU time is mounted."""
+    """The mount of a cgroup hierarchy that has CPU quotas."""
 
     version: int
     root: str
-    """The group that stands at the mount point."""
+    """The group at the mount point."""
     point: str
 
     def folders(self, group: str) -> Iterator[str]:
-        """Folders of a group and those above it, as far as they can be seen."""
+        """Yields the folders of a group and its visible parents."""
         inside = posixpath.relpath(group, self.root)
-        # Above the mount, or seen from another namespace: the mount point is what there is.
+        # A group above the mount or of another namespace: only the mount point is visible.
         parts = [] if inside == "." or inside.startswith("..") else inside.split("/")
         for end in range(len(parts) + 1):
             yield posixpath.join(self.point, *parts[:end])
 
 
 def _groups(text: str) -> dict[int, str]:
-    """The process's group in the hierarchies of version 1 (that of ``cpu``) and 2."""
+    """Returns the process's group by cgroup version; of version 1, that of ``cpu``."""
     groups: dict[int, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -141,13 +135,13 @@ def _quota(folder: str, version: int) -> float | None:
     names = _FILES[version]
     fields = " ".join(_read(posixpath.join(folder, name)) for name in names).split()
     if len(fields) != 2 or not all(re.fullmatch("[0-9]{1,18}", field) for field in fields):
-        return None  # "max", -1, or nothing that a kernel writes
+        return None  # "max", -1, or not written by a kernel
     quota, period = map(int, fields)
     return quota / period if quota and period else None
 
 
 def _unescaped(field: str) -> str:
-    """A field of mountinfo, in which spaces and the like are octal."""
+    """Decodes a field of mountinfo, in which whitespace is octal."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
@@ -156,7 +150,7 @@ def _under(root: str, path: str) -> str:
 
 
 def _read(path: str) -> str:
-    """A file's text, "" where there is none."""
+    """Returns a file's text, "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""The process a job runs in: its signals, garbage collector, idle OpenMP threads, imports."""
+"""The process that a job runs in: signals, garbage collection, OpenMP threads, imports."""
 
 from __future__ import annotations
 
@@ -16,45 +16,41 @@ from types import FrameType
 from batchinfer.errors import ExitCode
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STDERR = 2
 
 SPIN_COUNT = "10000"
-"""Turns of libgomp's loop before a thread that waits goes to sleep.
+"""Turns of libgomp's loop before a waiting thread goes to sleep.
 
-libgomp's default is 300,000, milliseconds in which a thread that others wait for may lack a core:
-beside other processes fewer turns are better. But 1,000, which libgomp itself takes where more
-threads run than there are cores, cost a tenth of the speed alone, measured; 4,000 to 300,000 could
-not be told apart there.
+libgomp's default is 300,000: milliseconds in which a thread that others wait for may have no core,
+so that fewer turns are better beside other processes. But 1,000, which libgomp itself uses where
+more threads run than there are cores, cost a tenth of the speed when measured alone; 4,000 to
+300,000 made no difference there.
 """
-_TOLD_BY = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 UNUSED = ("accelerate", "scipy")
-"""Packages that transformers imports for every model wherever they are installed: for models spread
-over devices, and for training object detectors. A start of 4.5 s takes 0.3 s less without them."""
-
-
-_STDERR = 2
+"""Packages that transformers imports for every model wherever they are installed, to spread models
+over devices and to train object detectors. Without them a start of 4.5 s takes 0.3 s less."""
 
 
 def _stopped() -> bytes:
-    said = b"stopped; run the same command again\n"
+    message = b"stopped; run the same command again\n"
     if not os.isatty(_STDERR):
-        return said
-    # There may be a wait's line, and the terminal's own ^C in it.
-    return (b"\n" if os.environ.get("TERM") == "dumb" else b"\r\x1b[K") + said
+        return message
+    # The line may contain a progress message, and the terminal's own ^C.
+    return (b"\n" if os.environ.get("TERM") == "dumb" else b"\r\x1b[K") + message
 
 
 _farewell: tuple[int, Callable[[], bytes]] = (_STDERR, _stopped)
-"""Where to say what, when a signal ends the process at once."""
+"""File descriptor and message for when a signal ends the process at once."""
 
 
 @contextmanager
 def leaves_at_once() -> Iterator[None]:
-    """Have the process end by ``SystemExit`` without taking apart what it has loaded.
+    """Have ``SystemExit`` end the process without tearing down its modules, after ``atexit``.
 
-    Of torch and triton that takes two seconds. What is registered with ``atexit`` inside is done
-    before.
+    The tear-down of torch and triton takes two seconds.
     """
     codes: list[int] = []
-    atexit.register(_end_at_once, codes)  # the first to be registered comes last
+    atexit.register(_end_at_once, codes)  # registered first, so it runs last
     try:
         yield
     except SystemExit as done:
@@ -67,19 +63,18 @@ def _end_at_once(codes: list[int]) -> None:
     if not codes:  # Python has an error to show
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, full or closed
+        with suppress(AttributeError, OSError, ValueError):  # missing, full or closed
             stream.flush()
     os._exit(codes[0])
 
 
 def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int = _STDERR) -> None:
-    """End the process at once on SIGINT, SIGTERM and SIGUSR1: nothing is in flight yet.
+    """End the process at once on SIGINT, SIGTERM and SIGUSR1, while it has no work to lose.
 
-    No exception is raised for them: one that meets an import leaves half a module behind.
+    No exception is raised: it could interrupt an import and leave half a module behind.
 
     Args:
-        farewell: what is written last.
-        descriptor: where.
+        farewell: returns the last message, which is written to ``descriptor``.
     """
     global _farewell
     _farewell = (descriptor, farewell)
@@ -87,7 +82,7 @@ def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int =
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGUSR1 from here on: the process is on its way out."""
+    """Ignore SIGINT, SIGTERM and SIGUSR1 from here on, as the process is about to end."""
     _handle_with(signal.SIG_IGN)
 
 
@@ -105,10 +100,10 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 class SignalledEvent(threading.Event):
-    """An event that a signal's handler may set, whatever the thread it interrupts is about.
+    """An event that a signal handler may set, whatever the interrupted thread is doing.
 
     ``Event.set`` takes a lock; a thread that is interrupted in ``Event.wait`` while it holds that
-    lock would wait for itself. ``SimpleQueue.put`` may interrupt ``get`` and itself.
+    lock would deadlock. ``SimpleQueue.put`` is reentrant.
     """
 
     def __init__(self) -> None:
@@ -124,12 +119,12 @@ class SignalledEvent(threading.Event):
         self._woken.put(None)
 
     def clear(self) -> None:
-        raise NotImplementedError("a signal is not taken back")
+        raise NotImplementedError("a signal cannot be undone")
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set:
             with suppress(Empty):
-                self._woken.put(self._woken.get(timeout=timeout))  # for others that wait
+                self._woken.put(self._woken.get(timeout=timeout))  # for other threads that wait
         return self._is_set
 
 
@@ -137,10 +132,9 @@ class SignalledEvent(threading.Event):
 def stop_signals() -> Iterator[threading.Event]:
     """Set an event on SIGINT, SIGTERM and SIGUSR1; a second SIGINT ends the process at once.
 
-    Where ``leave_on_signals`` held before, signals are ignored afterwards, as by
-    ``ignore_signals``: what was asked for is done or was given up, and no moment is left in which
-    a signal could make the exit code say otherwise. Outside the main thread, where Python takes
-    no signals, the event is never set.
+    If ``leave_on_signals`` was active before, signals are ignored afterwards: the outcome is
+    decided, and a late signal must not change the exit code. Outside the main thread, where Python
+    handles no signals, the event is never set.
     """
     stop = SignalledEvent()
 
@@ -162,13 +156,12 @@ def stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Keep what exists already out of garbage collections.
+    """Exclude existing objects from garbage collections, unless a caller has frozen objects.
 
-    A full one walks every object of torch, transformers and the model: a quarter of a second, in
-    the middle of a run. Nothing is lost: afterwards collections look at everything again. Where a
-    caller has frozen objects already, all stays as it is: they could not be told apart later.
+    A full collection walks every object of torch, transformers and the model, which takes a quarter
+    of a second in the middle of a run.
     """
-    is_ours = not gc.get_freeze_count()
+    is_ours = not gc.get_freeze_count()  # else ``unfreeze`` would undo the caller's too
     if is_ours:
         gc.freeze()
     try:
@@ -180,10 +173,10 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collections.
+    """Pause garbage collections, and have the next one skip what was made meanwhile.
 
-    Importing torch and transformers and loading a model makes a million objects that all stay: to
-    look at them again and again takes a fifth of the time of a start.
+    Importing torch and transformers and loading a model makes a million objects that all stay;
+    walking them again and again takes a fifth of the time of a start.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -191,30 +184,26 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            _make_old()
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
-def _make_old() -> None:
-    """Move what exists to the oldest generation: else the next collection walks it all."""
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()
-
-
 def bound_spinning() -> None:
-    """Have the OpenMP threads of this process, and of those it starts, sleep after a short wait.
+    """Have the OpenMP threads of this process and its children sleep after a short wait.
 
-    Does nothing where the environment says how they wait, or where torch is loaded already.
+    Does nothing where the environment sets how they wait, or where torch is loaded already.
     """
-    if "torch" not in sys.modules and not any(name in os.environ for name in _TOLD_BY):
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    if "torch" not in sys.modules and not any(name in os.environ for name in names):
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def skip_optional_imports() -> None:
-    """Have imports in this process find ``UNUSED`` missing, as where they are not installed.
+    """Make ``UNUSED`` look not installed to imports.
 
-    For a process that is ours alone: a notebook may use transformers for more.
+    For processes of this program only: a notebook may use more of transformers.
     """
     for name in UNUSED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: not to be found
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: not found

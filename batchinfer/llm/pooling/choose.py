@@ -1,4 +1,4 @@
-"""What a model is loaded for, by vLLM's arguments or by its folder."""
+"""Chooses what a model is loaded for, by vLLM's arguments or by its folder."""
 
 from __future__ import annotations
 
@@ -11,61 +11,53 @@ from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import read_embedding_modules
 from batchinfer.pooling.model_folder import find_folder, read_json
 
-_TASKS: Mapping[str, Runner] = {
-    "generate": "generate",
-    "embed": "pooling",
-    "embedding": "pooling",
-    "encode": "pooling",
-    "classify": "pooling",
-    "score": "pooling",
-}
-"""vLLM's earlier argument ``task``."""
-_POOLING: tuple[Runner, ...] = ("pooling", "whole_texts")
-_HEADLESS = ("Model", "ForSequenceClassification")
-_WITH_HEAD = "LMHeadModel"
-"""As GPT-2's class with its head ends."""
+_POOLING_TASKS = ("embed", "embedding", "encode", "classify", "score")
+"""Values of vLLM's earlier argument ``task`` that mean the runner ``pooling``."""
+_CLASSIFIER = "ForSequenceClassification"
 _RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_reranker"}
 
 
 def choose_runner(runner: str, task: str | None, model: str, revision: str | None) -> Runner:
-    """What a model (folder or hub id) is run for: ``auto`` means text, unless its class by
-    config.json writes none, or its tokens see those after them.
+    """Returns what a model (folder or hub id) is run for.
+
+    ``auto`` means text, unless the model's class has no output head, or its tokens attend to
+    later ones.
 
     Raises:
         NotYetError: there is no such runner or task.
         ValueError: they contradict each other.
     """
-    asked = "auto" if task in (None, "auto") else _TASKS.get(str(task))
-    if asked is None:
+    if task not in (None, "auto", "generate", *_POOLING_TASKS):
         raise NotYetError(f"LLM(task={task!r})")
     if runner not in ("auto", "generate", "pooling"):
         raise NotYetError(f"LLM(runner={runner!r})")
-    if asked != "auto" and runner not in ("auto", asked):
-        raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
-    chosen = runner if asked == "auto" else asked
+    chosen = runner
+    if task not in (None, "auto"):
+        chosen = "pooling" if task in _POOLING_TASKS else "generate"
+        if runner not in ("auto", chosen):
+            raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
+    values = _config_values(model, revision)
+    name = _class_of(values)
     if chosen == "auto":
-        values = _config_values(model, revision)
-        name = _class_of(values)
-        headless = name.endswith(_HEADLESS) and not name.endswith(_WITH_HEAD)
-        chosen = "pooling" if headless or attends_both_ways(values) else "generate"
-    if chosen == "pooling":
-        return "whole_texts" if _embeds_whole_texts(model, revision) else "pooling"
-    return "generate"
+        has_head = not name.endswith(("Model", _CLASSIFIER)) or name.endswith("LMHeadModel")
+        chosen = "generate" if has_head and not attends_both_ways(values) else "pooling"
+    if chosen == "generate":
+        return "generate"
+    is_classifier = name.endswith(_CLASSIFIER)
+    return "pooling" if is_classifier or not _embeds_whole_texts(model, revision) else "whole_texts"
 
 
 def _embeds_whole_texts(model: str, revision: str | None) -> bool:
-    """Whether a model's folder says that embeddings are of more than the last token's state."""
-    if class_name(model, revision).endswith("ForSequenceClassification"):
-        return False
+    """Whether embeddings need the hidden states of more tokens than the last."""
     try:
         modules = read_embedding_modules(model, revision)
-    except ModelError:  # who wants embeddings is told then
+    except ModelError:  # raised again when an embedding is asked for
         return False
     return Embedder(modules, EmbedConfig()).reads_whole_texts
 
 
 def class_name(model: str, revision: str | None) -> str:
-    """The first of config.json's classes; "" where it cannot be read, as loading will say."""
+    """Returns the first class in config.json; "" if it cannot be read, which loading reports."""
     return _class_of(_config_values(model, revision))
 
 
@@ -83,11 +75,11 @@ def _config_values(model: str, revision: str | None) -> Mapping[str, Any]:
 
 
 def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
-    """The tokens that a reranker answers with, as vLLM is told of them.
+    """Returns the answers of a reranker, no and yes, from vLLM's argument.
 
     Raises:
-        NotYetError: other keys of a config are overridden.
-        ValueError: they are no two tokens.
+        NotYetError: the argument overrides other keys.
+        ValueError: there are not two tokens.
     """
     if not hf_overrides:
         return None
@@ -102,7 +94,6 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 
 
 def refused_calls(runner: Runner) -> dict[str, str]:
-    """Calls that a model which is run for its hidden states cannot do, and why."""
+    """Returns the calls that a model which is run for its hidden states cannot do, and why."""
     why = 'the model is loaded for its hidden states and writes no text; give runner="generate"'
-    calls = ("generate", "chat", "beam_search") if runner in _POOLING else ()
-    return dict.fromkeys(calls, why)
+    return {} if runner == "generate" else dict.fromkeys(("generate", "chat", "beam_search"), why)

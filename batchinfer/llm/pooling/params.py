@@ -1,12 +1,15 @@
-"""Parameters of calls for vectors, labels and scores, as vLLM has them."""
+"""Parameters and results of calls for embeddings, labels and scores, with vLLM's names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batchinfer.config.types import coerce_fields
-from batchinfer.llm.prompts import kind_of, listed
+from batchinfer.errors import RowError
+
+if TYPE_CHECKING:
+    import torch
 
 _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
 """The names of one setting."""
@@ -14,27 +17,26 @@ _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """What a call makes of hidden states; vLLM's names, earlier ones too.
+    """What a call makes of hidden states; accepts vLLM's earlier names too.
 
     Raises:
-        TypeError: naming the parameter, when it is of another type.
-        ValueError: naming the parameter, when it is out of range or two say the opposite.
+        TypeError: a parameter has another type.
+        ValueError: a parameter is out of range, or two contradict each other.
     """
 
     truncate_prompt_tokens: int | None = None
-    """Cut a prompt to so many tokens, off its end, as vLLM cuts what is pooled; what the tokenizer
-    puts around a text stays, and of a pair the longer text is cut. -1: as many as there is room
-    for."""
+    """Cut the end of a longer prompt to this many tokens, as vLLM does for pooling. Special tokens
+    around a text stay, and the longer text of a pair is cut. -1: as many as there is room for."""
     dimensions: int | None = None
-    """Keep so many of an embedding's first numbers (Matryoshka)."""
+    """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
-    """False: embeddings keep their length, labels and scores are logits."""
+    """False: embeddings are not normalized, labels and scores are logits."""
     normalize: bool | None = None
-    """The same, by its earlier name for embeddings."""
+    """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None
-    """The same, by its earlier name for labels and scores."""
+    """The earlier name of ``use_activation`` for labels and scores."""
     softmax: bool | None = None
-    """The same, by its first name."""
+    """The first name of ``use_activation``."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -42,47 +44,89 @@ class PoolingParams:
             value = getattr(self, name)
             if value is not None and value < 1 and (name, value) != ("truncate_prompt_tokens", -1):
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
-        asked = {name: getattr(self, name) for name in _ACTIVATES}
-        given = {name: value for name, value in asked.items() if value is not None}
+        given = self._given()
         if len(set(given.values())) > 1:
             one, other = (next(name for name in given if given[name] is v) for v in (True, False))
             raise ValueError(f"{one} is True and {other} is False, which mean the same; give one")
 
     @property
     def activates(self) -> bool:
-        """Whether embeddings are normalised, and logits made into scores."""
-        asked = (getattr(self, name) for name in _ACTIVATES)
-        return next((value for value in asked if value is not None), True)
+        """Whether embeddings are normalized, and logits turned into scores."""
+        return next(iter(self._given().values()), True)
+
+    def _given(self) -> dict[str, bool]:
+        values = {name: getattr(self, name) for name in _ACTIVATES}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def params_of_each(
-    params: PoolingParams | Sequence[PoolingParams] | None, count: int
-) -> list[PoolingParams]:
-    """The parameters of each of ``count`` prompts; None: the default ones.
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
 
-    Raises:
-        TypeError: they are something else.
-        ValueError: they are not as many.
-    """
-    if params is None or isinstance(params, PoolingParams):
-        return [params or PoolingParams()] * count
-    given = listed(params, "pooling_params", "PoolingParams(...), or a list of one for each prompt")
-    if len(given) != count:
-        raise ValueError(f"{count} prompts, but {len(given)} pooling params")
-    for at, one in enumerate(given):
-        if not isinstance(one, PoolingParams):
-            raise TypeError(f"pooling_params {at} is {kind_of(one)}; give PoolingParams(...)")
-    return given
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Dimensions of the embedding."""
+        return len(self.embedding)
 
 
-def params_of_all(params: object) -> PoolingParams:
-    """The parameters of a call that takes one set for all; None: the default ones.
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The scores of a prompt."""
 
-    Raises:
-        TypeError: they are something else.
-    """
-    if params is None or isinstance(params, PoolingParams):
-        return params or PoolingParams()
-    raise TypeError(
-        f"pooling_params is {kind_of(params)}; give one PoolingParams(...) for all pairs"
-    )
+    probs: list[float]
+    """One for each label, by its id."""
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The similarity of two texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """The result of ``encode`` for a prompt."""
+
+    data: torch.Tensor
+    """float32: the embedding [D], or the scores of the labels [L]."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[T]):
+    """A prompt and its result, or the ``error`` of a prompt that could not be run."""
+
+    request_id: str
+    outputs: T | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+    error: RowError | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its embedding."""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and the scores of its labels."""
+
+    __slots__ = ()
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """A pair of texts and its score."""
+
+    __slots__ = ()
