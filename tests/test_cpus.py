@@ -40,39 +40,6 @@ def v1_quota(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
     return {f"{folder}/{name}": f"{value}\n" for name, value in names.items()}
 
 
-@pytest.mark.parametrize(
-    ("own", "above", "expected"),
-    [
-        ("max 100000", "max 100000", None),
-        ("50000 100000", "max 100000", 0.5),
-        ("max 100000", "150000 100000", 1.5),
-        ("400000 100000", "200000 100000", 2.0),
-        ("30000 20000", "200000 100000", 1.5),
-    ],
-)
-def test_version_2_takes_the_least_of_a_group_and_those_above(
-    own: str, above: str, expected: float | None, tmp_path: Path
-) -> None:
-    files = {"sys/fs/cgroup/a/cpu.max": above, "sys/fs/cgroup/a/b/cpu.max": own}
-    root = tree(tmp_path, cgroup="0::/a/b\n", mountinfo=V2, files=files)
-    assert cgroup_quota(root) == expected
-
-
-@pytest.mark.parametrize(("own", "above", "expected"), [(-1, -1, None), (-1, 250_000, 2.5)])
-def test_version_1_reads_quota_and_period(
-    own: int, above: int, expected: float | None, tmp_path: Path
-) -> None:
-    point = "sys/fs/cgroup/cpu,cpuacct"
-    files = v1_quota(point, -1) | v1_quota(f"{point}/a", above) | v1_quota(f"{point}/a/b", own)
-    root = tree(
-        tmp_path,
-        cgroup="4:memory:/other\n2:cpu,cpuacct:/a/b\n0::/\n",
-        mountinfo=MEMORY + V1,
-        files=files,
-    )
-    assert cgroup_quota(root) == expected
-
-
 def test_both_versions_at_once_give_the_least(tmp_path: Path) -> None:
     files = {"sys/unified/a/cpu.max": "300000 100000\n"}
     files |= v1_quota("sys/fs/cgroup/cpu,cpuacct/b", 200_000)
@@ -81,14 +48,14 @@ def test_both_versions_at_once_give_the_least(tmp_path: Path) -> None:
     assert cgroup_quota(root) == 2.0
 
 
-def test_a_container_with_its_own_namespace_finds_its_group_at_the_mount_point(
+def test_cgroup_quota_in_a_container_with_its_own_namespace(
     tmp_path: Path,
 ) -> None:
     files = {"sys/fs/cgroup/cpu.max": "200000 100000\n"}
     assert cgroup_quota(tree(tmp_path, cgroup="0::/\n", mountinfo=V2, files=files)) == 2.0
 
 
-def test_a_container_in_the_namespace_of_its_host_sees_its_group_alone(tmp_path: Path) -> None:
+def test_cgroup_quota_in_a_container_in_the_namespace_of_its_host(tmp_path: Path) -> None:
     """``/proc`` names the group as the host sees it, of which the mount shows the inside."""
     mountinfo = V1.replace(" / /sys", " /docker/5e1f /sys")
     files = v1_quota("sys/fs/cgroup/cpu,cpuacct", 150_000)
@@ -100,7 +67,7 @@ def test_a_container_in_the_namespace_of_its_host_sees_its_group_alone(tmp_path:
         )
 
 
-def test_a_group_outside_what_is_mounted_is_held_to_the_mount_point(tmp_path: Path) -> None:
+def test_cgroup_quota_of_a_group_outside_the_mount(tmp_path: Path) -> None:
     mountinfo = V2.replace(" / /sys", " /docker/5e1f /sys")
     files = {"sys/fs/cgroup/cpu.max": "100000 100000\n"}
     root = tree(tmp_path, cgroup="0::/../../elsewhere\n", mountinfo=mountinfo, files=files)
@@ -113,7 +80,7 @@ def test_a_mount_point_may_hold_spaces(tmp_path: Path) -> None:
     assert cgroup_quota(tree(tmp_path, cgroup="0::/\n", mountinfo=mountinfo, files=files)) == 1.0
 
 
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
     assert cgroup_quota(str(tmp_path)) is None
     assert cpu_limits(str(tmp_path)).quota is None
 
@@ -121,7 +88,7 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "max", "0 100000", "100000 0", "-1 100000", "1e5 100000", "²00 100", "1 2 3", "\0"]
 )
-def test_a_quota_that_no_kernel_writes_is_no_limit(text: str, tmp_path: Path) -> None:
+def test_an_invalid_cgroup_quota_is_no_limit(text: str, tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/cpu.max": text}
     assert cgroup_quota(tree(tmp_path, cgroup="0::/\n", mountinfo=V2, files=files)) is None
 
@@ -132,7 +99,7 @@ def test_a_quota_that_no_kernel_writes_is_no_limit(text: str, tmp_path: Path) ->
     ),
     version=st.sampled_from([1, 2]),
 )
-def test_the_least_quota_of_a_chain_of_groups_counts(
+def test_the_lowest_quota_of_nested_cgroups_counts(
     quotas: list[tuple[int, int] | None], version: int
 ) -> None:
     point = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu,cpuacct"
@@ -179,10 +146,8 @@ def test_malformed_files_are_no_error(
     [
         (64, 64, None, 64),
         (64, 8, None, 8),
-        (64, 64, 2.0, 2),
         (64, 64, 1.5, 2),
         (4, 4, 0.5, 1),
-        (4, 4, 0.01, 1),
         (64, 2, 16.0, 2),
         (4, 64, None, 4),
     ],
@@ -207,20 +172,19 @@ def test_affinity_and_quota_of_this_process(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({}, False),
         ({"OMP_PROC_BIND": "true"}, True),
-        ({"OMP_PROC_BIND": "close,spread"}, True),
         ({"OMP_PLACES": "cores"}, True),
         ({"GOMP_CPU_AFFINITY": "0-3"}, True),
         ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, False),
         ({"OMP_PROC_BIND": "", "OMP_PLACES": ""}, False),
     ],
 )
-def test_what_has_openmp_bind_threads(environ: Mapping[str, str], binds: bool) -> None:
+def test_variables_that_make_openmp_bind_threads(environ: Mapping[str, str], binds: bool) -> None:
     assert openmp_binds(environ) is binds
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
-def test_cores_are_no_fewer_where_openmp_binds_the_thread_that_asks(
+def test_openmp_binding_does_not_hide_cores(
     bound: Mapping[str, str],
 ) -> None:
     """libgomp binds the first thread to one place when torch is loaded."""

@@ -15,7 +15,7 @@ def fails_inside() -> None:
         raise KeyboardInterrupt
 
 
-def test_what_a_caller_has_frozen_stays_frozen() -> None:
+def test_gc_frozen_keeps_objects_of_a_caller_frozen() -> None:
     """Not counted: what another thread lets go meanwhile leaves the frozen ones too."""
     gc.freeze()
     try:
@@ -27,7 +27,7 @@ def test_what_a_caller_has_frozen_stays_frozen() -> None:
         gc.unfreeze()
 
 
-def test_collections_see_everything_again_however_the_run_ends() -> None:
+def test_gc_frozen_unfreezes_after_an_error() -> None:
     assert gc.get_freeze_count() == 0
     with pytest.raises(KeyboardInterrupt):
         fails_inside()
@@ -40,14 +40,14 @@ def fails_while_put_off() -> None:
         raise KeyboardInterrupt
 
 
-def test_what_is_put_off_is_taken_up_again() -> None:
+def test_gc_paused_enables_gc_after_an_error() -> None:
     assert gc.isenabled()
     with pytest.raises(KeyboardInterrupt):
         fails_while_put_off()
     assert gc.isenabled()
 
 
-def test_who_has_switched_collections_off_keeps_them_off() -> None:
+def test_gc_paused_leaves_a_disabled_gc_off() -> None:
     gc.disable()
     try:
         with gc_paused():
@@ -57,7 +57,7 @@ def test_who_has_switched_collections_off_keeps_them_off() -> None:
         gc.enable()
 
 
-def test_what_was_made_meanwhile_is_not_walked_by_the_next_collection() -> None:
+def test_gc_paused_moves_new_objects_to_the_oldest_generation() -> None:
     with gc_paused():
         made = [[i] for i in range(10_000)]
     young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}

@@ -32,16 +32,16 @@ def test_spinning_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_what_the_environment_says_stays(given: dict[str, str]) -> None:
+def test_variables_of_the_environment_win(given: dict[str, str]) -> None:
     assert environment_after(BOUND, **given) == given
 
 
-def test_it_comes_too_late_where_torch_is_loaded() -> None:
+def test_spinning_is_not_bounded_after_torch_is_loaded() -> None:
     assert environment_after(TORCH_LOADED + BOUND) == {}
 
 
 @pytest.mark.long
-def test_the_program_and_the_python_api_bound_it_before_they_load_torch() -> None:
+def test_program_and_python_api_bound_spinning_before_they_load_torch() -> None:
     program = """
 import sys, batchinfer.cli.commands
 from batchinfer import __main__
@@ -68,14 +68,14 @@ with leaves_at_once():
 
 
 @pytest.mark.parametrize(("ends", "code"), [("sys.exit(7)", 7), ("sys.exit()", 0)])
-def test_the_program_ends_without_being_taken_apart(ends: str, code: int) -> None:
+def test_leaves_at_once_skips_the_tear_down_of_modules(ends: str, code: int) -> None:
     command = [sys.executable, "-c", LEAVES.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "said asked for at exit\n")
 
 
 @pytest.mark.parametrize("ends", ["sys.exit('wrong')", "raise ValueError('wrong')"])
-def test_what_went_wrong_is_shown_by_python(ends: str) -> None:
+def test_leaves_at_once_lets_python_show_errors(ends: str) -> None:
     command = [sys.executable, "-c", LEAVES.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1

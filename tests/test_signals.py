@@ -29,14 +29,14 @@ def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_before_there_is_anything_to_lose_the_process_leaves(number: signal.Signals) -> None:
+def test_leave_on_signals_ends_the_process_with_code_75(number: signal.Signals) -> None:
     done = run("leave_on_signals()\nsend()\nprint('still here')", number)
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
     assert done.stderr == "stopped; run the same command again\n"
 
 
 @pytest.mark.parametrize(("term", "before"), [("xterm", "\r\x1b[K"), ("dumb", "\r\n")])
-def test_on_a_terminal_nothing_is_left_before_the_last_word(term: str, before: str) -> None:
+def test_the_last_message_clears_the_line_of_a_terminal(term: str, before: str) -> None:
     controller, terminal = os.openpty()
     script = "from batchinfer.process.process import leave_on_signals\nimport os, signal\n"
     script += "leave_on_signals()\nos.write(2, b'waiting^C')\nos.kill(os.getpid(), signal.SIGINT)"
@@ -48,14 +48,14 @@ def test_on_a_terminal_nothing_is_left_before_the_last_word(term: str, before: s
     assert written == f"waiting^C{before}stopped; run the same command again\r\n"
 
 
-def test_little_is_imported_before_signals_are_heeded() -> None:
+def test_signals_are_handled_before_heavy_imports() -> None:
     """Until then a Ctrl-C ends in Python's words, and not in exit code 75."""
     code = (
         "import sys\n"
         "before = {*sys.modules}\n"
         "from batchinfer.process import process\n"
-        "def heed(*_): raise SystemExit(' '.join({*sys.modules} - before))\n"
-        "process._handle_with = heed\n"
+        "def handle(*_): raise SystemExit(' '.join({*sys.modules} - before))\n"
+        "process._handle_with = handle\n"
         "from batchinfer.__main__ import main\n"
         "main()\n"
     )
@@ -66,11 +66,8 @@ def test_little_is_imported_before_signals_are_heeded() -> None:
     assert not {"dataclasses", "inspect", "typer"} & {*done.stderr.split()}
 
 
-@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("asked", [[], ["--log-format", "json"], ["--log-format=json"]])
-def test_while_the_commands_are_imported_the_log_has_its_format(
-    number: signal.Signals, asked: list[str]
-) -> None:
+def test_a_signal_during_imports_is_logged_in_the_log_format(asked: list[str]) -> None:
     script = (
         "import sys\n"
         "class Sender:\n"
@@ -82,7 +79,7 @@ def test_while_the_commands_are_imported_the_log_has_its_format(
         "from batchinfer.__main__ import main\n"
         "main()\n"
     )
-    done = run(script, number)
+    done = run(script, signal.SIGTERM)
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
     if not asked:
         assert done.stderr == "stopped; run the same command again\n"
@@ -92,7 +89,7 @@ def test_while_the_commands_are_imported_the_log_has_its_format(
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_once_the_outcome_is_known_signals_come_too_late(number: signal.Signals) -> None:
+def test_signals_are_ignored_once_the_outcome_is_known(number: signal.Signals) -> None:
     script = (
         "leave_on_signals()\n"
         "with stop_signals() as stop:\n"
@@ -118,14 +115,14 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
 
 
-def test_handlers_of_others_are_put_back() -> None:
+def test_stop_signals_restores_other_handlers() -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
     with stop_signals():
         assert [signal.getsignal(number) for number in NUMBERS] != before
     assert [signal.getsignal(number) for number in NUMBERS] == before
 
 
-def test_a_thread_that_takes_no_signals_runs_without() -> None:
+def test_stop_signals_outside_the_main_thread() -> None:
     seen: list[bool] = []
 
     def work() -> None:
@@ -163,7 +160,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_wait_may_be_interrupted_at_any_line_of_it() -> None:
+def test_wait_may_be_interrupted_at_any_line() -> None:
     """``Event.wait`` holds a lock that ``Event.set`` takes: a handler would wait for its own."""
     command = [sys.executable, "-c", AT_EACH_LINE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
