@@ -479,7 +479,7 @@ def test_a_bad_argument_of_generate_is_named(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tools": [{}]}, ValueError, r"tools\[0\] is no {type: function"),
+        ({"tools": [{}]}, ValueError, r"tools\[0\] is not {type: function"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             ValueError,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from batchinfer.config import SamplingParams
 from batchinfer.protocols import FinishedSample
 from batchinfer.text.detokenize import output_text
-from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
-from batchinfer.text.reasoning.sample_text import SampleText
+from batchinfer.text.reasoning.reasoning_format import ReasoningFormat, SampleText
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 from batchinfer.text.tools.tool_format import ToolCall, ToolFormat, Tools, calls_in
 

@@ -265,8 +265,8 @@ def test_the_key_goes_with_schemas_alone() -> None:
     ("schema", "text", "problem"),
     [
         ({"items": {"maximum": 3}}, "[1, 7]", "at /1: 7 is greater than the maximum of 3"),
-        ({}, '{"a": ', "it is no JSON: Expecting value"),
-        ({}, "NaN", "it is no JSON: NaN is no JSON"),
+        ({}, '{"a": ', "it is not JSON: Expecting value"),
+        ({}, "NaN", "it is not JSON: NaN is not JSON"),
         ({"format": "date"}, '"2023-02-30"', '"2023-02-30" is not a "date"'),
         ({"type": "null"}, f'"{"x" * 999}"', "...x"),
     ],
@@ -308,7 +308,7 @@ def test_judging_that_would_take_years_ends(schema: Any) -> None:
     judge = JsonValidator(json.dumps(schema))
     text = '{"x": {"x": {"x": 1}}}'
     assert not judge.allows(text)
-    assert judge.problem(text) == "judging it takes over 10,000,000 steps"
+    assert judge.problem(text) == "checking it takes over 10,000,000 steps"
 
 
 def test_references_that_come_round_are_judged() -> None:

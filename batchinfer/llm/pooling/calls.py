@@ -158,15 +158,16 @@ class PoolingCalls:
         import torch
 
         task = pooling_task or ("classify" if self._pooling.is_classifier else "embed")
-        make: Callable[[PoolingParams], Head] = self._pooling.embedder
-        if task == "classify":
-            make = self._pooling.classifier
-        elif task != "embed":
+        heads: dict[str, Callable[[PoolingParams], Head]] = {
+            "embed": self._pooling.embedder,
+            "classify": self._pooling.classifier,
+        }
+        if not isinstance(task, str) or task not in heads:
             raise NotYetError(f"LLM.encode(pooling_task={task!r})")
         _check("encode", others, errors)
         kind: type[PoolingRequestOutput[PoolingOutput]] = PoolingRequestOutput
         return self._pool(
-            *("encode", prompts, pooling_params, make),
+            *("encode", prompts, pooling_params, heads[task]),
             lambda values: PoolingOutput(torch.from_numpy(values)),
             kind,
             _Options(adapter, lora_request, errors, use_tqdm),

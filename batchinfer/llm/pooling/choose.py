@@ -11,8 +11,11 @@ from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import read_embedding_modules
 from batchinfer.pooling.model_folder import find_folder, read_json
 
-_POOLING_TASKS = ("embed", "embedding", "encode", "classify", "score")
-"""Values of vLLM's earlier argument ``task`` that mean the runner ``pooling``."""
+_TASKS: Mapping[str, Runner] = {
+    "generate": "generate",
+    **dict.fromkeys(("embed", "embedding", "encode", "classify", "score"), "pooling"),
+}
+"""Runners by vLLM's earlier argument ``task``."""
 _CLASSIFIER = "ForSequenceClassification"
 _RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_reranker"}
 
@@ -27,21 +30,20 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
         NotYetError: there is no such runner or task.
         ValueError: they contradict each other.
     """
-    if task not in (None, "auto", "generate", *_POOLING_TASKS):
+    asked = "auto" if task in (None, "auto") else _TASKS.get(str(task))
+    if asked is None:
         raise NotYetError(f"LLM(task={task!r})")
     if runner not in ("auto", "generate", "pooling"):
         raise NotYetError(f"LLM(runner={runner!r})")
-    chosen = runner
-    if task not in (None, "auto"):
-        chosen = "pooling" if task in _POOLING_TASKS else "generate"
-        if runner not in ("auto", chosen):
-            raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
+    if asked != "auto" and runner not in ("auto", asked):
+        raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
+    chosen = runner if asked == "auto" else asked
     values = _config_values(model, revision)
     name = _class_of(values)
     if chosen == "auto":
         has_head = not name.endswith(("Model", _CLASSIFIER)) or name.endswith("LMHeadModel")
         chosen = "generate" if has_head and not attends_both_ways(values) else "pooling"
-    if chosen == "generate":
+    if chosen != "pooling":
         return "generate"
     is_classifier = name.endswith(_CLASSIFIER)
     return "pooling" if is_classifier or not _embeds_whole_texts(model, revision) else "whole_texts"
@@ -96,4 +98,5 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 def refused_calls(runner: Runner) -> dict[str, str]:
     """Returns the calls that a model which is run for its hidden states cannot do, and why."""
     why = 'the model is loaded for its hidden states and writes no text; give runner="generate"'
-    return {} if runner == "generate" else dict.fromkeys(("generate", "chat", "beam_search"), why)
+    calls = ("generate", "chat", "beam_search") if runner in ("pooling", "whole_texts") else ()
+    return dict.fromkeys(calls, why)

@@ -1,4 +1,4 @@
-"""Rows of a query and a document to prompts, for rerankers.
+"""Builds the prompts of rerankers from a query and a document.
 
-``joined`` has those that the tokenizer joins, ``questions`` those that are asked in words.
+``joined`` lets the tokenizer join both, ``questions`` asks about them in words.
 """

@@ -1,5 +1,5 @@
-"""Pairs that the tokenizer joins: ``tokenizer(query, document)`` in transformers, as
-sentence-transformers' ``CrossEncoder`` calls it."""
+"""Pairs that the tokenizer joins, as sentence-transformers' ``CrossEncoder`` does: in transformers,
+``tokenizer(query, document)``."""
 
 from __future__ import annotations
 
@@ -8,28 +8,53 @@ from typing import Any
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.text.encode import each_apart_if_needed
-from batchinfer.text.pairs.pair import Pair, read_pair
+from batchinfer.text.encode import each_apart_if_needed, unencodable
 from batchinfer.text.prompt_sources import require_column
 from batchinfer.text.prompts import Prompt, PromptTooLongError, RowValues, or_error
+from batchinfer.text.row_values import decoded
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
+
+Pair = tuple[str, str]
+"""A query and a document."""
+
+
+def read_pair(row: RowValues, columns: Pair) -> Pair:
+    """Returns a row's query and document.
+
+    Raises:
+        RowError: ``empty_prompt``, ``invalid_utf8``, ``unsupported_content``, ``row_too_large``.
+    """
+    query, document = (_text(row, name) for name in columns)
+    return query, document
+
+
+def _text(row: RowValues, name: str) -> str:
+    value = decoded(row.get(name), name)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        what = "null" if value is None else "empty or whitespace only"
+        raise RowError("empty_prompt", f"column {name} is {what}")
+    if not isinstance(value, str):
+        raise RowError("unsupported_content", f"column {name}: {type(value).__name__} is no text")
+    if error := unencodable(value):
+        raise error
+    return value
 
 
 class PairBuilder:
-    """Builder of prompts from pairs that the tokenizer joins. Thread-safe.
+    """Builds prompts from pairs that the tokenizer joins. Thread-safe.
 
-    One that is too long is cut as transformers does with ``truncation="longest_first"``, where
-    ``PromptConfig.on_too_long`` is ``truncate_right``: off the end of whichever text is longer.
+    With ``PromptConfig.on_too_long: truncate_right``, long pairs are cut as transformers does with
+    ``truncation="longest_first"``: at the end of the longer text.
 
     Args:
-        pair_columns: of the query and of the document.
+        pair_columns: columns of the query and of the document.
         max_model_len: most tokens of prompt and output together.
         columns: of the data.
-        leaves_room: for an output token, which a causal model draws.
-        others: of ``PromptBuilder``; they play no part.
+        leaves_room: keep room for an output token, which a causal model samples.
+        others: arguments of other builders, which are ignored.
 
     Raises:
-        DataError: the data does not have one of the columns.
+        DataError: a column is missing.
     """
 
     def __init__(
@@ -54,11 +79,11 @@ class PairBuilder:
         self._pair_columns = pair_columns
 
     def render(self, rows: Sequence[RowValues]) -> list[Pair | RowError]:
-        """The rows' pairs, or their errors."""
-        return [or_error(self._pair, row) for row in rows]
+        """Returns the pair or the error of each row."""
+        return [or_error(lambda one: read_pair(one, self._pair_columns), row) for row in rows]
 
     def tokenize(self, pairs: Sequence[Pair | RowError]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order.
+        """Returns a prompt or an error for each row, in order.
 
         Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``,
         ``unsupported_content``, ``row_too_large``.
@@ -69,9 +94,6 @@ class PairBuilder:
             pair if isinstance(pair, RowError) else self._prompt(pair, next(encoded))
             for pair in pairs
         ]
-
-    def _pair(self, row: RowValues) -> Pair:
-        return read_pair(row, self._pair_columns)
 
     def _encode(self, pairs: Sequence[Pair]) -> list[tuple[TokenIds, int]]:
         parses = self._parse_special_tokens

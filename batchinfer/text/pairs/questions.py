@@ -1,6 +1,6 @@
-"""Pairs asked about in words: whether the document meets the query.
+"""Pairs as a question to the model: whether the document meets the query.
 
-The words are those of Qwen3-Reranker's model card
+The words are from Qwen3-Reranker's model card
 (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from batchinfer.config import ClassifyConfig, PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.text.pairs.pair import Pair, read_pair
+from batchinfer.text.pairs.joined import Pair, read_pair
 from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues, or_error
 from batchinfer.text.tokenizer import Tokenizer
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# Jinja drops the line's end that a template ends with, and this one ends with nothing.
+# Jinja drops the last line break of a template, so this one ends with an empty expression.
 _QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -28,31 +28,28 @@ _QWEN3_RERANKER = (
 
 
 def with_question(prompt: PromptConfig, classify: ClassifyConfig) -> PromptConfig:
-    """``prompt`` with the template of a Qwen3-Reranker over the columns of ``classify``."""
-    columns = (classify.query_column, classify.document_column)
-    parts = [_literal(classify.instruction or _INSTRUCTION)]
-    parts += [f"{{{{ row[{json.dumps(name, ensure_ascii=False)}] }}}}" for name in columns]
+    """Returns ``prompt`` with the template of a Qwen3-Reranker over the columns of ``classify``."""
+    instruction = json.dumps(classify.instruction or _INSTRUCTION, ensure_ascii=False)
+    parts = [f"{{{{ {instruction} }}}}", *_columns(classify)]
     return replace(prompt, template=_QWEN3_RERANKER % tuple(parts), chat_template="none")
 
 
 def with_both_columns(prompt: PromptConfig, classify: ClassifyConfig) -> PromptConfig:
-    """``prompt`` as if the columns of ``classify`` were one text after the other."""
+    """Returns ``prompt`` with both columns of ``classify``, one after the other."""
+    return replace(prompt, template=" ".join(_columns(classify)), chat_template="none")
+
+
+def _columns(classify: ClassifyConfig) -> list[str]:
     columns = (classify.query_column, classify.document_column)
-    parts = [f"{{{{ row[{json.dumps(name, ensure_ascii=False)}] }}}}" for name in columns]
-    return replace(prompt, template=" ".join(parts), chat_template="none")
-
-
-def _literal(text: str) -> str:
-    """A text in a template that comes out as it is."""
-    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
+    return [f"{{{{ row[{json.dumps(name, ensure_ascii=False)}] }}}}" for name in columns]
 
 
 class QuestionBuilder:
-    """Builder of prompts from pairs, by the template in ``PromptConfig``. Thread-safe.
+    """Builds prompts from pairs by the template in ``PromptConfig``. Thread-safe.
 
     Args:
-        pair_columns: of the query and of the document.
-        others: as of ``PromptBuilder``; so are its errors.
+        pair_columns: columns of the query and of the document.
+        others: as of ``PromptBuilder``, which also raises the same errors.
     """
 
     def __init__(
@@ -64,8 +61,8 @@ class QuestionBuilder:
         """The input columns that ``build`` needs."""
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        """The rows' texts, or their errors."""
-        pairs = [or_error(self._pair, row) for row in rows]
+        """Returns the text or the error of each row."""
+        pairs = [or_error(lambda one: read_pair(one, self._pair_columns), row) for row in rows]
         rendered = self._prompts.render(rows)
         return [
             pair if isinstance(pair, RowError) else text
@@ -73,8 +70,5 @@ class QuestionBuilder:
         ]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order."""
+        """Returns a prompt or an error for each row, in order."""
         return self._prompts.tokenize(rendered)
-
-    def _pair(self, row: RowValues) -> Pair:
-        return read_pair(row, self._pair_columns)

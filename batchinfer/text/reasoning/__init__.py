@@ -1,5 +1,5 @@
-"""Thinking of models told from their answers, on the token stream.
+"""Separates the reasoning of models from their answers, on the token stream.
 
-``formats`` finds how a model marks its thinking; ``markers`` and ``harmony`` are the ways there
-are; ``grammar`` bounds the thinking and holds grammars back until the answer begins.
+``formats`` finds how a model marks its reasoning; ``markers`` and ``harmony`` are these formats;
+``grammar`` bounds the reasoning and delays grammars until the answer begins.
 """

@@ -1,4 +1,4 @@
-"""How a model marks its thinking, found from its chat template and its tokenizer.
+"""Finds how a model marks its reasoning, from its chat template and its tokenizer.
 
 Markers are those of vLLM's parsers (vllm/reasoning) and SGLang's
 (python/sglang/srt/parser/reasoning_parser.py).
@@ -39,15 +39,11 @@ PARSERS: Mapping[str, str | Mapping[str, str]] = {
     "openai_gptoss": "auto",
     "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
 }
-"""What to ask for by vLLM's names of ``--reasoning-parser``, and by ours."""
+"""What to ask ``find_reasoning_format`` for, by the names of vLLM's ``--reasoning-parser``."""
 
 
 def checked_reasoning(asked: object) -> str | Mapping[str, str]:
-    """``asked``, if it is what ``find_reasoning_format`` takes.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Returns ``asked``; raises ValueError unless ``find_reasoning_format`` accepts it."""
     if isinstance(asked, str) and asked in ("auto", "none"):
         return asked
     if (
@@ -65,15 +61,15 @@ def checked_reasoning(asked: object) -> str | Mapping[str, str]:
 def find_reasoning_format(
     asked: str | Mapping[str, str], tokenizer: Tokenizer, chat_template: str | None = None
 ) -> ReasoningFormat | None:
-    """How a model marks its thinking.
+    """Returns how a model marks its reasoning.
 
     Args:
-        asked: ``none``, ``auto`` (by the chat template, then by the tokens there are), or the
+        asked: ``none``, ``auto`` (by the chat template, then by the tokenizer's tokens), or the
             markers: ``{start: text, end: text}``.
-        chat_template: the source of the one in use; None: the tokenizer's.
+        chat_template: source of the template in use; None: the tokenizer's.
 
     Raises:
-        UsageError: ``auto``, and there are no markers that are known.
+        UsageError: ``auto``, but there are no known markers.
     """
     if asked == "none":
         return None

@@ -1,37 +1,37 @@
-"""Thinking in front of a grammar: it is free, may be bounded, and the grammar is the answer's.
+"""A grammar for answers that follow reasoning, which is free but may have a token budget.
 
-A budget that is used up forces the tokens of the end marker, as vLLM's
+When the budget is used up, the tokens of the end marker are forced, as vLLM's
 ``ThinkingTokenBudgetLogitsProcessor`` does (vllm/v1/sample/logits_processor/builtin.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchinfer.text.reasoning.reasoning_format import Phase, ReasoningFormat, ReasoningTracker
+from batchinfer.text.reasoning.reasoning_format import Phase, ReasoningFormat
 from batchinfer.text.structured.masks import Mask, TokenMasks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from batchinfer.text.grammar import CompiledGrammar, MatcherState
+    from batchinfer.text.grammar import CompiledGrammar
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)
-"""A word of a mask in which every token may come."""
+"""A word of a mask that allows all of its tokens."""
 
 
 class ReasoningGrammar:
-    """Constraint on samples that may think.
+    """A constraint on samples that may reason before they answer.
 
     Args:
-        prompt_token_ids: say whether the thinking is open when a sample begins.
-        answer: what the answer must look like; None: anything.
-        budget: most tokens of thinking, markers left out; None: any number.
-        eos_token_ids: end a sample; not while it thinks, if there is an answer to come.
+        prompt_token_ids: decide whether a sample starts inside its reasoning.
+        answer: the grammar of the answer; None: any text.
+        budget: most tokens of reasoning, without markers; None: any number.
+        eos_token_ids: not allowed during reasoning if the answer has a grammar.
         masks: makes token masks.
     """
 
@@ -44,40 +44,28 @@ class ReasoningGrammar:
         eos_token_ids: Collection[int],
         masks: TokenMasks,
     ) -> None:
-        self._reasoning = reasoning
-        self._prompt = prompt_token_ids
-        self._answer = answer
-        self._budget = budget
-        self._eos_token_ids = () if answer is None else tuple(eos_token_ids)
+        self.reasoning = reasoning
+        self.prompt_token_ids = prompt_token_ids
+        self.answer = answer
+        self.budget = budget
+        self.eos_token_ids = () if answer is None else tuple(eos_token_ids)
         self.masks = masks
 
     def begin(self) -> _State:
-        """A matcher for a new sample."""
-        return _State(
-            lambda: self._reasoning.tracker(self._prompt),
-            None if self._answer is None else self._answer.begin(),
-            self._budget,
-            self._reasoning,
-            self._eos_token_ids,
-        )
+        """Returns a matcher for a new sample."""
+        return _State(self)
 
 
 class _State:
-    """Where one sample is: before, in or behind its thinking."""
+    """The matcher of one sample: before, in or after its reasoning."""
 
-    def __init__(
-        self,
-        make_tracker: Callable[[], ReasoningTracker],
-        answer: MatcherState | None,
-        budget: int | None,
-        reasoning: ReasoningFormat,
-        eos_token_ids: Collection[int],
-    ) -> None:
-        self._tracker = make_tracker()
-        self._answer = answer
-        self._budget = budget
+    def __init__(self, grammar: ReasoningGrammar) -> None:
+        reasoning = grammar.reasoning
+        self._tracker = reasoning.tracker(grammar.prompt_token_ids)
+        self._answer = None if grammar.answer is None else grammar.answer.begin()
+        self._budget = grammar.budget
         self._start, self._end = tuple(reasoning.start_token_ids), tuple(reasoning.end_token_ids)
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = grammar.eos_token_ids
         self._has_answered = self._tracker.phase is Phase.ANSWER
         self._due = self._end if self._is_used_up() else ()
         """Tokens that must come next."""
@@ -92,7 +80,7 @@ class _State:
         return self._answer.matcher if self._answer is not None and is_asked else None
 
     def amend(self, mask: Mask) -> None:
-        """Allow what the answer's grammar has no say in."""
+        """Allow tokens that the answer's grammar does not decide about."""
         if self._due:
             mask[:] = 0
             _allow(mask, self._due[0])
@@ -112,7 +100,7 @@ class _State:
         forced = 0
         for at, token_id in enumerate(token_ids):
             if forced:
-                forced -= 1  # taken with the token that it follows
+                forced -= 1  # taken together with the token before
             elif self._answers(token_id):
                 if self._answer is not None:
                     self._answer.replay(token_ids[at:])
@@ -121,15 +109,14 @@ class _State:
                 forced = len(self._follow(token_id))
 
     def _answers(self, token_id: int) -> bool:
-        """Whether a token is part of the answer; the first may be."""
+        """Whether a token is part of the answer."""
         if not self._has_answered and not self._due and self._tracker.phase is Phase.BEFORE:
             starts = self._may_start() and token_id == self._start[0]
             self._has_answered = self._answer is not None and not starts
         return self._has_answered
 
     def _may_start(self) -> bool:
-        """Whether the sample may begin to think in place of its answer. Where the answer may begin
-        with the same token, it is the answer."""
+        """Whether the sample may start to reason. A token that may also start the answer does."""
         if self._has_answered or self._answer is None or not self._start:
             return False
         if self._tracker.phase is not Phase.BEFORE:
@@ -137,7 +124,7 @@ class _State:
         return self._answer.matcher.validate_tokens([self._start[0]]) == 0
 
     def _follow(self, token_id: int) -> list[int]:
-        """Go on by a token that is no part of the answer; the tokens that must follow."""
+        """Advance by a token before the answer; returns the tokens that must follow."""
         followed = [token_id]
         if self._due:
             followed += self._due[1:]

@@ -1,8 +1,8 @@
 """OpenAI's harmony format, which gpt-oss writes: messages in channels.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>``
-with the generation prompt ``<|start|>assistant``. Thinking is what is in the channel ``analysis``;
-a message to a recipient is a call of a tool (https://github.com/openai/harmony, docs/format.md).
+with the generation prompt ``<|start|>assistant``. Reasoning is in the channel ``analysis``; a
+message to a recipient is a tool call (https://github.com/openai/harmony, docs/format.md).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.text.reasoning.reasoning_format import Phase, Split
-from batchinfer.text.reasoning.sample_text import SampleText
+from batchinfer.text.reasoning.reasoning_format import Phase, SampleText, Split
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
@@ -25,7 +24,7 @@ _TO_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message's places among the sample's tokens."""
+    """A message, by the positions of its tokens in the sample."""
 
     head: str
     first_token: int
@@ -49,7 +48,7 @@ class HarmonyTracker:
         self._tokenizer = tokenizer
         self._start, self._message, self._ends = start, message, ends
         self._head: list[int] | None = []
-        """Of the message that has begun, or comes; None where its body has begun."""
+        """Tokens of the current message's head; None in its body."""
 
     def take(self, token_id: int) -> None:
         if token_id == self._start or (token_id in self._ends and self._head is None):
@@ -64,7 +63,7 @@ class HarmonyTracker:
 
 
 class HarmonyFormat:
-    """Thinking in the channel ``analysis``."""
+    """The format of gpt-oss."""
 
     start_token_ids: tuple[int, ...] = ()
 
@@ -87,12 +86,12 @@ class HarmonyFormat:
 
     def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split:
         messages = list(self._messages(prompt_token_ids, sample.token_ids))
-        if not messages:  # not in this format
+        if not messages:  # the sample has another format
             return Split(None, sample.text, 0)
         thoughts = [one for one in messages if one.phase is Phase.THINKING]
         answers = [one for one in messages if one.phase is Phase.ANSWER]
         count = sum(one.after_token - one.first_token for one in thoughts)
-        if thoughts and messages[-1] is thoughts[-1]:  # unfinished: with the token that ended it
+        if thoughts and messages[-1] is thoughts[-1]:  # unfinished: count the end token
             count += sample.num_tokens - len(sample.token_ids)
         reasoning = _joined(sample, thoughts) if thoughts else None
         return Split(reasoning, _joined(sample, answers), count)
@@ -105,7 +104,7 @@ class HarmonyFormat:
         )
 
     def _messages(self, prompt: TokenIds, token_ids: TokenIds) -> Iterator[_Message]:
-        """The messages whose bodies have begun; the first may have begun in the prompt."""
+        """Yields the messages that have a body; the first may have begun in the prompt."""
         opened = self._open_message(prompt)
         in_body = self._message in opened.tolist()
         head = opened[: opened.tolist().index(self._message)] if in_body else opened
@@ -122,7 +121,7 @@ class HarmonyFormat:
             yield _Message(self._text(head), first, body, len(tokens), len(tokens))
 
     def _open_message(self, prompt: TokenIds) -> TokenIds:
-        """The tokens of a prompt's last message, behind ``<|start|>``."""
+        """Returns the tokens of a prompt's last message, after ``<|start|>``."""
         places = np.flatnonzero(prompt == self._start)
         return prompt[int(places[-1]) + 1 :] if len(places) else prompt[:0]
 
@@ -131,7 +130,6 @@ class HarmonyFormat:
 
 
 def _phase(head: str) -> Phase:
-    """What a message with some head is."""
     if "to=" in head:
         return Phase.BETWEEN
     channel = _CHANNEL.search(head)
@@ -139,7 +137,6 @@ def _phase(head: str) -> Phase:
 
 
 def _joined(sample: SampleText, messages: list[_Message]) -> str:
-    """Bodies of messages, each on lines of its own."""
     bodies = (
         sample.text[sample.length_at(one.first_of_body) : sample.length_at(one.after_body)]
         for one in messages

@@ -1,32 +1,30 @@
-"""Thinking between a start and an end marker, as ``<think>`` and ``</think>``.
+"""Reasoning between a start and an end marker, like ``<think>`` and ``</think>``.
 
-A marker that is one token of its own is looked for by its id, so that it is found where special
-tokens are left out of the text, and a row's own text can never be one. Other markers are looked for
-in the text, since tokens may begin before them or end behind them.
+A marker that is an added token is found by its id, even where special tokens are left out of the
+text, and text of a row cannot imitate it. Other markers are found in the text, as tokens may extend
+beyond them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from batchinfer.text.detokenize import StopStringChecker
-from batchinfer.text.reasoning.reasoning_format import Phase, Split
-from batchinfer.text.reasoning.sample_text import SampleText
+from batchinfer.text.reasoning.reasoning_format import Phase, SampleText, Split
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _PROMPT_TAIL = 64
-"""Tokens at the end of a prompt in which a marker's text is looked for."""
+"""Tokens at the end of a prompt that are searched for the text of a marker."""
 _SPACES = 8
-"""Most tokens of whitespace that a template writes after a marker."""
+"""Most whitespace tokens that a template writes after a marker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a marker is in a sample: from and to, in characters and in tokens."""
+    """The position of a marker in a sample, in characters and in tokens."""
 
     begin: int
     end: int
@@ -34,34 +32,14 @@ class Place:
     after_token: int
 
 
-class Marker(Protocol):
-    """A marker of one tokenizer."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """How it is written."""
-        ...
-
-    def find(self, sample: SampleText, after: Place | None) -> Place | None:
-        """The first in a sample, or the first behind another marker."""
-        ...
-
-    def end_in_prompt(self, token_ids: TokenIds) -> int:
-        """Tokens up to the end of the last in a prompt; 0 where there is none."""
-        ...
-
-    def watcher(self) -> Callable[[int], bool]:
-        """Told the tokens of a sample one by one, whether each completes the marker."""
-        ...
-
-
 class TokenMarker:
-    """A marker that is a token."""
+    """A marker that is an added token."""
 
     def __init__(self, token_id: int) -> None:
         self.token_ids = (token_id,)
 
     def find(self, sample: SampleText, after: Place | None) -> Place | None:
+        """Returns the first place in a sample, or the first after another marker."""
         places = np.flatnonzero(sample.token_ids == self.token_ids[0])
         places = places[places >= (0 if after is None else after.after_token)]
         if not len(places):
@@ -70,16 +48,20 @@ class TokenMarker:
         return Place(sample.length_at(at), sample.length_at(at + 1), at, at + 1)
 
     def end_in_prompt(self, token_ids: TokenIds) -> int:
+        """Returns the number of tokens up to the end of the last marker in a prompt, or 0."""
         places = np.flatnonzero(token_ids == self.token_ids[0])
         return int(places[-1]) + 1 if len(places) else 0
 
     def watcher(self) -> Callable[[int], bool]:
+        """Returns a function that takes a sample's tokens and says which completes the marker."""
         return lambda token_id: token_id == self.token_ids[0]
 
 
 class TextMarker:
-    """A marker that is ordinary text. In a prompt it counts at the very end alone: before, it may
-    be anybody's."""
+    """A marker that is ordinary text, with the methods of ``TokenMarker``.
+
+    In a prompt it counts only at the very end, as elsewhere it may be part of a user's text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self._tokenizer = tokenizer
@@ -108,8 +90,11 @@ class TextMarker:
         return lambda token_id: checker.on_token(token_id, may_stop=True) is not None
 
 
+Marker = TokenMarker | TextMarker
+
+
 class MarkerTracker:
-    """Follows a sample of a format with markers."""
+    """Follows a sample, token by token."""
 
     def __init__(self, phase: Phase, start: Marker, end: Marker) -> None:
         self.phase = phase
@@ -120,24 +105,21 @@ class MarkerTracker:
         if self.phase is Phase.BEFORE and self._starts(token_id):
             self.phase = Phase.THINKING
         elif self.phase is not Phase.ANSWER:
-            self._take_thought(token_id)
-
-    def _take_thought(self, token_id: int) -> None:
-        if self._ends(token_id):  # also where no start was written
-            self.phase = Phase.ANSWER
-        elif self.phase is Phase.THINKING:
-            self.num_thinking += 1
+            if self._ends(token_id):  # even without a start marker
+                self.phase = Phase.ANSWER
+            elif self.phase is Phase.THINKING:
+                self.num_thinking += 1
 
 
 class MarkerFormat:
-    """Thinking between two markers, of which the prompt may hold the first, or both.
+    """Reasoning between two markers; the prompt may contain the first, or both.
 
-    As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end without
-    a start ends a thinking that began with the sample. Unlike there, a sample without markers is
-    thinking only if the prompt opened it.
+    As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end marker
+    without a start ends reasoning that began with the sample. Unlike there, a sample without
+    markers is reasoning only if the prompt started it.
 
     Args:
-        label: begins the thinking behind the start marker, and is no part of it.
+        label: text after the start marker that is not part of the reasoning.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: str, end: str, label: str = "") -> None:
@@ -181,13 +163,13 @@ class MarkerFormat:
         start, end = self._start.end_in_prompt(prompt), self._end.end_in_prompt(prompt)
         special = self._tokenizer.special_token_ids
         if start > end:
-            # Behind a special token another turn has begun: somebody's text has the marker.
+            # A special token after it starts another turn: the marker is in a message's text.
             is_open = special.isdisjoint(prompt[start:].tolist())
             return Phase.THINKING if is_open else Phase.BEFORE
         rest = prompt[end:]
         if end and len(rest) <= _SPACES:
-            told = self._tokenizer.decode(rest, skip_special_tokens=False)
-            if not told.strip():
+            text = self._tokenizer.decode(rest, skip_special_tokens=False)
+            if not text.strip():
                 return Phase.ANSWER
         return Phase.BEFORE
 

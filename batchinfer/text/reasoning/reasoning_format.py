@@ -1,37 +1,87 @@
-"""What every way of marking a model's thinking offers."""
+"""The interface of reasoning formats, and the text of a sample that they split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from batchinfer.text.reasoning.sample_text import SampleText
-from batchinfer.text.tokenizer import TokenIds
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.config import SamplingParams
+from batchinfer.protocols import FinishedSample
+from batchinfer.text.tokenizer import TokenIds, Tokenizer
+
+
+class SampleText:
+    """The text of a sample as ``output_text`` gives it, and positions in it by tokens.
+
+    Args:
+        keeps_special: keep special tokens in the text, whatever ``params`` say.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sample: FinishedSample,
+        params: SamplingParams,
+        *,
+        keeps_special: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skips = params.skip_special_tokens and not keeps_special
+        self.num_tokens = len(sample.token_ids)
+        """Tokens of the sample, including the one that ended it."""
+        ids, match = sample.token_ids, sample.stop_match
+        stopped_by_token = sample.finish_reason == "stop" and match is None
+        if stopped_by_token and not params.include_stop_str_in_output:
+            ids = ids[:-1]
+        self.token_ids: npt.NDArray[np.int32] = ids
+        """The tokens of the text."""
+        text = self._decode(len(ids))
+        if match is not None:
+            shown = len(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
+            text = text[: len(text) - max(shown - match.text_end, 0)]
+        self.text = text
+
+    def length_at(self, num_tokens: int) -> int:
+        """Returns how many characters the first tokens have."""
+        return min(len(self._decode(num_tokens)), len(self.text))
+
+    def tokens_until(self, length: int) -> int:
+        """Returns how many first tokens the first characters need."""
+        wanted = self.text[:length]
+        holds: Callable[[int], bool] = lambda n: self._decode(n).startswith(wanted)  # noqa: E731
+        return bisect_left(range(len(self.token_ids)), True, key=holds)
+
+    def _decode(self, num_tokens: int) -> str:
+        return self._tokenizer.decode(self.token_ids[:num_tokens], skip_special_tokens=self._skips)
 
 
 class Phase(Enum):
     """Where a sample stands after some of its tokens."""
 
     BEFORE = "before"
-    """Neither thinking nor answer has begun: either may."""
+    """Neither reasoning nor answer has begun; either may."""
     THINKING = "thinking"
     BETWEEN = "between"
-    """In what is neither: the head of a message, a call of a tool."""
+    """In neither: in the head of a message, or in a tool call."""
     ANSWER = "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A sample's thinking and its answer."""
+    """A sample's reasoning and its answer."""
 
     reasoning: str | None
-    """Without the markers and the whitespace around it; None where the model did not think."""
+    """Without markers and surrounding whitespace; None if the model did not reason."""
     text: str
-    """The answer; of a sample that thought, without whitespace in front."""
+    """The answer; after reasoning, without leading whitespace."""
     num_reasoning_tokens: int
-    """Tokens of the thinking, its markers among them."""
+    """Tokens of the reasoning, including its markers."""
 
 
 class ReasoningTracker(Protocol):
@@ -39,40 +89,40 @@ class ReasoningTracker(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """Where it stands."""
+        """The current phase."""
         ...
 
     @property
     def num_thinking(self) -> int:
-        """Tokens it has thought so far, markers left out."""
+        """Tokens of reasoning so far, without markers."""
         ...
 
     def take(self, token_id: int) -> None:
-        """Go on by the sample's next token."""
+        """Advance by the sample's next token."""
         ...
 
 
 class ReasoningFormat(Protocol):
-    """A way in which models mark their thinking, for one tokenizer."""
+    """How a model marks its reasoning, for one tokenizer."""
 
     @property
     def start_token_ids(self) -> Sequence[int]:
-        """What begins the thinking, where the sample has to say so itself; may be empty."""
+        """The tokens with which a sample starts its reasoning; may be empty."""
         ...
 
     @property
     def end_token_ids(self) -> Sequence[int]:
-        """What ends the thinking and begins the answer."""
+        """The tokens that end the reasoning and start the answer."""
         ...
 
     def tracker(self, prompt_token_ids: TokenIds) -> ReasoningTracker:
-        """A tracker of a sample of a prompt, which may have opened or ended the thinking."""
+        """Returns a tracker for a sample of a prompt, which may start or end the reasoning."""
         ...
 
     def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split:
-        """A sample's thinking and its answer."""
+        """Returns a sample's reasoning and its answer."""
         ...
 
     def without_reasoning(self, prompt_token_ids: TokenIds, sample: SampleText) -> str:
-        """All that is no thinking, calls of tools and the markers of those among it."""
+        """Returns the text without reasoning, but with tool calls and their markers."""
         ...

@@ -1,7 +1,7 @@
-"""Formats of texts in JSON schemas: those that grammars are made of.
+"""Regular expressions for the values of ``format`` in JSON schemas.
 
-A date is one that the calendar has, a second 60 is where leap seconds are (RFC 3339, section 5.7),
-and a host's name is bounded as a whole and in each of its parts (RFC 1123, section 2.1).
+Dates exist in the calendar, second 60 only where leap seconds are (RFC 3339, section 5.7), and host
+names and their labels have limited lengths (RFC 1123, section 2.1).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 GRAMMAR_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats that llguidance's own expressions are right for."""
+"""Formats for which llguidance's own expressions are correct."""
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
@@ -27,15 +27,15 @@ _ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]"
 
 
 def _label(most: int) -> str:
-    """A part of a host's name; two hyphens in its third and fourth place are for Punycode."""
+    """A label of a host name, without hyphens in both its third and fourth place (Punycode)."""
     longer = f"{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,{most - 5}}}{_ALNUM}"
     return f"{_ALNUM}(?:{_ALNUM}|{_INNER}{{1,2}}{_ALNUM}|{longer})?"
 
 
 _MAILBOX = rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}"
-"""At most 63 characters of 64 that may be."""
+"""At most 63 of the 64 characters that are valid."""
 _MAIL_HOST = rf"{_label(40)}(?:\.{_label(40)}){{0,5}}"
-"""At most 245 characters of 253: an expression for all takes too much work to intersect."""
+"""At most 245 of 253 characters: an exact expression takes too much work to intersect."""
 
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),
@@ -44,4 +44,4 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "hostname": (rf"^{_label(63)}(?:\.{_label(63)})*$", "^.{1,253}$"),
     "email": (f"^{_MAILBOX}@{_MAIL_HOST}$",),
 }
-"""Patterns that a text of a format has, all of them."""
+"""Patterns that a string of a format must all match."""

@@ -1,17 +1,18 @@
-"""GBNF grammars, llama.cpp's and as xgrammar and vLLM take them, in Lark.
+"""Translates GBNF grammars, as llama.cpp, xgrammar and vLLM accept them, to Lark.
 
 The syntax is that of llama.cpp's grammars/README.md: rules ``name ::= ...`` from ``root`` on, made
 of strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins a comment. A
-rule ends where the next one begins, whatever the lines. A terminal of Lark is matched as far as it
-goes, which GBNF knows nothing of, so every terminal is one character.
+rule ends where the next one begins, even on the same line. Lark matches a terminal greedily and
+GBNF does not, so every terminal is a single character.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 _TOKEN = re.compile(
     r"""
@@ -28,25 +29,16 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 _IN_STRINGS = re.compile(r'"(?:[^"\\\n]|\\.)*"|[#/][^\n]*')
-_ANY_CHARACTER = "/(?s:.)/"
+_RULE = ("name", "defines")
 
 
 class GbnfError(ValueError):
-    """What is wrong with a grammar, and in which line."""
+    """A grammar is invalid; the message says why and in which line."""
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar defines its rules by ``::=``, as no grammar in Lark does."""
+    """Whether a grammar defines its rules with ``::=``, which Lark does not have."""
     return "::=" in _IN_STRINGS.sub("", grammar)
-
-
-def lark_of(grammar: str) -> str:
-    """A GBNF grammar in Lark.
-
-    Raises:
-        GbnfError: it is not GBNF.
-    """
-    return _Parser(grammar).lark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,117 +48,76 @@ class _Token:
     line: int
 
 
-_Parts = list[str | _Token]
-"""Lark's text, and in it the names of rules."""
+def lark_of(grammar: str) -> str:
+    """Returns a GBNF grammar in Lark, token by token: rules have nearly the same syntax in both.
+
+    Raises:
+        GbnfError: it is not valid GBNF.
+    """
+    tokens = list(_tokens(grammar))
+    defined = [one.text for one, after in pairwise(tokens) if (one.kind, after.kind) == _RULE]
+    names = {name: _lark_name(name, at) for at, name in enumerate(defined)}
+    out, groups, seen = list[str](), list[int](), set[str]()
+    item: int | None = None  # index in ``out`` of what a repeat would apply to
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        begins_rule = tuple(one.kind for one in tokens[at : at + 2]) == _RULE
+        at += 2 if begins_rule else 1
+        if not seen and not begins_rule:
+            is_name = token.kind == "name"
+            raise _missing("::=" if is_name else "a rule's name", tokens[at - 1 + is_name :])
+        if item is None and seen and (begins_rule or token.text in ("|", ")")):
+            out.append('""')
+        if begins_rule:
+            if groups:
+                raise _missing("a closing parenthesis", [token])
+            if token.text in seen:
+                raise GbnfError(f"line {token.line}: the rule {token.text} is defined twice")
+            seen.add(token.text)
+            out.append(f"\n{names[token.text]}:")
+            item = None
+        elif token.text in ("|", "("):
+            groups += [len(out)] if token.text == "(" else []
+            out.append(token.text)
+            item = None
+        elif token.text == ")" and groups:
+            out.append(")")
+            item = groups.pop()
+        elif token.kind == "repeat" and item is not None:
+            out[item] = f"({out[item]}"
+            out[-1] += ")" + re.sub(r"\s", "", token.text)
+        else:
+            item = len(out)
+            out.append(_atom(token, names))
+    if item is None:
+        out.append('""')
+    if groups:
+        raise _missing("a closing parenthesis", [])
+    if "root" not in seen:
+        raise GbnfError("there is no rule root ::= ..., which texts begin with")
+    return f"start: {names['root']}" + " ".join(out)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    name: str
-    line: int
-    parts: _Parts
+def _atom(token: _Token, names: Mapping[str, str]) -> str:
+    if token.kind == "name":
+        if token.text not in names:
+            raise GbnfError(f"line {token.line}: there is no rule {token.text}")
+        return names[token.text]
+    if token.kind == "string":
+        text = "".join(one for one, _ in _characters(token.text[1:-1], token.line))
+        return f"({' '.join(map(json.dumps, text))})" if text else '""'
+    if token.kind == "class":
+        return _class_expression(token)
+    if token.text == ".":
+        return "/(?s:.)/"
+    raise _missing("a rule's name", [token])
 
-    @property
-    def names(self) -> list[_Token]:
-        return [part for part in self.parts if isinstance(part, _Token)]
 
-
-class _Parser:
-    """Parser of one grammar, by recursive descent."""
-
-    def __init__(self, grammar: str) -> None:
-        self._tokens = list(_tokens(grammar))
-        self._at = 0
-        self._rules: dict[str, _Rule] = {}
-        while self._next() is not None:
-            rule = self._rule()
-            if rule.name in self._rules:
-                raise GbnfError(f"line {rule.line}: the rule {rule.name} is defined twice")
-            self._rules[rule.name] = rule
-
-    def lark(self) -> str:
-        if "root" not in self._rules:
-            raise GbnfError("there is no rule root ::= ..., which texts begin with")
-        for rule in self._rules.values():
-            for used in rule.names:
-                if used.text not in self._rules:
-                    raise GbnfError(f"line {used.line}: there is no rule {used.text}")
-        renamed = {name: _lark_name(name, at) for at, name in enumerate(self._rules)}
-        lines = [f"start: {renamed['root']}"]
-        for name, rule in self._rules.items():
-            texts = (part if isinstance(part, str) else renamed[part.text] for part in rule.parts)
-            lines.append(f"{renamed[name]}: {' '.join(texts)}")
-        return "\n".join(lines)
-
-    def _next(self, ahead: int = 0) -> _Token | None:
-        at = self._at + ahead
-        return self._tokens[at] if at < len(self._tokens) else None
-
-    def _take(self, kind: str, what: str) -> _Token:
-        token = self._next()
-        if token is None or token.kind != kind:
-            raise self._error(f"{what} is missing")
-        self._at += 1
-        return token
-
-    def _error(self, problem: str) -> GbnfError:
-        token = self._next()
-        if token is None:
-            return GbnfError(f"{problem} at the end")
-        return GbnfError(f"line {token.line}: {problem} before {token.text}")
-
-    def _rule(self) -> _Rule:
-        name = self._take("name", "a rule's name")
-        self._take("defines", "::=")
-        rule = _Rule(name.text, name.line, self._alternatives())
-        token = self._next()
-        if token is not None and token.kind != "name":
-            raise self._error("a rule's name is missing")
-        return rule
-
-    def _alternatives(self) -> _Parts:
-        parts = self._sequence()
-        while (token := self._next()) is not None and token.text == "|":
-            self._at += 1
-            parts += ["|", *self._sequence()]
-        return parts
-
-    def _sequence(self) -> _Parts:
-        parts: _Parts = []
-        while item := self._item():
-            while (token := self._next()) is not None and token.kind == "repeat":
-                self._at += 1
-                item = ["(", *item, ")" + re.sub(r"\s", "", token.text)]
-            parts += item
-        return parts or ['""']
-
-    def _item(self) -> _Parts:
-        """What may be repeated; nothing where a sequence ends."""
-        token, after = self._next(), self._next(1)
-        if token is None or (token.kind == "name" and after and after.kind == "defines"):
-            return []
-        item: _Parts = []
-        if token.kind == "name":
-            item = [token]
-        elif token.kind == "string":
-            item = _string(_unescaped(token.text[1:-1], token.line))
-        elif token.kind == "class":
-            item = [_class_expression(token)]
-        elif token.text == ".":
-            item = [_ANY_CHARACTER]
-        elif token.text == "(":
-            return self._group()
-        self._at += bool(item)
-        return item
-
-    def _group(self) -> _Parts:
-        self._at += 1
-        inside = self._alternatives()
-        token = self._next()
-        if token is None or token.text != ")":
-            raise self._error("a closing parenthesis is missing")
-        self._at += 1
-        return ["(", *inside, ")"]
+def _missing(what: str, rest: Sequence[_Token]) -> GbnfError:
+    if not rest:
+        return GbnfError(f"{what} is missing at the end")
+    return GbnfError(f"line {rest[0].line}: {what} is missing before {rest[0].text}")
 
 
 def _tokens(grammar: str) -> Iterator[_Token]:
@@ -182,13 +133,8 @@ def _tokens(grammar: str) -> Iterator[_Token]:
         at, line = match.end(), line + text.count("\n")
 
 
-def _unescaped(text: str, line: int) -> str:
-    """The characters that a string's or a class's text stands for."""
-    return "".join(character for character, _ in _characters(text, line))
-
-
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
-    """Characters, and whether each was escaped."""
+    """Yields the characters of a string or class, and whether each was escaped."""
     at = 0
     while at < len(text):
         match = _ESCAPE.match(text, at)
@@ -205,13 +151,8 @@ def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
         at = match.end()
 
 
-def _string(text: str) -> _Parts:
-    """A string as its characters, which can be repeated as one."""
-    return ["(", *map(json.dumps, text), ")"] if text else ['""']
-
-
 def _class_expression(token: _Token) -> str:
-    """A character class as an expression of Lark's."""
+    """Returns a character class as a regular expression of Lark."""
     inside = token.text[1:-1]
     negated = inside.startswith("^")
     characters = list(_characters(inside[negated:], token.line))
@@ -226,5 +167,5 @@ def _class_expression(token: _Token) -> str:
 
 
 def _lark_name(name: str, number: int) -> str:
-    """A name of Lark's own kind, unlike that of any other rule."""
+    """Returns a valid and unique name for a rule in Lark."""
     return f"r{number}_{re.sub(r'[^A-Za-z0-9]', '_', name).lower()}"

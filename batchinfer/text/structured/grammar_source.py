@@ -1,4 +1,4 @@
-"""``structured_outputs`` as grammars in llguidance's own form."""
+"""Turns ``structured_outputs`` into llguidance's form of grammars."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Source = Callable[[], str]
-"""Makes a grammar in llguidance's form; raises GrammarError where there is none."""
+"""Returns a grammar in llguidance's form, or raises GrammarError."""
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""Between the parts of JSON, unless told otherwise: as json.dumps writes it, with and without an
-indent. Endless whitespace, which JSON allows, is what small models get stuck in."""
+"""Default between the parts of JSON: as json.dumps writes it, with and without an indent. JSON
+allows endless whitespace, in which small models get stuck."""
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
-"""How messages begin on schemas that are right, and that no grammar can insist on."""
+"""Beginnings of messages about valid schemas that grammars cannot enforce."""
 _HINT = "with unsupported: check, finished texts are judged by the whole schema"
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled, or not for this model: what is wrong with it, in a line."""
+    """A grammar cannot be compiled, or not for this model; says why in one line."""
 
 
 def sources(
     structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
 ) -> Iterator[Source]:
-    """The grammar that is asked for; under ``unsupported: check`` also others, each allowing more
-    than the one before.
+    """Yields the grammar to use; with ``unsupported: check`` also others that each allow more.
 
     Args:
-        structured_outputs: in its one form.
-        compiles: whether there is a grammar of a source.
+        structured_outputs: in its normal form.
+        compiles: whether a source compiles.
 
     Raises:
-        GrammarError: the schema is wrong.
+        GrammarError: the schema is invalid.
     """
     if "json" not in structured_outputs and "json_object" not in structured_outputs:
         yield partial(_source, structured_outputs)
@@ -108,22 +107,20 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(with_ascii_classes(value))
     if kind == "choice":
-        # in a terminal: as alternatives of a rule each takes a place in the parser's rows, which
-        # are limited to 2,000, so that long lists fail, some in the midst of a text
+        # A terminal, as alternatives of a rule take a place each in the parser's rows, which are
+        # limited to 2,000: long lists would fail, some in the middle of a text.
         texts = " | ".join(map(json.dumps, value))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     return LLMatcher.grammar_from_lark(_lark(value))
 
 
 def _lark(grammar: str) -> str:
-    """A grammar in Lark, of one in Lark or in GBNF."""
+    """Returns a grammar in Lark, from one in Lark or GBNF."""
     if is_gbnf(grammar):
         try:
             return lark_of(grammar)
         except GbnfError as error:
             raise GrammarError(f"Failed to convert the grammar from GBNF: {error}") from None
-        except RecursionError:
-            raise GrammarError("the grammar is nested too deeply") from None
     if ":" not in grammar:
         raise GrammarError(
             "Failed to convert the grammar: it has no rules, neither of Lark (start: ...) nor of "
@@ -133,7 +130,7 @@ def _lark(grammar: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """llguidance's message without what is for its own developers."""
+    """Returns llguidance's message without what is meant for its own developers."""
     lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
     of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if of_expression:

@@ -1,7 +1,7 @@
-"""JSON schemas as grammars can have them: spelt out exactly, or widened to what a grammar can say.
+"""Rewrites JSON schemas for grammars: exactly, or widened to what a grammar can express.
 
-Rewriting goes by JSON Schema's keywords (https://json-schema.org/draft/2020-12): what stands below
-``properties`` is a name, below ``enum`` a value, and neither is taken for a keyword.
+Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12): keys below
+``properties`` are names and keys below ``enum`` are values, so neither count as keywords.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batchinfer.text.structured.formats import GRAMMAR_FORMATS, PATTERNS
 from batchinfer.text.structured.schema_work import target
 
 Keywords = dict[str, Any]
-"""A schema that is no boolean."""
+"""A schema that is not a boolean."""
 
 _BY_NAME = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -30,10 +30,10 @@ _VALUES = (
     *("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 _DRAFTS_OF_LONE_REFERENCES = ("draft-03", "draft-04", "draft-06", "draft-07")
-"""Drafts in which nothing beside a reference counts."""
+"""Drafts in which keywords beside a reference are ignored."""
 _BESIDE_REFERENCES = frozenset(("$ref", "$schema", "definitions", "$defs"))
 _LARGEST = 2**63
-"""Larger whole numbers are out of llguidance's range."""
+"""llguidance's limit for whole numbers."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that no grammar has, and their values that ask for nothing."""
+"""Keywords that no grammar has, with the values that mean nothing."""
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -53,21 +53,21 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     )
 )
-"""Keywords that no grammar has. Each only takes texts away, so that more remain without it."""
+"""Keywords that no grammar has. Each only restricts, so that dropping it allows more texts."""
 _APART = (
     ("pattern", "format", "minLength", "maxLength"),
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     ("minItems", "maxItems"),
 )
-"""Keywords on one value, which can be tried apart from the rest of a schema."""
+"""Keywords about one value, which can be compiled apart from the rest of a schema."""
 
 
 def exact_schema(schema: Any) -> Any:
-    """A schema that allows the same, in the words that grammars are made from.
+    """Returns a schema that allows the same texts, in keywords that llguidance understands.
 
-    Counts such as ``2.0`` are whole numbers, classes in patterns are ASCII's, what asks for nothing
-    is left out. Formats that a calendar or a rule decides are patterns, and those that are not
-    known are annotations, as JSON Schema has them.
+    Counts like ``2.0`` become whole numbers, classes in patterns become ASCII classes, and keywords
+    without meaning are dropped. Formats become patterns; unknown formats are annotations, as JSON
+    Schema says.
     """
     draft = schema.get("$schema") if isinstance(schema, dict) else None
     if isinstance(draft, str) and any(old in draft for old in _DRAFTS_OF_LONE_REFERENCES):
@@ -76,7 +76,7 @@ def exact_schema(schema: Any) -> Any:
 
 
 def inexact_numbers(schema: Any) -> list[int]:
-    """Numbers among a schema's values that grammars, made by way of doubles, would change."""
+    """Returns the numbers in a schema that grammars would change, as they convert to doubles."""
     found = list[int]()
 
     def collect(keywords: Keywords) -> Keywords:
@@ -89,20 +89,20 @@ def inexact_numbers(schema: Any) -> list[int]:
 
 
 def widened_schema(schema: Any) -> Any:
-    """A schema of the keywords that a grammar can have: it allows all that ``schema`` does.
+    """Returns a schema with keywords that a grammar can have; allows all that ``schema`` does.
 
-    ``not``, ``if`` and others are left out as a whole, and with them the schemas in them: within
-    them a keyword that is left out would take texts away. One of several becomes any of them.
-    References to what is gone go as well, and numbers that a grammar would change.
+    Drops ``not``, ``if`` and others with the schemas in them, in which dropping a keyword would
+    restrict. ``oneOf`` becomes ``anyOf``. Also drops broken references and numbers that a grammar
+    would change.
     """
     return _without_broken_references(_rewritten(schema, _without_unsupported))
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """A widened schema without the keywords that no grammar is made of: it allows all it did.
+    """Returns a widened schema without keywords that do not compile; allows all that it did.
 
     Args:
-        compiles: whether there is a grammar of keywords by themselves.
+        compiles: whether keywords compile by themselves.
     """
 
     def change(keywords: Keywords) -> Keywords:
@@ -116,7 +116,7 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
                 kept = _without(kept, part) | (alone if alone and compiles(alone) else {})
         names = {key: kept[key] for key in ("patternProperties",) if key in kept}
         if names and not compiles(names):
-            # Without them their names are additional ones, whose values may be of another kind.
+            # Without them, their names would count as additional properties.
             kept = _without(kept, ("patternProperties", "additionalProperties"))
         return kept
 
@@ -124,13 +124,13 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
 
 
 def outermost_type(schema: Any) -> Any:
-    """A schema that says of what type the text is, if ``schema`` does."""
+    """Returns a schema with only the type, if ``schema`` has one."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     return {} if kind is None else {"type": kind}
 
 
 def _rewritten(schema: Any, change: Callable[[Keywords], Keywords]) -> Any:
-    """A schema in which ``change`` was made to every schema, the innermost first."""
+    """Applies ``change`` to a schema and all schemas in it, the innermost first."""
     if isinstance(schema, list):
         return [_rewritten(item, change) for item in schema]
     if not isinstance(schema, dict):
@@ -189,7 +189,7 @@ def _with_all_of(keywords: Keywords, schemas: list[Keywords]) -> Keywords:
 def _without_unsupported(keywords: Keywords) -> Keywords:
     inexact = [key for key in _VALUES if any(_inexact(keywords.get(key)))]
     kept = _without(keywords, {*_UNSUPPORTED, *inexact})
-    if isinstance(kept.get("oneOf"), list):  # branches that are widened may overlap
+    if isinstance(kept.get("oneOf"), list):  # widened branches may overlap
         one_of = {"anyOf": kept.pop("oneOf")}
         kept = _with_all_of(kept, [one_of]) if "anyOf" in kept else kept | one_of
     return kept

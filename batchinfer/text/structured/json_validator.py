@@ -1,4 +1,4 @@
-"""JSON Schema's verdict on finished texts, by the package jsonschema-rs."""
+"""Validates finished texts by a JSON schema, with the package jsonschema-rs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from batchinfer.errors import install_command
 from batchinfer.text.structured.schema_work import GROWING, num_steps
 
 MAX_BACKTRACKS = 1_000_000
-"""Steps back that a pattern of a schema may take in a text."""
+"""Limit of backtracking for a pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Schemas that may be looked at for one text: half a second to a few."""
+"""Most schemas to visit for one text, which takes half a second to a few."""
 _MAX_MESSAGE = 200
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be judged by: why, in a line."""
+    """A schema cannot be used for validation; says why in one line."""
 
 
 class JsonValidator:
-    """Judge of texts by a JSON schema.
+    """Validates texts by a JSON schema.
 
-    Patterns in it are ECMAScript's, matched in linear time where they allow that, else with a
-    bound on the work; nothing is fetched. A schema that names no draft is of 2020-12. A text that
-    takes too much work to judge is not allowed.
+    Patterns are ECMAScript's, matched in linear time where possible and else with limited
+    backtracking. Nothing is fetched. The default draft is 2020-12. A text that takes too much work
+    to validate is not allowed.
 
     Args:
         schema: its JSON text.
-        check_formats: whether a text must have the format that ``format`` names.
+        check_formats: whether ``format`` is enforced.
 
     Raises:
-        SchemaError: the schema is none, or the package is not installed.
+        SchemaError: the schema is invalid, or the package is not installed.
     """
 
     def __init__(self, schema: str, *, check_formats: bool = False) -> None:
@@ -65,35 +65,35 @@ class JsonValidator:
             return False
 
     def problem(self, text: str) -> str:
-        """Reason for which a text is not allowed, in a line."""
+        """Returns in one line why a text is not allowed."""
         try:
             error = next(self._validator.iter_errors(self._value(text)), None)
         except _TooMuchWorkError as too_much:
             return str(too_much)
         except (ValueError, RecursionError) as not_json:
-            return f"it is no JSON: {not_json}"
+            return f"it is not JSON: {not_json}"
         if error is None:
             return "it is allowed"
         place = "".join(f"/{part}" for part in error.instance_path)
         message = " ".join(error.message.split())
         if len(message) > _MAX_MESSAGE:
-            message = f"...{message[-_MAX_MESSAGE:]}"  # what is wrong stands at the end
+            message = f"...{message[-_MAX_MESSAGE:]}"  # the problem is at the end
         return f"at {place}: {message}" if place else message
 
     def _value(self, text: str) -> Any:
         value = json.loads(text, parse_constant=_no_json, parse_float=_number)
         if self._may_grow and num_steps(self._schema, value) > MAX_STEPS:
-            raise _TooMuchWorkError(f"judging it takes over {MAX_STEPS:,} steps")
+            raise _TooMuchWorkError(f"checking it takes over {MAX_STEPS:,} steps")
         return value
 
 
 class _TooMuchWorkError(ValueError):
-    """Nobody can wait for a verdict on a text."""
+    """A text takes too much work to validate."""
 
 
 def _no_json(constant: str) -> Any:
-    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
-    raise ValueError(f"{constant} is no JSON")
+    """Refuses NaN and Infinity, which Python accepts."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _number(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Token masks of samples that are within a grammar, made in one call."""
+"""Makes the token masks of all samples with grammars in one call."""
 
 from __future__ import annotations
 
@@ -18,36 +18,31 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.int32]
 _FEW_CORES = 4
-"""Up to here masks are made one after the other: the threads that the model's products have just
-used still spin, and others would wait for them. On 2 cores that took up to 1.8 times as long; on
-more it was not measured."""
+"""Up to this many, one thread makes all masks: the threads of the model's linear layers still spin
+and would delay others. On 2 cores several threads took up to 1.8 times as long."""
 
 
 class MaskedState(Protocol):
-    """A matcher whose masks are made here."""
+    """A state whose masks are made here."""
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """What makes its mask; None where no grammar says which token comes next."""
+        """Makes the mask; None if no grammar restricts the next token."""
         ...
 
     def amend(self, mask: Mask) -> None:
-        """Change the mask that the matcher has made, [words]; all zeros without a matcher."""
+        """Changes the matcher's mask in place, [words]; it is all zeros without a matcher."""
         ...
 
 
 class TokenMasks:
-    """Maker of the masks of one model's samples.
-
-    Args:
-        num_tokens: ids are below it.
-    """
+    """Makes the masks of one model's samples; token ids are below ``num_tokens``."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_words = num_words(num_tokens)
 
     def __call__(self, states: Sequence[GrammarState]) -> Mask:
-        """[len(states), words]; the states are ``MaskedState``."""
+        """Returns masks [len(states), words]; the states are ``MaskedState``."""
         masks = np.zeros((len(states), self.num_words), dtype=np.int32)
         masked: list[MaskedState] = list(states)  # type: ignore[arg-type]
         found = [(state.matcher, at) for at, state in enumerate(masked)]
@@ -68,12 +63,12 @@ class TokenMasks:
 
     @cached_property
     def _executor(self) -> LLExecutor | None:
-        """Threads that make masks, if it is worth having some."""
+        """Threads that make masks, if there are enough cores."""
         from llguidance import LLExecutor
 
         return LLExecutor() if available_cpus() > _FEW_CORES else None
 
 
 def num_words(num_tokens: int) -> int:
-    """Words of 32 tokens in a mask."""
+    """Returns the number of words, of 32 tokens each, in a mask."""
     return -(-num_tokens // 32)

@@ -1,7 +1,7 @@
-"""Work of judging a value by a JSON schema, which grows without bound where references meet.
+"""Bounds the work of validating a value by a JSON schema, which references can make exponential.
 
-Forty schemas that each refer to the next twice are a million million to look at; so are a few that
-come round to themselves twice for each level of a value.
+Forty schemas that each refer to the next twice mean 10^12 visits; so do a few that refer to
+themselves twice for each level of a value.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _OF_NAMES = frozenset(("additionalProperties", "propertyNames", "unevaluatedProp
 _OF_ITSELF = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 _BY_NAME = frozenset(("dependentSchemas", "dependencies"))
 _UNEVALUATED = 3
-"""Times that what stands beside ``unevaluated...`` is looked at, as measured of jsonschema-rs."""
+"""Visits of the keywords beside ``unevaluated...``, as measured with jsonschema-rs."""
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
-"""Keywords without which the work is at most the schema's size times the value's."""
+"""Without these keywords, the work is at most the schema's size times the value's."""
 
 
 def num_steps(schema: Any, value: Any) -> int:
-    """Most schemas that are looked at while a value is judged, each as often as it is."""
+    """Returns an upper bound of the visits of schemas while a value is validated."""
     named = dict(_named(schema))
     counts: dict[tuple[int, int], int] = {}
 
@@ -33,7 +33,7 @@ def num_steps(schema: Any, value: Any) -> int:
             return 1
         key = id(place), id(held)
         if key not in counts:
-            counts[key] = 0  # while it is on the way: what comes round at one place ends there
+            counts[key] = 0  # while in progress: a cycle at the same value ends here
             steps = sum(count(*pair) for pair in _parts(place, held, schema, named))
             grows = any(name.startswith("unevaluated") for name in place)
             counts[key] = 1 + steps * (_UNEVALUATED if grows else 1)
@@ -45,7 +45,7 @@ def num_steps(schema: Any, value: Any) -> int:
 def _parts(
     place: dict[str, Any], value: Any, root: Any, named: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Schemas that a schema applies, and the parts of the value that it applies them to."""
+    """Yields the schemas in a schema, with the parts of the value that they apply to."""
     fields = value if isinstance(value, dict) else {}
     items = value if isinstance(value, list) else []
     for key, held in place.items():
@@ -66,7 +66,7 @@ def _parts(
 
 
 def _named(place: Any) -> Iterator[tuple[str, Any]]:
-    """Schemas by their anchors and ids."""
+    """Yields schemas with their anchors and ids."""
     if isinstance(place, dict):
         for key in _NAMES:
             if isinstance(name := place.get(key), str):
@@ -77,10 +77,10 @@ def _named(place: Any) -> Iterator[tuple[str, Any]]:
 
 
 def target(reference: str, root: Any, named: dict[str, Any]) -> Any:
-    """What a reference leads to in a schema; None where that is nothing.
+    """Returns the target of a reference in a schema, or None.
 
     Args:
-        named: schemas by anchors, and by the last parts of ids.
+        named: schemas by anchors and by the last parts of ids.
     """
     base, _, fragment = reference.partition("#")
     place = named.get(base.rpartition("/")[2], root)

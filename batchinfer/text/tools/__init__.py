@@ -1,5 +1,5 @@
-"""Tools that a model may call: given to it, and its calls read from what it writes.
+"""Tools that a model may call, and the formats of its calls.
 
-``row_tools`` reads the tools of a row; ``formats`` finds how a model writes its calls; the other
-modules are a family of such formats each.
+``row_tools`` reads the tools of a row; ``formats`` finds the format of a model; ``json_formats``,
+``tag_formats`` and ``text_formats`` are the formats, and ``call_grammar`` makes their grammars.
 """

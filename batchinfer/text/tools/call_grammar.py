@@ -1,7 +1,7 @@
-"""Grammars (Lark, as llguidance reads it) of calls that a sample must make.
+"""Grammars (llguidance's Lark) of calls that a sample must make.
 
-Every format has rules of its own around a tool's name; its arguments are a JSON object by the
-tool's schema, or its parameters one by one, in the schema's order.
+Every format has its own rules around the name of a tool. The arguments are a JSON object that
+follows the tool's schema, or one parameter after another in the order of the schema.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 ANY_TEXT = "ANY_TEXT: /(?s:.*)/"
-"""A terminal: text of any length, without special tokens."""
+"""A terminal: any text without special tokens."""
 _DEFINITIONS = ("$defs", "definitions")
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps has it, and so the conversations that models are trained on."""
+"""As json.dumps writes it, like the conversations that models are trained on."""
 _OF_PLAIN_OBJECTS = frozenset(
     {
         *("type", "properties", "required", "additionalProperties", "title", "description"),
         *("$schema", *_DEFINITIONS),
     }
 )
-"""Keywords of a schema whose parameters can be written one by one."""
+"""Keywords of schemas whose parameters can be written one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,18 @@ class Parameter:
     name: str
     is_required: bool
     schema: Mapping[str, Any]
-    """With the definitions that it may refer to."""
+    """Includes the definitions that it may refer to."""
     rule: str
-    """Name of a rule: the value as JSON."""
+    """Name of the rule of its value as JSON."""
 
     @property
     def is_text(self) -> bool:
-        """Whether its value is any text: its pattern and its length are no part of a grammar of
-        plain text."""
+        """Whether its value is any string; grammars of plain text ignore pattern and length."""
         return self.schema.get("type") == "string" and not {"enum", "const"} & set(self.schema)
 
     @property
     def texts(self) -> list[str] | None:
-        """The texts that its value may be; None where it is not one of some texts."""
+        """The strings that its value can be, if its schema lists them, or None."""
         values = [self.schema["const"]] if "const" in self.schema else self.schema.get("enum")
         if isinstance(values, list) and all(isinstance(value, str) for value in values):
             return values
@@ -58,10 +57,10 @@ class Parameter:
 
 
 def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
-    """A grammar in which the rule ``call`` is a JSON object of a tool's name and its arguments.
+    """Returns a grammar whose rule ``call`` is a JSON object of a tool's name and arguments.
 
     Args:
-        names: what the keys of name and arguments are called.
+        names: the keys of name and arguments.
         body: the other rules.
     """
     rules = list[str]()
@@ -75,7 +74,7 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
             },
             "required": [names["name"], names["arguments"]],
             "additionalProperties": False,
-            # References in parameters are from the root.
+            # References in the parameters start at the root.
             **_definitions(parameters),
         }
         rules.append(f"call{at}: {_json(schema)}")
@@ -83,11 +82,11 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
 
 
 def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> str:
-    """A grammar in which the rule ``call`` is a tool's name, and its arguments as a JSON object.
+    """Returns a grammar whose rule ``call`` is a tool's name and its arguments as a JSON object.
 
     Args:
         body: the other rules.
-        call: of a tool's name and the rule of its arguments, the rule of its call.
+        call: returns the rule of a call, given the tool's name and the rule of its arguments.
     """
     rules = list[str]()
     for at, tool in enumerate(tools):
@@ -100,12 +99,12 @@ def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> s
 def parameter_grammar(
     tools: Tools, body: str, call: Callable[[str, list[Parameter]], str]
 ) -> str | None:
-    """A grammar in which the rule ``call`` is a tool's name and its parameters; None where the
-    schema of one does not list them.
+    """Returns a grammar whose rule ``call`` is a tool's name and its parameters; None if a schema
+    does not list these.
 
     Args:
         body: the other rules.
-        call: of a tool's name and its parameters, the rule of its call.
+        call: returns the rule of a call, given the tool's name and its parameters.
     """
     rules = list[str]()
     for at, tool in enumerate(tools):
@@ -118,25 +117,29 @@ def parameter_grammar(
 
 
 def quoted(text: str) -> str:
-    """A text in a grammar."""
+    """Returns a string of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def marker(tokenizer: Tokenizer, text: str) -> str:
-    """A marker in a grammar: by its token, if it is one."""
+    """Returns a marker as the grammar's token if it is an added token, else as a string."""
     token_id = tokenizer.added_token_id(text)
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
+def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
+    """Returns several markers."""
+    return [marker(tokenizer, text) for text in texts]
+
+
 def text_until(tokenizer: Tokenizer, rule: str, end: str, before: str = "") -> str:
-    """The rules of any text up to a marker, which is part of it.
+    """Returns the rule ``rule`` of any text that ends with a marker.
 
     Args:
-        rule: its name.
-        before: what is written in front of the marker.
+        before: text that precedes the marker.
     """
     token_id = tokenizer.added_token_id(end)
-    if token_id is not None:  # llguidance looks for no text in such tokens
+    if token_id is not None:  # llguidance finds no text in added tokens
         return f"{rule}: ANY_TEXT <[{token_id}]>\n{ANY_TEXT}"
     return f"{rule}[suffix={quoted(before + end)}]: /(?s:.*)/"
 
@@ -147,7 +150,7 @@ def _grammar(num_tools: int, body: str, rules: list[str]) -> str:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments: those that it lists, unless it asks for others."""
+    """Returns the schema of a tool's arguments, which allows others only if it says so."""
     parameters = tool["function"].get("parameters", {})
     schema: dict[str, Any] = widened_schema(exact_schema(parameters))
     if set(schema) <= _OF_PLAIN_OBJECTS:

@@ -1,4 +1,4 @@
-"""How a model writes calls of tools: by name, or found from its chat template."""
+"""Finds the format of a model's tool calls, by name or from its chat template."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary',), "llama3_json"),
 )
-"""What a chat template holds that asks for a format; the first that is found. None: one that no
-other is to be taken for."""
+"""Texts in a chat template that show a format; the first match counts. None: an unknown format
+that looks like another."""
 
 
 def find_tool_format(
     asked: str, tokenizer: Tokenizer, chat_template: str | None = None
 ) -> ToolFormat | None:
-    """How a model writes calls.
+    """Returns the format of a model's tool calls.
 
     Args:
         asked: ``none``, ``auto`` or a name in ``FORMATS``.
-        chat_template: the source of the one in use; None: the tokenizer's.
+        chat_template: source of the template in use; None: the tokenizer's.
 
     Raises:
-        UsageError: ``auto``, and the chat template has the signs of no format that is known.
+        UsageError: the name is unknown, or ``auto`` finds no known format.
     """
     if asked == "none":
         return None
@@ -86,11 +86,8 @@ def find_tool_format(
     if asked != "auto":
         return FORMATS[asked]
     template = chat_template or tokenizer.chat_template or ""
-    for signs, name in _SIGNS:
-        if not all(sign in template for sign in signs):
-            continue
-        if name is None:
-            break
+    matches = (name for signs, name in _SIGNS if all(sign in template for sign in signs))
+    if (name := next(matches, None)) is not None:
         return FORMATS[name]
     raise UsageError(
         "tool_parser is auto, but the chat template has the signs of no format of calls that is "

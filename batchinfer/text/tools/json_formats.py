@@ -1,8 +1,5 @@
-"""Formats in which a call is a JSON object.
-
-Facts are those of vLLM's parsers (vllm/tool_parsers: hermes, mistral, llama, granite, deepseekv3,
-deepseekv31, kimi_k2).
-"""
+"""Formats in which a call is a JSON object, as vLLM's parsers read them (vllm/tool_parsers:
+hermes, mistral, llama, granite, deepseekv3, deepseekv31, kimi_k2)."""
 
 from __future__ import annotations
 
@@ -11,10 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.text.tools.call_grammar import marker, named_grammar, object_grammar, quoted
+from batchinfer.text.tools.call_grammar import (
+    marker,
+    markers,
+    named_grammar,
+    object_grammar,
+    quoted,
+)
 from batchinfer.text.tools.tool_format import (
     ParsedCalls,
     ToolCall,
+    ToolFormat,
     Tools,
     fields_between,
     json_arguments,
@@ -29,7 +33,7 @@ _DECODER = json.JSONDecoder()
 
 
 def call_of(value: object) -> ToolCall | None:
-    """The call that a JSON object is, whatever its arguments are called."""
+    """Returns the call in a JSON object; None if it is malformed."""
     if not isinstance(value, Mapping):
         return None
     name = value.get("name")
@@ -46,13 +50,12 @@ def _parsed(content: str, values: list[Any]) -> ParsedCalls | None:
     return ParsedCalls(content.strip(), whole) if whole and len(whole) == len(calls) else None
 
 
-class HermesFormat:
+class HermesFormat(ToolFormat):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes 2 and 3, Qwen 2.5 and 3.
 
-    The last call may lack its end marker, as where that is a stop string.
+    The last end marker may be missing, for instance if it is a stop string.
     """
 
-    spans_thinking = False
     _BEGIN, _END = "<tool_call>", "</tool_call>"
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
@@ -61,7 +64,7 @@ class HermesFormat:
         while rest:
             body = rest.removeprefix(self._BEGIN).lstrip()
             try:
-                value, end = _DECODER.raw_decode(body)  # which may have markers in its texts
+                value, end = _DECODER.raw_decode(body)  # its strings may contain markers
             except ValueError:
                 return None
             values.append(value)
@@ -72,17 +75,15 @@ class HermesFormat:
         return _parsed(content, values)
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        begin, end = marker(tokenizer, "<tool_call>"), marker(tokenizer, "</tool_call>")
+        begin, end = markers(tokenizer, self._BEGIN, self._END)
         more = r' ("\n" one)*' if several else ""
         body = f'start: one{more}\none: {begin} "\\n" call "\\n" {end}'
         return object_grammar(tools, _NAMES, body)
 
 
-class ListFormat:
+class ListFormat(ToolFormat):
     """A marker and a JSON list of calls: ``<|tool_call|>[...]`` of Granite 3, ``functools[...]`` of
     Phi 4 mini."""
-
-    spans_thinking = False
 
     def __init__(self, begin: str) -> None:
         self._begin = begin
@@ -102,11 +103,10 @@ class ListFormat:
         )
 
 
-class MistralFormat:
-    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, and from version 11 of its tokenizers on
-    ``[TOOL_CALLS]name[ARGS]{...}``, once for each call."""
+class MistralFormat(ToolFormat):
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name[ARGS]{...}`` for
+    each call from version 11 of Mistral's tokenizers on."""
 
-    spans_thinking = False
     _BEGIN = "[TOOL_CALLS]"
     _CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)")
 
@@ -143,20 +143,17 @@ class MistralFormat:
         )
 
 
-class LlamaJsonFormat:
-    """``{"name": ..., "parameters": {...}}``, one or several with ``;`` between them, behind
-    ``<|python_tag|>`` or nothing: Llama 3.1 to 3.3, and 4, which has other markers around it."""
+class LlamaJsonFormat(ToolFormat):
+    """``{"name": ..., "parameters": {...}}``, separated by ``;``, after an optional
+    ``<|python_tag|>``: Llama 3.1 to 3.3, and 4, which has other markers."""
 
-    spans_thinking = False
     _BEGIN = re.compile(r"<\|python_(?:tag|start)\|>")
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         content, *bodies = self._BEGIN.split(text, maxsplit=1)
         if not bodies:
             content, bodies = "", [text]
-        body = bodies[0].replace("<|python_end|>", "")
-        values: list[Any] = []
-        body = body.strip()
+        body, values = bodies[0].replace("<|python_end|>", "").strip(), list[Any]()
         while body:
             try:
                 value, end = _DECODER.raw_decode(body)
@@ -171,15 +168,14 @@ class LlamaJsonFormat:
         return object_grammar(tools, _LLAMA_NAMES, f"start: call{more}")
 
 
-class DeepSeekFormat:
-    """Names and arguments between markers: V3.1's as they are, V3's and R1's with ``function``
-    before the separator, and the arguments in a fenced block behind the name.
+class DeepSeekFormat(ToolFormat):
+    """Names and arguments between markers. V3 and R1, unlike V3.1, write ``function`` before the
+    separator and put the arguments in a fenced block after the name.
 
     Args:
-        fenced: write them as V3 does; both are read.
+        fenced: write calls as V3 does; both forms are read.
     """
 
-    spans_thinking = False
     _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
     _ONE, _SEPARATOR, _ONE_END = (
         "<｜tool▁call▁begin｜>",  # noqa: RUF001
@@ -200,9 +196,8 @@ class DeepSeekFormat:
         return _parsed(text.partition(self._BEGIN)[0], values)
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        begin, end, one, separator, one_end = (
-            marker(tokenizer, text)
-            for text in (self._BEGIN, self._END, self._ONE, self._SEPARATOR, self._ONE_END)
+        begin, end, one, separator, one_end = markers(
+            tokenizer, self._BEGIN, self._END, self._ONE, self._SEPARATOR, self._ONE_END
         )
         between = r'"\n" ' if self._is_fenced else ""
         more = f" ({between}call)*" if several else ""
@@ -216,10 +211,9 @@ class DeepSeekFormat:
         return named_grammar(tools, f"start: {begin} call{more} {end}", call)
 
 
-class KimiFormat:
+class KimiFormat(ToolFormat):
     """``functions.name:0`` and arguments between markers: Kimi K2."""
 
-    spans_thinking = False
     _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     _MARKERS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
     _ID = re.compile(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*", re.DOTALL)
@@ -232,8 +226,8 @@ class KimiFormat:
         return _parsed(text.partition(self._BEGIN)[0], values)
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        begin, arguments, end = (marker(tokenizer, text) for text in self._MARKERS)
-        sides = marker(tokenizer, self._BEGIN), marker(tokenizer, self._END)
+        begin, arguments, end = markers(tokenizer, *self._MARKERS)
+        sides = markers(tokenizer, self._BEGIN, self._END)
         number = "/[0-9]{1,2}/" if several else '"0"'
         return named_grammar(
             tools,

@@ -1,4 +1,4 @@
-"""The tools of a row: read, checked, and what the answer must be for their sake."""
+"""Reads and checks the tools of a row, and makes the grammar of an answer that must call them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ class RowTools:
 
     @property
     def key(self) -> str:
-        """A text that differs where the tools or the choice do."""
+        """A string that identifies the tools and the choice."""
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """A grammar (Lark) of what the answer must be; None where it is free.
+        """Returns a grammar (Lark) of the answer; None if it is free.
 
         Raises:
-            ValueError: no grammar can insist on calls of that format.
+            ValueError: calls of that format have no grammar.
         """
         if self.choice == "auto":
             return None
-        wanted, name = self.tools, chosen_name(self.choice)
-        if name is not None:
+        wanted, name = self.tools, None
+        if not isinstance(self.choice, str):
+            name = str(self.choice["function"]["name"])
             wanted = [tool for tool in self.tools if tool["function"]["name"] == name]
         found = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
         if found is None:
@@ -55,17 +56,8 @@ class RowTools:
         return found
 
 
-def chosen_name(choice: Choice) -> str | None:
-    """The name of the tool that must be called, if it is a certain one."""
-    return None if isinstance(choice, str) else str(choice["function"]["name"])
-
-
 def checked_choice(value: object, tools: Tools) -> Choice:
-    """A ``tool_choice``.
-
-    Raises:
-        ValueError: it is none, or names a tool that is not there.
-    """
+    """Returns a valid ``tool_choice``; raises ValueError if it is invalid or names no tool."""
     if value in ("auto", "none", "required"):
         return str(value)
     function = value.get("function") if isinstance(value, Mapping) else None
@@ -83,13 +75,13 @@ def checked_choice(value: object, tools: Tools) -> Choice:
 
 
 def checked_tools(value: object) -> Tools:
-    """Definitions of tools.
+    """Returns the definitions of tools.
 
     Args:
-        value: a list of OpenAI's definitions, or its JSON text; null fields are left out.
+        value: a list of OpenAI's definitions, or its JSON text; null fields are dropped.
 
     Raises:
-        ValueError: it is none, or two have one name.
+        ValueError: a definition is invalid, or two have the same name.
     """
     if isinstance(value, str):
         try:
@@ -110,11 +102,11 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
     tool = _plain(value)
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-        raise ValueError(f"tools[{at}] is no {{type: function, function: {{name: ...}}}}")
+        raise ValueError(f"tools[{at}] is not {{type: function, function: {{name: ...}}}}")
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"tools[{at}] has the name {format_value(name)}; it must be a short word")
-    if isinstance(parameters, str):  # a column of structs has no room for every schema
+    if isinstance(parameters, str):  # columns of structs hold schemas as JSON text
         parameters = json.loads(parameters)
     if not isinstance(parameters, Mapping):
         raise ValueError(f"tools[{at}]: parameters must be a JSON schema: keys and values")
@@ -123,7 +115,7 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A cell as JSON data: texts decoded, null fields left out."""
+    """Returns a cell as JSON data: strings decoded, null fields dropped."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Mapping):
@@ -134,12 +126,12 @@ def _plain(value: Any) -> Any:
 
 
 def row_tools(value: object, choice: object, where: str) -> RowTools | None:
-    """The tools of a row; None where it has none, or must call none.
+    """Returns the tools of a row; None if it has none or may not call any.
 
     Raises:
         RowError: ``unsupported_content``.
     """
-    if value is None or value in ("", b""):  # as CSV has what is missing
+    if value is None or value in ("", b""):  # an empty cell in CSV
         return None
     if isinstance(value, RowError):
         raise value
@@ -152,7 +144,7 @@ def row_tools(value: object, choice: object, where: str) -> RowTools | None:
 
 
 class RowToolsReader:
-    """Tools of rows, as ``prompt`` of the job says."""
+    """Reads the tools of rows as the job's ``prompt`` section says."""
 
     def __init__(self, config: PromptConfig) -> None:
         self.column = config.tools_column
@@ -160,10 +152,10 @@ class RowToolsReader:
         self._all = row_tools(config.tools, config.tool_choice, "prompt.tools")
 
     def of(self, row: Mapping[str, object]) -> RowTools | None:
-        """The tools of a row; None where it has none, or must call none.
+        """Returns the tools of a row; None if it has none or may not call any.
 
         Raises:
-            RowError: ``unsupported_content``: what its column holds is none.
+            RowError: ``unsupported_content``: its column has invalid tools.
         """
         if self.column is None:
             return self._all

@@ -1,7 +1,5 @@
-"""Formats in which a call and its arguments stand in tags.
-
-Facts are those of vLLM's parsers (vllm/tool_parsers: qwen3coder, seed_oss, minimax_m2, glm4_moe).
-"""
+"""Formats in which tags surround a call and its arguments, as vLLM's parsers read them
+(vllm/tool_parsers: qwen3coder, seed_oss, minimax_m2, glm4_moe)."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.text.tools.call_grammar import (
     Parameter,
-    marker,
+    markers,
     parameter_grammar,
     quoted,
     text_until,
@@ -20,6 +18,7 @@ from batchinfer.text.tools.call_grammar import (
 from batchinfer.text.tools.tool_format import (
     ParsedCalls,
     ToolCall,
+    ToolFormat,
     Tools,
     fields_between,
     parameters_of,
@@ -30,18 +29,16 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 
-class TagFormat:
+class TagFormat(ToolFormat):
     """Calls and their parameters in tags, such as ``<tool_call><function=name><parameter=key>value
     </parameter></function></tool_call>`` of Qwen3-Coder and Nemotron 3.
 
     Args:
-        outer: the tag around a call, or around all.
-        call, parameter: how the tags of those begin, up to the name.
-        after_name: ends such a beginning.
-        is_around_all: whether one ``outer`` is around several calls.
+        outer: the tag around a call, or around all calls.
+        call, parameter: the start of their tags, up to the name.
+        after_name: the end of these tags, after the name.
+        is_around_all: whether one ``outer`` surrounds all calls.
     """
-
-    spans_thinking = False
 
     def __init__(
         self, outer: str, call: str, parameter: str, after_name: str, *, is_around_all: bool
@@ -70,7 +67,7 @@ class TagFormat:
         return ParsedCalls(text.partition(begin)[0].strip(), tuple(calls)) if calls else None
 
     def _read(self, written: str, body: str, end: str, tools: Tools) -> ToolCall | None:
-        """A call; None where it is cut off: of its end markers the last alone may be missing."""
+        """Returns a call; None if it is cut off: only the last end marker may be missing."""
         name = written.strip()
         if not end and not body.rstrip().endswith(self._parameter_end):
             return None
@@ -82,16 +79,14 @@ class TagFormat:
         return ToolCall(name, json.dumps(values, ensure_ascii=False))
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        begin, end = marker(tokenizer, self._outer), marker(tokenizer, self._outer_end)
+        begin, end = markers(tokenizer, self._outer, self._outer_end)
         if self._is_around_all:
             body = f'start: {begin} "\\n" call{"+" if several else ""} {end}'
         else:
             more = ' ("\\n" one)*' if several else ""
             body = f'start: one{more}\none: {begin} "\\n" call {end}'
         body += "\n" + text_until(tokenizer, "text_value", self._parameter_end, "\n")
-        call_end, parameter_end = (
-            marker(tokenizer, text) for text in (self._call_end, self._parameter_end)
-        )
+        call_end, parameter_end = markers(tokenizer, self._call_end, self._parameter_end)
 
         def argument(one: Parameter) -> str:
             head = quoted(f"{self._parameter}{one.name}{self._after}\n")
@@ -106,7 +101,7 @@ class TagFormat:
 
 
 def _choices(parameter: Parameter) -> str:
-    """The rule of a value that is not any text: one of some texts, or JSON."""
+    """Returns the rule of a value that is one of several strings, or JSON."""
     if parameter.texts is None:
         return parameter.rule
     return f"({' | '.join(map(quoted, parameter.texts))})"
@@ -116,11 +111,10 @@ def _without_breaks(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-class GlmFormat:
+class GlmFormat(ToolFormat):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5
     and later."""
 
-    spans_thinking = False
     _BEGIN, _END = "<tool_call>", "</tool_call>"
     _KEY, _KEY_END = "<arg_key>", "</arg_key>"
     _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
@@ -144,13 +138,8 @@ class GlmFormat:
         return ParsedCalls(content, tuple(calls)) if calls else None
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        begin, end, key, key_end, value, value_end = (
-            marker(tokenizer, text)
-            for text in (
-                *(self._BEGIN, self._END, self._KEY, self._KEY_END),
-                *(self._VALUE, self._VALUE_END),
-            )
-        )
+        sides = markers(tokenizer, self._BEGIN, self._END)
+        key, key_end, value, value_end = markers(tokenizer, *self._ARGUMENT)
 
         def argument(one: Parameter) -> str:
             written = "text_value" if one.is_text else f"{_choices(one)} {value_end}"
@@ -158,7 +147,7 @@ class GlmFormat:
             return rule if one.is_required else f"({rule})?"
 
         def call(name: str, parameters: Sequence[Parameter]) -> str:
-            return " ".join([begin, quoted(f"{name}\n"), *map(argument, parameters), end])
+            return " ".join([sides[0], quoted(f"{name}\n"), *map(argument, parameters), sides[1]])
 
         more = ' ("\\n" call)*' if several else ""
         until = text_until(tokenizer, "text_value", self._VALUE_END)

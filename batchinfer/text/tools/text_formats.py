@@ -1,7 +1,5 @@
-"""Formats in which a call is Python, or a message.
-
-Facts are those of vLLM's parsers (vllm/tool_parsers: pythonic, olmo3, openai) and SGLang's
-(python/sglang/srt/function_call/lfm2_detector.py).
+"""Formats in which a call is Python code or a message, as vLLM's parsers (vllm/tool_parsers:
+pythonic, olmo3, openai) and SGLang's (python/sglang/srt/function_call/lfm2_detector.py) read them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING
 from batchinfer.text.tools.call_grammar import (
     ANY_TEXT,
     Parameter,
-    marker,
+    markers,
     named_grammar,
     parameter_grammar,
     quoted,
@@ -24,6 +22,7 @@ from batchinfer.text.tools.call_grammar import (
 from batchinfer.text.tools.tool_format import (
     ParsedCalls,
     ToolCall,
+    ToolFormat,
     Tools,
     json_arguments,
 )
@@ -32,16 +31,14 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 
-class PythonicFormat:
-    """``[name(key="value"), ...]``, the whole text: Llama 3.2 and 4, Gemma 3.
+class PythonicFormat(ToolFormat):
+    """``[name(key="value"), ...]`` as the whole text: Llama 3.2 and 4, Gemma 3.
 
     Args:
-        begin, end: markers around the calls; they may be missing.
-        may_be_bare: a model whose tokenizer does not have the markers writes none.
-        has_lines: the calls are lines, and no list: OLMo 3.
+        begin, end: optional markers around the calls.
+        may_be_bare: the grammar has no markers if the tokenizer does not have them.
+        has_lines: the calls are lines instead of a list: OLMo 3.
     """
-
-    spans_thinking = False
 
     def __init__(
         self, begin: str, end: str, *, may_be_bare: bool = False, has_lines: bool = False
@@ -58,7 +55,7 @@ class PythonicFormat:
         if self._has_lines and found:
             body = f"[{', '.join(filter(None, map(str.strip, body.splitlines())))}]"
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            with warnings.catch_warnings(action="ignore"):  # about invalid escapes
                 tree = ast.parse(body, mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
@@ -74,12 +71,13 @@ class PythonicFormat:
         if not self._has_lines:
             calls = f'"[" {calls} "]"'
         if not self._may_be_bare or tokenizer.added_token_id(self._begin) is not None:
-            calls = f"{marker(tokenizer, self._begin)} {calls} {marker(tokenizer, self._end)}"
+            begin, end = markers(tokenizer, self._begin, self._end)
+            calls = f"{begin} {calls} {end}"
         return parameter_grammar(tools, f"start: {calls}", _python_rule)
 
 
 class _JsonNames(ast.NodeTransformer):
-    """JSON's names of values to Python's."""
+    """Replaces JSON's names of constants by Python's."""
 
     _VALUES = {"true": True, "false": False, "null": None}  # noqa: RUF012
 
@@ -88,7 +86,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
-    """A call with arguments by name, all of them literals."""
+    """Returns a call whose arguments are named literals; None for other expressions."""
     if not isinstance(node, ast.Call) or node.args:
         return None
     try:
@@ -97,7 +95,7 @@ def _python_call(node: ast.expr) -> ToolCall | None:
             for one in node.keywords
             if one.arg
         }
-        # By way of escapes, which are joined where they are halves of a pair.
+        # The round trip joins escaped halves of surrogate pairs.
         arguments = json.dumps(json.loads(json.dumps(values)), ensure_ascii=False)
     except (ValueError, TypeError):
         return None
@@ -106,10 +104,10 @@ def _python_call(node: ast.expr) -> ToolCall | None:
 
 
 def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
-    """A call with its values as JSON, in the parameters' order."""
+    """Returns the rule of a call with its values as JSON, in the order of the parameters."""
     written = [f"{quoted(f'{one.name}=')} {one.rule}" for one in parameters]
     firsts = []
-    for at, one in enumerate(parameters):  # each that may be the first
+    for at, one in enumerate(parameters):  # those that can come first
         rest = (
             f'(", " {rule}){"" if later.is_required else "?"}'
             for rule, later in zip(written[at + 1 :], parameters[at + 1 :], strict=True)
@@ -122,8 +120,8 @@ def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
     return f'{quoted(f"{name}(")} ({" | ".join(firsts)}) ")"'
 
 
-class HarmonyCalls:
-    """gpt-oss' messages to ``functions.name``; what it says is in its other messages."""
+class HarmonyCalls(ToolFormat):
+    """gpt-oss' messages to ``functions.name``; its other messages are the text."""
 
     spans_thinking = True
     _BETWEEN = re.compile(r"<\|(?:start|end|call|return)\|>")
@@ -145,9 +143,9 @@ class HarmonyCalls:
         return ParsedCalls("\n".join(said), tuple(calls)) if calls else None
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        start, channel, message, end, constrain = (
-            marker(tokenizer, f"<|{name}|>")
-            for name in ("start", "channel", "message", "end", "constrain")
+        names = ("start", "channel", "message", "end", "constrain")
+        start, channel, message, end, constrain = markers(
+            tokenizer, *(f"<|{name}|>" for name in names)
         )
         thought = f'{channel} "analysis" {message} ANY_TEXT {end} {start} "assistant"'
 

@@ -1,13 +1,14 @@
-"""Calls of tools, and what every way of writing them offers."""
+"""Tool calls, and the interface of their formats."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
@@ -18,17 +19,17 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of one tool."""
+    """A call of a tool."""
 
     name: str
     arguments: str
     """A JSON object."""
 
     def as_openai(self, place: int) -> dict[str, Any]:
-        """OpenAI's form of the call.
+        """Returns the call in OpenAI's form.
 
         Args:
-            place: among the calls of all samples of a row; equal calls there differ by their ids.
+            place: index among the calls of all samples of a row, so that equal calls get other ids.
         """
         text = f"{place} {self.name} {self.arguments}"
         function = {"name": self.name, "arguments": self.arguments}
@@ -38,39 +39,39 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """A text taken apart."""
+    """The parts of a text."""
 
     content: str
-    """What is said beside the calls."""
+    """The text besides the calls."""
     calls: tuple[ToolCall, ...]
 
 
-class ToolFormat(Protocol):
-    """A way in which models write calls."""
+class ToolFormat(ABC):
+    """How a model writes tool calls."""
 
-    spans_thinking: bool
-    """Whether its grammar is of the whole sample, and has a place for the thinking."""
+    spans_thinking = False
+    """Whether the grammar covers the whole sample, including reasoning."""
 
+    @abstractmethod
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        """The calls in a text, special tokens included; None where there is none, or one that is
-        not well formed.
+        """Returns the calls in a text, which has its special tokens; None if there is none, or a
+        malformed one.
 
         Args:
-            tools: their parameters' types say what values mean that are written as plain text.
+            tools: the types of their parameters decide how to read values written as plain text.
         """
-        ...
 
+    @abstractmethod
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        """A grammar (Lark) of calls of these tools; None where none can insist on the format.
+        """Returns a grammar (Lark) of calls of these tools; None if the format has none.
 
         Args:
-            several: whether one call may follow another.
+            several: whether more than one call is allowed.
         """
-        ...
 
 
 def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | None:
-    """What ``tool_format`` reads in a text; None also where a call is not to be stored or sent on:
+    """Returns what ``tool_format`` finds in a text; None also for calls that are not valid JSON:
     nested too deeply, with numbers JSON does not have, or with halves of surrogate pairs."""
     try:
         found = tool_format.parse(text, tools)
@@ -83,11 +84,11 @@ def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | 
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def json_arguments(value: object) -> str | None:
-    """Arguments as JSON text: of an object, or of the text of one; None for what is neither."""
+    """Returns arguments as JSON text, from an object or its JSON text; None for other values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -99,7 +100,7 @@ def json_arguments(value: object) -> str | None:
 
 
 def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The schema of a tool's parameters; empty where there is none."""
+    """Returns the schema of a tool's parameters, which may be empty."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -109,10 +110,9 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
-    """What stands between markers that come in order, again and again, up to where one is missing.
+    """Yields the texts between markers, which repeat in order, until one is missing.
 
-    In time that grows with the text, whatever is in it: models that loop repeat markers by the
-    thousand.
+    Takes linear time for any text, as models that loop repeat markers by the thousand.
     """
     at = text.find(markers[0])
     while at >= 0:
@@ -128,8 +128,8 @@ def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
 
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
-    """The value of a parameter that is written as plain text: a text where its type says so, else
-    JSON where it is some."""
+    """Returns the value of a parameter that is written as plain text: a string if its type says so,
+    else the parsed JSON if it is valid."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
     kind = own.get("type") if isinstance(own, Mapping) else None

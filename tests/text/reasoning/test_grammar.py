@@ -52,13 +52,13 @@ def ids(tokenizer: Tokenizer, *texts: str) -> set[int]:
     return {encode(tokenizer, text)[0].item() for text in texts}
 
 
-def test_before_an_answer_a_sample_may_begin_to_think() -> None:
+def test_a_sample_may_start_with_reasoning_or_answer() -> None:
     made = grammar(QWEN, "hi", "[ab][!?]")
     assert allowed(made, made.begin()) == ids(QWEN, "<think>", "a", "b")
     assert allowed(made, follow(QWEN, made, "a")) == ids(QWEN, "!", "?")
 
 
-def test_thinking_is_free_but_for_the_end_of_the_sample() -> None:
+def test_reasoning_allows_all_tokens_but_end_of_sequence() -> None:
     made = grammar(QWEN, "hi", "[ab]!")
     free = allowed(made, follow(QWEN, made, "<think>anything, "))
     assert set(range(VOCAB)) - free == ids(QWEN, EOS)
@@ -66,7 +66,7 @@ def test_thinking_is_free_but_for_the_end_of_the_sample() -> None:
     assert made.begin().error is None
 
 
-def test_a_prompt_may_have_opened_or_ended_it() -> None:
+def test_a_prompt_may_start_or_end_the_reasoning() -> None:
     opened = grammar(QWEN, "<think>\n", "[ab]!")
     assert len(allowed(opened, opened.begin())) > 200
     closed = grammar(QWEN, "<think>\n\n</think>\n\n", "[ab]!")
@@ -75,7 +75,7 @@ def test_a_prompt_may_have_opened_or_ended_it() -> None:
 
 @pytest.mark.parametrize("tokenizer", [QWEN, OLMO], ids=["a token", "text"])
 @pytest.mark.parametrize("budget", [1, 3])
-def test_a_budget_forces_the_end(tokenizer: Tokenizer, budget: int) -> None:
+def test_a_used_up_budget_forces_the_end_marker(tokenizer: Tokenizer, budget: int) -> None:
     made = grammar(tokenizer, "<think>", "[ab]!", budget)
     state = made.begin()
     end = encode(tokenizer, "</think>").tolist()
@@ -86,7 +86,7 @@ def test_a_budget_forces_the_end(tokenizer: Tokenizer, budget: int) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [QWEN, OLMO], ids=["a token", "text"])
-def test_no_budget_at_all_leaves_the_end_alone(tokenizer: Tokenizer) -> None:
+def test_without_a_budget_the_end_marker_is_not_forced(tokenizer: Tokenizer) -> None:
     made = grammar(tokenizer, "<think>", None, 0)
     first, *rest = encode(tokenizer, "</think>").tolist()
     state = made.begin()
@@ -95,20 +95,20 @@ def test_no_budget_at_all_leaves_the_end_alone(tokenizer: Tokenizer) -> None:
     assert len(allowed(made, state)) > VOCAB - 32  # an answer without a grammar is free
 
 
-def test_a_budget_alone_needs_no_package_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_alone_does_not_need_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.numpy", None)
     made = grammar(QWEN, "<think>", None, 0)
     assert allowed(made, made.begin()) == ids(QWEN, "</think>")
 
 
-def test_a_marker_that_the_sample_begins_forces_the_end_where_nothing_may_be_thought() -> None:
+def test_a_zero_budget_ends_reasoning_at_its_start() -> None:
     made = grammar(QWEN, "hi", "[ab]!", 0)
     (start,) = encode(QWEN, "<think>").tolist()
     assert made.begin().take(start) == encode(QWEN, "</think>").tolist()
 
 
-def test_who_ends_it_alone_is_not_forced() -> None:
+def test_reasoning_that_ends_itself_is_not_forced() -> None:
     made = grammar(QWEN, "<think>", None, 3)
     state = follow(QWEN, made, "ab</think>")
     assert state.take(encode(QWEN, "c")[0].item()) == []
@@ -136,7 +136,7 @@ def test_harmony_answers_in_its_final_channel() -> None:
     ],
 )
 @pytest.mark.parametrize("regex", ["[ab]!", "[ab]!!", None])
-def test_a_half_made_sample_goes_on_as_if_it_had_not_stopped(
+def test_replay_resumes_a_sample(
     tokenizer: Tokenizer, prompt: str, text: str, regex: str | None
 ) -> None:
     """At every token behind which a run may have ended: forced ones are kept with their cause."""
@@ -155,7 +155,7 @@ def test_a_half_made_sample_goes_on_as_if_it_had_not_stopped(
             assert allowed(made, resumed) == allowed(made, state), len(taken)
 
 
-def test_masks_of_samples_with_and_without_thinking_are_made_together() -> None:
+def test_masks_of_samples_in_different_phases() -> None:
     tokenizer = byte_tokenizer(added=["<think>", "</think>"])
     thinking = grammar(tokenizer, "<think>", None, 5)
     plain = GrammarCompiler(tokenizer, frozenset({256}), VOCAB).compile({"regex": "a"})

@@ -104,12 +104,12 @@ def read(case: Case, tokens: int | None = None) -> Answer:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_sample_is_split(case: Case) -> None:
+def test_split_of_reasoning_and_answer(case: Case) -> None:
     assert read(case) == Answer(case.text, case.reasoning, case.num_tokens)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_followed_token_by_token_it_is_the_same_as_at_once(case: Case) -> None:
+def test_tracker_agrees_with_split(case: Case) -> None:
     """Wherever the sample is cut, what is known of it then is a beginning of what it comes to."""
     found = find_reasoning_format("auto", case.tokenizer)
     assert found is not None
@@ -129,7 +129,7 @@ def test_followed_token_by_token_it_is_the_same_as_at_once(case: Case) -> None:
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_stop_string_ends_what_it_is_met_in(skips: bool) -> None:
+def test_a_stop_string_in_reasoning_or_answer(skips: bool) -> None:
     params = SamplingParams(stop=("m", "s."), skip_special_tokens=skips)
     reader = AnswerReader(QWEN, find_reasoning_format("auto", QWEN))
     prompt = encode(QWEN, "hi")
@@ -140,14 +140,14 @@ def test_a_stop_string_ends_what_it_is_met_in(skips: bool) -> None:
     assert reader.read(prompt, behind, params) == Answer("Ye", "h", 3)
 
 
-def test_the_marker_may_be_a_stop_string() -> None:
+def test_the_end_marker_as_a_stop_string() -> None:
     params = SamplingParams(stop=("</think>",))
     reader = AnswerReader(QWEN, find_reasoning_format("auto", QWEN))
     sample = sample_of(encode(QWEN, "<think>hm</think>"), stop="</think>", text_end=9)
     assert reader.read(encode(QWEN, "hi"), sample, params) == Answer("", "hm", 4)
 
 
-def test_the_token_that_ended_it_is_in_no_text() -> None:
+def test_the_end_token_is_not_in_the_text() -> None:
     reader = AnswerReader(QWEN, find_reasoning_format("auto", QWEN))
     prompt = encode(QWEN, "hi")
     params = SamplingParams(skip_special_tokens=False)
@@ -160,7 +160,7 @@ def test_the_token_that_ended_it_is_in_no_text() -> None:
 @given(
     thought=st.text(alphabet="ab<é>/ \n", max_size=8), answer=st.text(alphabet="é<t ", max_size=5)
 )
-def test_markers_of_one_token_and_of_text_split_alike(thought: str, answer: str) -> None:
+def test_token_markers_and_text_markers_split_alike(thought: str, answer: str) -> None:
     text = f"<think>{thought}</think>{answer}"
     markers = {"start": "<think>", "end": "</think>"}
     for tokenizer in (QWEN, OLMO):
@@ -172,7 +172,7 @@ def test_markers_of_one_token_and_of_text_split_alike(thought: str, answer: str)
 
 
 @pytest.mark.parametrize("asked", ["auto", {"start": "<a>", "end": "</a>"}])
-def test_markers_that_are_not_known_have_to_be_named(asked: str | Mapping[str, str]) -> None:
+def test_unknown_markers_are_refused(asked: str | Mapping[str, str]) -> None:
     plain = byte_tokenizer(chat_template="{{ messages }}")
     if asked == "auto":
         with pytest.raises(UsageError, match=r"reasoning is auto.*markers of thinking"):
@@ -183,5 +183,5 @@ def test_markers_that_are_not_known_have_to_be_named(asked: str | Mapping[str, s
     assert reader.read(np.empty(0, np.int32), sample, SamplingParams()) == Answer("y", "x", 8)
 
 
-def test_nothing_is_split_unless_asked() -> None:
+def test_reasoning_none_splits_nothing() -> None:
     assert find_reasoning_format("none", QWEN) is None
