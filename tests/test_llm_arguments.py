@@ -299,9 +299,7 @@ def test_outputs_have_request_metrics(llm: LLM) -> None:
 
 
 STRUCTURES = [
-    ({"choice": ["yes", "no"]}, StructuredOutputsParams(choice=["yes", "no"])),
     ({"regex": "[ab]{3}"}, GuidedDecodingParams(regex="[ab]{3}", backend="xgrammar")),
-    ({"regex": "[ab]{3}"}, StructuredOutputsParams(regex="[ab]{3}", backend="guidance")),
     ({"json_object": True}, StructuredOutputsParams(json_object=True)),
     (
         {"json": {"type": "null"}, "disable_any_whitespace": True},
@@ -333,8 +331,6 @@ def test_structured_outputs_have_several_names(llm: LLM) -> None:
         StructuredOutputsParams()
     with pytest.raises(ValueError, match="has regex and grammar; give one"):
         GuidedDecodingParams(regex="a", grammar="b")
-    with pytest.raises(ValueError, match="has regex and structural_tag; give one"):
-        StructuredOutputsParams(regex="a", structural_tag="{}")
     assert GuidedDecodingParams.from_optional(regex=None) is None
     assert SamplingParams(thinking_token_budget=8) == SamplingParams(max_reasoning_tokens=8)
     assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
@@ -429,14 +425,6 @@ def test_grammars_may_be_in_gbnf(llm: LLM) -> None:
     assert text in ("SELECT a FROM t", "SELECT b FROM t")
     with pytest.raises(ValueError, match="Failed to convert the grammar"):
         run(llm, "a", SamplingParams(structured_outputs={"grammar": "not a grammar"}))
-
-
-def test_llm_disables_whitespace_in_json(model: Path) -> None:
-    llm = LLM(model, num_kv_blocks=8, structured_outputs_config={"disable_any_whitespace": True})
-    schema = {"enum": [[1, 2]]}
-    assert run(llm, "a", SamplingParams(structured_outputs={"json": schema})).outputs[0].text == (
-        "[1,2]"
-    )
 
 
 def test_backend_outlines_writes_its_whitespace_in_json(model: Path) -> None:
