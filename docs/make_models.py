@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING
 
 from batchinfer.config.encoder import ENCODER_FAMILIES
 from batchinfer.errors import ModelError
-from batchinfer.pooling.encoder_heads import HEADED_FAMILIES
+from batchinfer.pooling.classifier import HEADED_FAMILIES
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.text_half import headless_names, is_wrapper
 

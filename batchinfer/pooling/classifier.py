@@ -1,14 +1,16 @@
-"""Heads that make labels and scores of a hidden state.
+"""Heads that turn a hidden state into labels and scores.
 
-Of a model with a head that classifies (transformers' ``...ForSequenceClassification``,
-GenericForSequenceClassification in modeling_layers.py) it is the linear layer ``score``. Of a
-reranker that answers yes or no (Qwen3-Reranker) it is those tokens' rows of the output head, as in
-vLLM's conversion of it (vllm/model_executor/models/adapters.py) and in sentence-transformers'
-``LogitScore`` (sentence_transformers/cross_encoder/modules/logit_score.py).
+The head of a classifier (transformers' ``...ForSequenceClassification``,
+GenericForSequenceClassification in modeling_layers.py) is the linear layer ``score``; an encoder
+has further layers before the logits. The head of a reranker that answers yes or no (Qwen3-Reranker)
+is the rows of these tokens in the output head, as in vLLM's conversion of it
+(vllm/model_executor/models/adapters.py) and in sentence-transformers' ``LogitScore``
+(sentence_transformers/cross_encoder/modules/logit_score.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,49 +20,69 @@ import numpy as np
 
 from batchinfer.config import ClassifyConfig, attends_both_ways
 from batchinfer.errors import ModelError, UsageError
-from batchinfer.pooling.activations import sigmoid, softmax
-from batchinfer.pooling.embedding_modules import Dense
-from batchinfer.pooling.encoder_heads import Layer, encoder_head
-from batchinfer.pooling.model_folder import find_folder, read_json
-from batchinfer.pooling.tensors import Float32, StoredTensor, find_part, find_tensor
+from batchinfer.pooling.layers import (
+    Dense,
+    Layer,
+    LayerNorm,
+    gelu,
+    identity,
+    relu,
+    sigmoid,
+    softmax,
+)
+from batchinfer.pooling.model_folder import (
+    Float32,
+    StoredTensor,
+    find_folder,
+    find_tensor,
+    read_config,
+    read_json,
+    tensors_of,
+)
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
 """Model types of Qwen3-Reranker, whose folders look like those of plain models."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_ACTIVATIONS: Mapping[str, Layer] = {"softmax": softmax, "sigmoid": sigmoid, "none": identity}
 _ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 _PROBLEMS = {
     "regression": "none",
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
+_ROBERTA: tuple[str, Layer, str] = ("classifier.dense", np.tanh, "classifier.out_proj")
+_ENCODER_HEADS: Mapping[str, tuple[str, Layer, str]] = {
+    "bert": ("pooler.dense", np.tanh, "classifier"),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA),
+    "electra": ("classifier.dense", gelu, "classifier.out_proj"),
+    "distilbert": ("pre_classifier", relu, "classifier"),
+    "modernbert": ("head.dense", gelu, "classifier"),
+}
+"""The head of each family of encoders, as transformers' ``...ForSequenceClassification`` has it:
+a linear layer, its activation, and the linear layer that gives the logits."""
+HEADED_FAMILIES = tuple(_ENCODER_HEADS)
+"""Values of ``model_type`` of encoders whose heads are supported."""
 
 TokenId = Callable[[str], int | None]
 """The id of a text that is a single token, else None."""
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Float32], Float32]] = {
-    "softmax": softmax,
-    "sigmoid": sigmoid,
-    "none": lambda logits: logits,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """What makes scores of a model's hidden states."""
+    """Makes scores from a model's hidden states."""
 
     labels: tuple[str, ...]
     layers: tuple[Layer, ...]
     """The last gives a score for each label."""
     pooling: tuple[str, ...] = ("lasttoken",)
-    """How the hidden state is made of a prompt's."""
+    """How a prompt's hidden states become one."""
 
     def __call__(self, hidden_state: Float32) -> Float32:
-        """A hidden state, float32 [H], to the labels' scores, float32 [L]."""
+        """A hidden state, float32 [H], to the scores of the labels, float32 [L]."""
         values = hidden_state
-        for dense in self.layers:
-            values = dense(values)
+        for layer in self.layers:
+            values = layer(values)
         return values
 
 
@@ -71,10 +93,10 @@ def read_classifier(
 
     Raises:
         ModelError: it has none, or it cannot be read.
-        UsageError: ``config.tokens`` are no tokens of the model.
+        UsageError: ``config.tokens`` are not tokens of the model.
     """
     folder = find_folder(name, revision, (*_CONFIG_PATTERNS, "*.safetensors"))
-    values = _config_values(folder)
+    values = read_config(folder)
     tokens = _head_tokens(folder, values, config)
     if tokens is not None:
         return _of_tokens(folder, values, config, tokens, token_id)
@@ -82,23 +104,23 @@ def read_classifier(
 
 
 def reads_whole_texts(name: str, revision: str | None) -> bool:
-    """Whether a model (folder or hub id) is one whose tokens see those after them.
+    """Whether attention in a model (folder or hub id) is bidirectional.
 
     Raises:
         ModelError: it cannot be read.
     """
-    return attends_both_ways(_config_values(find_folder(name, revision, _CONFIG_PATTERNS)))
+    return attends_both_ways(read_config(find_folder(name, revision, _CONFIG_PATTERNS)))
 
 
 def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
-    """Whether a model (folder or hub id) is asked of pairs in the words of Qwen3-Reranker; else
-    it takes them as its tokenizer joins them.
+    """Whether a model (folder or hub id) takes pairs as questions in Qwen3-Reranker's words; else
+    its tokenizer joins them.
 
     Raises:
         ModelError: it cannot be read, has no head, or nothing says how it takes pairs.
     """
     folder = find_folder(name, revision, _CONFIG_PATTERNS)
-    values = _config_values(folder)
+    values = read_config(folder)
     tokens = _head_tokens(folder, values, config)
     if tokens is None:
         return False
@@ -112,21 +134,12 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
     return True
 
 
-def _config_values(folder: Path) -> Mapping[str, Any]:
-    values = read_json(folder / "config.json")
-    if not isinstance(values, Mapping):
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
-    return values
-
-
 def _head_tokens(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig
 ) -> Sequence[str | int | None] | None:
-    """The tokens whose logits are the labels', by text or id, of a pair the second the label's and
-    the first what it is held against, if there is one; None for a model with a head of its own.
+    """The tokens whose logits are those of the labels, by text or id; None for a model with a head.
 
-    Args:
-        values: of its config.json.
+    Of a reranker these are the token for "no", or None, and the token for "yes".
 
     Raises:
         ModelError: nothing says what its labels are.
@@ -159,7 +172,7 @@ def _class_name(values: Mapping[str, Any]) -> str:
 
 
 def _logit_score(folder: Path) -> tuple[int | None, int] | None:
-    """Token ids of sentence-transformers' ``LogitScore``: what is held against, and the label."""
+    """Token ids of sentence-transformers' ``LogitScore``: for "no", and for "yes"."""
     modules = read_json(folder / "modules.json")
     for module in map(_mapping, modules if isinstance(modules, list) else ()):
         if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":
@@ -176,42 +189,68 @@ def _logit_score(folder: Path) -> tuple[int | None, int] | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """A JSON object, or an empty one in the place of anything else."""
+    """A JSON object; an empty one in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
+    layers: list[Layer] = []
+    name, mode = "score", "lasttoken"
     if attends_both_ways(values):
-        return _of_encoder(folder, values, config)
-    stored = find_tensor(folder, "score.weight")
+        layers, name, mode = _encoder_head(folder, values)
+    weight, bias = _weight_and_bias(folder, name, None if layers else values)
+    labels = _labels(folder, values, len(weight))
+    activation = _activation(folder, values, config, len(labels))
+    return Classifier(labels, (*layers, Dense(weight, bias, activation)), (mode,))
+
+
+def _encoder_head(folder: Path, values: Mapping[str, Any]) -> tuple[list[Layer], str, str]:
+    """The layers before the logits, the name of the layer that gives these, and the pooling."""
+    family = str(values.get("model_type"))
+    is_modern = family == "modernbert"
+    if family not in _ENCODER_HEADS or (
+        is_modern and values.get("classifier_activation", "gelu") != "gelu"
+    ):
+        raise ModelError(
+            f"{folder}/config.json: not yet: heads that classify of the family {family!r}, which "
+            "attends both ways"
+        )
+    name, activation, last = _ENCODER_HEADS[family]
+    layers: list[Layer] = [Dense(*_weight_and_bias(folder, name), activation)]
+    if not is_modern:
+        return layers, last, "cls"
+    eps = float(values.get("norm_eps", 1e-5))
+    layers.append(LayerNorm(*_weight_and_bias(folder, "head.norm"), eps))
+    return layers, last, str(values.get("classifier_pooling", "cls"))
+
+
+def _weight_and_bias(
+    folder: Path, name: str, values: Mapping[str, Any] | None = None
+) -> tuple[Float32, Float32]:
+    """Weight and bias of a layer; zeros where it has no bias.
+
+    Args:
+        values: of config.json, if the layer takes the model's hidden states, which is checked.
+    """
+    stored, bias = find_tensor(folder, f"{name}.weight"), find_tensor(folder, f"{name}.bias")
     if stored is None:
         raise ModelError(
-            f"{folder}: the weight files have no tensor score.weight, the head that "
-            f"{_class_name(values)[:80]} has; fetch the model again"
+            f"{folder}: the weight files have no tensor {name}.weight, of the head that "
+            "classifies; fetch the model again"
         )
-    _check_width(stored, values)
+    if values is not None:
+        _check_width(stored, values)
     weight = stored.read()
-    labels = _labels(folder, values, len(weight))
-    bias = find_tensor(folder, "score.bias")
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read()
     if offset.shape != (len(weight),):
-        raise ModelError(f"{folder}: score.bias does not belong to score.weight; fetch it again")
-    activation = _activation(folder, values, config, len(labels))
-    return Classifier(labels, (Dense(weight, offset, activation),))
-
-
-def _of_encoder(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
-    pooling, layers, count = encoder_head(
-        folder, values, lambda logits: _activation(folder, values, config, len(logits))(logits)
-    )
-    _activation(folder, values, config, count)  # an unknown one is told of now
-    return Classifier(_labels(folder, values, count), layers, pooling)
+        raise ModelError(f"{folder}: {name}.bias does not belong to {name}.weight; fetch it again")
+    return weight, offset
 
 
 def _activation(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig, count: int
 ) -> Layer:
-    """What makes scores of the logits of ``count`` labels."""
+    """The function from logits to scores for ``count`` labels."""
     kind: str = config.activation
     if kind == "auto":
         kind = _own_activation(folder, values) or ("sigmoid" if count == 1 else "softmax")
@@ -232,7 +271,7 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
 
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
-    """What a model's files say of its activation."""
+    """The activation that a model's files name."""
     saved = _mapping(read_json(folder / "config_sentence_transformers.json"))
     own = _mapping(values.get("sentence_transformers"))
     named = (
@@ -267,17 +306,21 @@ def _of_tokens(
     if stored is None:
         raise ModelError(f"{folder}: the weight files have no output head and no embeddings")
     is_head = stored.name.endswith(("lm_head.weight", "embed_out.weight"))
-    codes = None if is_head else find_part(folder, "lm_head.", "embed_out.")
-    if codes is not None:  # embeddings are the head of a model that has no other
-        raise ModelError(
-            f"{codes.path}: not yet: labels of a head that is stored in fewer bits ({codes.name})"
-        )
+    if not is_head:  # the embeddings are the head, unless the model has a quantized one
+        for one in tensors_of(folder):
+            if re.search(r"(^|\.)(lm_head|embed_out)\.", one.name) and not one.name.endswith(
+                ".bias"
+            ):
+                raise ModelError(
+                    f"{one.path}: not yet: labels of a head that is stored in fewer bits "
+                    f"({one.name})"
+                )
     _check_width(stored, values)
     places = [_row(stored, token, token_id) for token in tokens]
     known = [place for place in places if place is not None]
     weight, bias = stored.read(known), find_tensor(folder, "lm_head.bias", "embed_out.bias")
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read(known)
-    is_one = config.has_pairs or config.tokens is None  # a reranker's
+    is_one = config.has_pairs or config.tokens is None  # a reranker
     if is_one:
         weight, offset = (rows[-1:] - rows[:-1].sum(0, keepdims=True) for rows in (weight, offset))
     names = [str(token) for token in (tokens[-1:] if is_one else tokens)]
@@ -291,7 +334,7 @@ def _of_tokens(
 
 
 def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
-    """Check that a head takes hidden states as wide as the model's."""
+    """Check that a head takes hidden states of the model's size."""
     text = _mapping(values.get("text_config")) or values
     width = text.get("hidden_size", text.get("n_embd"))
     if len(stored.shape) != 2 or stored.shape[1] != width:
@@ -302,7 +345,7 @@ def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
 
 
 def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> int | None:
-    """The row of the output head that is a token's; None of no token."""
+    """The row of a token in the output head; None for no token."""
     found = token_id(token) if isinstance(token, str) else token
     if found is None and token is not None:
         raise UsageError(

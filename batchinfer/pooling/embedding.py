@@ -1,43 +1,101 @@
-"""Hidden states made into embeddings."""
+"""Embeddings from hidden states, as a model folder in the layout of sentence-transformers says.
+
+``modules.json`` lists what follows the transformer: ``1_Pooling/config.json`` says which hidden
+states are taken, ``2_Dense`` holds a linear layer with an activation
+(sentence_transformers/models/Pooling.py, Dense.py, Normalize.py). Without ``modules.json`` the
+embedding is the hidden state of the last token, or the mean of all if attention is bidirectional.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.config import EmbedConfig
-from batchinfer.pooling.embedding_modules import EmbeddingModules
-from batchinfer.pooling.tensors import Float32
+from batchinfer.config import EmbedConfig, attends_both_ways, longest_text
+from batchinfer.errors import ModelError, one_line
+from batchinfer.pooling.layers import Dense, Layer, gelu, identity, relu, sigmoid, silu
+from batchinfer.pooling.model_folder import Float32, find_folder, read_config, read_json
+
+_PATTERNS = ("*.json", "*_Dense/*.safetensors")
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+"""Supported modules, in the only supported order."""
+_POOLING_MODES = {  # in the order that several are concatenated
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS: Mapping[str, Layer] = {
+    "GELU": gelu,
+    "Identity": identity,
+    "ReLU": relu,
+    "Sigmoid": sigmoid,
+    "SiLU": silu,
+    "Tanh": np.tanh,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingModules:
+    """What a model's folder says of its embeddings."""
+
+    hidden_size: int
+    """Width of the hidden states."""
+    pooling: tuple[str, ...] = ("lasttoken",)
+    """Modes whose vectors are concatenated."""
+    dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts to put before a text, by name."""
+    default_prompt: str | None = None
+    """Name of the prompt that sentence-transformers uses by default."""
+    max_seq_length: int | None = None
+    """Most tokens of a text (``sentence_bert_config.json``)."""
+    attends_both_ways: bool = False
+    """Whether attention is bidirectional, so that texts are computed whole, without a KV pool."""
+    pools_prompt: bool = True
+    """Whether the tokens of a named prompt are pooled too (``include_prompt``)."""
+    takes_messages: bool = False
+    """Whether texts go through the chat template (``sentence_bert_config.json``)."""
+
+    @property
+    def width(self) -> int:
+        """The size of an embedding."""
+        return self.dense[-1].width if self.dense else self.hidden_size * len(self.pooling)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """What makes embeddings of a model's hidden states."""
+    """Makes embeddings from a model's hidden states."""
 
     modules: EmbeddingModules
     config: EmbedConfig
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """How the hidden state is made of a prompt's."""
+        """How a prompt's hidden states become one."""
         asked = self.config.pooling
         return self.modules.pooling if asked == "auto" else (asked,)
 
     @property
     def reads_whole_texts(self) -> bool:
-        """Whether a text is computed at once: its last token's state alone needs no others."""
+        """Whether a text must be computed in one step: all but last-token pooling needs that."""
         return self.modules.attends_both_ways or self.pooling != ("lasttoken",)
 
     @property
     def width(self) -> int:
-        """Numbers of an embedding."""
+        """The size of an embedding."""
         return self.config.dimensions or self.modules.width
 
     def __call__(self, hidden_state: Float32) -> npt.NDArray[Any]:
-        """A hidden state [H] through the model's modules, cut, then normalised: [dimensions]."""
+        """A hidden state [H] through the model's modules, cut, then normalized: [dimensions]."""
         values = hidden_state
         for dense in self.modules.dense:
             values = dense(values)
@@ -46,3 +104,147 @@ class Embedder:
             length = float(np.linalg.norm(values.astype(np.float64)))
             values = values / np.float32(max(length, 1e-12))  # as torch.nn.functional.normalize
         return values.astype(self.config.dtype)
+
+
+def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
+    """Read a model's folder, or the hub's copy of it.
+
+    Raises:
+        ModelError: there is none, or it names a module that is not supported.
+    """
+    folder = find_folder(name, revision, _PATTERNS)
+    hidden_size, both_ways = _hidden_size(folder)
+    pooling: tuple[str, ...] = ("mean",) if both_ways else ("lasttoken",)
+    found = read_json(folder / "modules.json")
+    prompts, default_prompt = _prompts(folder / "config_sentence_transformers.json")
+    if found is None:
+        return EmbeddingModules(
+            hidden_size,
+            pooling,
+            prompts=prompts,
+            default_prompt=default_prompt,
+            attends_both_ways=both_ways,
+        )
+    if not (isinstance(found, list) and all(isinstance(module, Mapping) for module in found)):
+        raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
+    dense, width, pools_prompt = list[Dense](), hidden_size, True
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in found]
+    if others := [kind for kind in kinds if kind not in _ORDER]:
+        raise ModelError(
+            f"{folder}/modules.json: not yet: a module {others[0][:80]!r} is not supported by this "
+            "version"
+        )
+    for before, after in pairwise(kinds):
+        if _ORDER.index(before) > _ORDER.index(after) or before == after == "Pooling":
+            raise ModelError(
+                f"{folder}/modules.json: not yet: a module {after!r} after one {before!r} is not "
+                "supported by this version"
+            )
+    for kind, module in zip(kinds, found, strict=True):
+        path = folder / str(module.get("path", ""))
+        if kind == "Pooling":
+            pooling, pools_prompt = _pooling(path / "config.json")
+            width = hidden_size * len(pooling)
+        elif kind == "Dense":
+            dense.append(_dense(path, width))
+            width = dense[-1].width
+    inputs_file = folder / "sentence_bert_config.json"
+    inputs = read_json(inputs_file) or {}
+    if not isinstance(inputs, Mapping):
+        raise ModelError(f"{inputs_file} must be an object")
+    try:
+        longest = longest_text(inputs)
+    except ValueError as error:
+        raise ModelError(f"{inputs_file}: {error}") from None
+    return EmbeddingModules(
+        hidden_size,
+        pooling,
+        tuple(dense),
+        prompts,
+        default_prompt,
+        longest,
+        attends_both_ways=both_ways,
+        pools_prompt=pools_prompt,
+        takes_messages="message" in (inputs.get("modality_config") or {}),
+    )
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """Prompts by name, and the name of the default one."""
+    found = read_json(path)
+    values = found if isinstance(found, Mapping) else {}
+    prompts = values.get("prompts") or {}
+    if not isinstance(prompts, Mapping) or not all(isinstance(p, str) for p in prompts.values()):
+        raise ModelError(f"{path}: prompts must map names to texts; fetch the model again")
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name is {str(default)[:80]!r}, not a name in prompts"
+        )
+    return dict(prompts), default
+
+
+def _hidden_size(folder: Path) -> tuple[int, bool]:
+    """The width of the model's hidden states, and whether it attends both ways."""
+    config = read_config(folder)
+    text = config.get("text_config") or config
+    size = text.get("hidden_size", text.get("n_embd", text.get("dim")))
+    if type(size) is not int or size < 1:
+        raise ModelError(f"{folder}/config.json has no hidden_size; task: embed needs it")
+    return size, attends_both_ways(config)
+
+
+def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
+    """The modes, and whether the tokens of a named prompt are pooled."""
+    config = read_json(path)
+    if not isinstance(config, Mapping):
+        raise ModelError(f"{path} is missing, which modules.json names; fetch the model again")
+    modes = [name for key, name in _POOLING_MODES.items() if config.get(key)]
+    others = [
+        key
+        for key, value in config.items()
+        if key.startswith("pooling_mode_") and value is True and key not in _POOLING_MODES
+    ]
+    named = config.get("pooling_mode")
+    if named:
+        modes = [named] if isinstance(named, str) else list(named)
+    others += [str(mode) for mode in modes if mode not in _POOLING_MODES.values()]
+    if others or not modes:
+        asked = ", ".join(dict.fromkeys(others)) or "none"
+        raise ModelError(f"{path}: not yet: pooling by {asked} is not supported by this version")
+    return tuple(map(str, modes)), config.get("include_prompt") is not False
+
+
+def _dense(path: Path, width: int) -> Dense:
+    config, weights = read_json(path / "config.json"), path / "model.safetensors"
+    if not isinstance(config, Mapping) or not weights.is_file():
+        raise ModelError(
+            f"{path} must hold config.json and model.safetensors of a Dense layer that "
+            "modules.json names; without it the embeddings would be wrong: fetch the model again"
+        )
+    taken = config.get("module_input_name", "sentence_embedding")
+    if taken != "sentence_embedding" or config.get("use_residual"):
+        what = "use_residual" if config.get("use_residual") else f"module_input_name: {taken}"
+        raise ModelError(
+            f"{path}/config.json: not yet: a Dense layer with {str(what)[:80]} is not supported by "
+            "this version"
+        )
+    name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+    if activation is None:
+        raise ModelError(
+            f"{path}/config.json: not yet: activation_function {name[:80]} is not supported by "
+            "this version"
+        )
+    from safetensors.numpy import load_file
+
+    try:
+        tensors = load_file(weights)
+        weight = tensors["linear.weight"].astype(np.float32)
+    except Exception as error:  # from several libraries, and for dtypes that numpy does not have
+        raise ModelError(f"{weights} cannot be read: {one_line(error)}") from error
+    if weight.ndim != 2 or weight.shape[1] != width:
+        shape = " x ".join(map(str, weight.shape))
+        raise ModelError(f"{weights}: linear.weight is {shape}; it must take {width} numbers")
+    bias = tensors.get("linear.bias", np.zeros(len(weight)))
+    return Dense(weight, bias.astype(np.float32), activation)

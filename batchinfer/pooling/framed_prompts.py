@@ -1,4 +1,4 @@
-"""Prompts of models that pool: cut inside the special tokens around a text, as tokenizers do."""
+"""Prompts of pooling models: cut inside the special tokens around a text, as tokenizers do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class FramedPromptBuilder(PromptBuilder):
-    """A builder that keeps what the tokenizer puts around a text ([CLS], [SEP], an end of text)
-    when the text is cut; rows that bring token ids are cut as they are.
+    """A prompt builder that cuts a text between its special tokens ([CLS], [SEP], end of text).
+
+    Rows that bring token ids are cut at the end.
 
     Args:
-        leaves_room: for an output token, which a causal model draws.
+        leaves_room: leave room for an output token, which a causal model draws.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class FramedPromptBuilder(PromptBuilder):
 def cut_in_frame(
     prompt: Prompt, most: int, frame: tuple[int, int], *, left: bool = False
 ) -> Prompt:
-    """A prompt that is longer than ``most`` tokens, cut to them.
+    """Cut a prompt that is longer than ``most`` tokens.
 
     Args:
-        frame: special tokens before and after a text, which stay where there is room for more.
+        frame: numbers of special tokens before and after a text; they stay if there is room.
         left: cut the beginning, not the end.
     """
     ids = prompt.token_ids
@@ -61,7 +62,7 @@ def cut_in_frame(
 
 
 def frame_of(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Special tokens that the tokenizer puts before and after a text."""
+    """Numbers of special tokens that the tokenizer puts before and after a text."""
     framed, plain = (
         tokenizer.encode_batch(["a"], add_special_tokens=with_them, parse_special_tokens=False)[0]
         for with_them in (True, False)

@@ -1,20 +1,36 @@
-"""A model's folder, or the hub's copy of one, and the JSON files in it."""
+"""A model's folder, or the hub's copy of one: its JSON files, and single tensors of its weights.
+
+Tensors are read without the rest of their file, in the layout of safetensors
+(https://github.com/huggingface/safetensors, README): the length of a JSON header in 8 bytes, the
+header with each tensor's dtype, shape and place, then the bytes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from batchinfer.errors import ModelError, one_line
+
+Float32 = npt.NDArray[np.float32]
+
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100 << 20  # the format's own limit
 
 
 def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder of a model, or the hub's copy of those of its files that match ``patterns``.
+    """A model's folder, or the local copy of those of its files on the hub that match ``patterns``.
 
     Raises:
-        ModelError: it is not there.
+        ModelError: there is none.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -27,33 +43,118 @@ def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Pat
         found = snapshot_download(name, revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # the hub client raises errors of several libraries
         raise ModelError(
-            f"model.name: {name} is no local folder and cannot be fetched from the hub: "
+            f"model.name: {name} is not a local folder and cannot be fetched from the hub: "
             f"{one_line(error)}",
             hint="download it where there is a network and give the folder's path",
         ) from error
     return Path(found)
 
 
-def check_regular(path: Path) -> None:
-    """Check that what is there, if anything is, ends: pipes and devices do not.
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """A model's ``config.json``.
 
     Raises:
-        ModelError: it is no file.
+        ModelError: there is none, or it cannot be read.
     """
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is not a file; fetch the model again")
+    values = read_json(folder / "config.json")
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    return values
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where there is no such file.
+    """The content of a JSON file; None if it does not exist.
 
     Raises:
         ModelError: it cannot be read.
     """
-    check_regular(path)
+    _check_regular(path)
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is stored."""
+
+    path: Path
+    name: str
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
+
+    def read(self, rows: Sequence[int] | None = None) -> Float32:
+        """The tensor, or some of its rows, as float32.
+
+        Raises:
+            ModelError: it does not hold floats, or cannot be read.
+        """
+        if self.dtype not in _DTYPES:
+            raise ModelError(
+                f"{self.path}: not yet: {self.name} is stored as {self.dtype}; heads must be "
+                "stored as floats"
+            )
+        kind = np.dtype(_DTYPES[self.dtype])
+        try:
+            whole = np.memmap(self.path, kind, "r", self.start, self.shape)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path} cannot be read: {one_line(error)}") from error
+        found = np.array(whole if rows is None else whole[list(rows)])
+        if self.dtype == "BF16":  # the upper half of a float32
+            return (found.astype(np.uint32) << 16).view(np.float32)
+        return found.astype(np.float32)
+
+
+def tensors_of(folder: Path) -> list[StoredTensor]:
+    """All tensors in a folder's weight files.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    return [one for path in sorted(folder.glob("*.safetensors")) for one in _tensors(path)]
+
+
+def find_tensor(folder: Path, *endings: str) -> StoredTensor | None:
+    """The tensor whose name, from the start of a part, ends with the first of ``endings`` found.
+
+    Raises:
+        ModelError: a weight file cannot be read.
+    """
+    stored = tensors_of(folder)
+    for ending in endings:
+        for one in stored:
+            if f".{one.name}".endswith(f".{ending}"):
+                return one
+    return None
+
+
+def _tensors(path: Path) -> Iterator[StoredTensor]:
+    _check_regular(path)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            raw = file.read(length) if length <= _MAX_HEADER else b""
+        header: Mapping[str, Any] = json.loads(raw)
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            shape, (begin, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
+            size = np.dtype(_DTYPES.get(entry["dtype"], "u1")).itemsize
+            if entry["dtype"] in _DTYPES and end - begin != size * prod(shape):
+                raise ValueError(f"the size of {name} does not match its shape")
+            start = _LENGTH_BYTES + length + int(begin)
+            yield StoredTensor(path, name, str(entry["dtype"]), shape, start)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} is not a safetensors file: {one_line(error)}") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes and devices, which may never end."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is not a file; fetch the model again")

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from batchinfer.config.encoder import ENCODER_FAMILIES
-from batchinfer.pooling.encoder_heads import HEADED_FAMILIES
+from batchinfer.pooling.classifier import HEADED_FAMILIES
 from tests import families, models, wrappers
 from tests.docs.pages import ROOT
 from tests.job.rows.test_classify_encoder import HEADS

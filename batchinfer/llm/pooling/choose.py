@@ -7,8 +7,7 @@ from typing import Any
 
 from batchinfer.config import EmbedConfig, Runner, attends_both_ways
 from batchinfer.errors import ModelError, NotYetError
-from batchinfer.pooling.embedding import Embedder
-from batchinfer.pooling.embedding_modules import read_embedding_modules
+from batchinfer.pooling.embedding import Embedder, read_embedding_modules
 from batchinfer.pooling.model_folder import find_folder, read_json
 
 _TASKS: Mapping[str, Runner] = {

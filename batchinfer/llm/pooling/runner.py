@@ -18,8 +18,7 @@ from batchinfer.llm.calls import Calls, OnError, ProgressBar
 from batchinfer.llm.pooling.choose import class_name
 from batchinfer.llm.pooling.params import PoolingParams, PoolingRequestOutput
 from batchinfer.pooling.classifier import Classifier, read_classifier
-from batchinfer.pooling.embedding import Embedder
-from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
+from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.pooling.framed_prompts import cut_in_frame, frame_of
 from batchinfer.requests.requests import PromptRow, pooling_request
 from batchinfer.text.prompts import Prompt

@@ -25,8 +25,7 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.pooling.embedding import Embedder
-from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
+from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.report.examples import find_examples
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
@@ -222,7 +221,7 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
         run_job(job(tmp_path, tmp_path / "chat", ["x"]), quiet=True)
     with_modules(tmp_path / "broken", model)
     (tmp_path / "broken" / "2_Dense" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="names a Dense layer"):
+    with pytest.raises(ModelError, match="of a Dense layer that"):
         run_job(job(tmp_path, tmp_path / "broken", ["x"]), quiet=True)
     for key, value in (("use_residual", True), ("module_input_name", "token_embeddings")):
         with_modules(tmp_path / key, model)

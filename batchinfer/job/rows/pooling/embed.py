@@ -15,8 +15,7 @@ from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import EMBED
-from batchinfer.pooling.embedding import Embedder
-from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
+from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.processes.worker import BuilderFactory
 
