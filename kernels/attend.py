@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """The loop over a paged KV cache that decodes and chunks share, and the shape of their programs.
 
 One program carries a tile of rows (query tokens times the query heads of one KV head, next to each

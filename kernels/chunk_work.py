@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """The work list of a step's chunks: which tiles of query tokens there are.
 
 The list is made on the device from the lengths there, once for all layers, so that a captured step

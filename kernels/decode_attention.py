@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Attention of the sequences that compute one token in this step.
 
 Programs as many as run at a time take (piece, KV head) after (piece, KV head) from the work list,

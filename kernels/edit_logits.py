@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Edited logits: biases, allowed tokens and penalties, of the tokens they are for alone.
 
 For the logit x of a token, in this order, each in float32 and rounded by itself:

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Paged attention whose bits depend on a query token's own context alone.
 
 What `paged_attention` computes, and its formula. There a decode and a chunk have programs of their

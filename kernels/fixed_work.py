@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """The work list of attention in a fixed order of sums.
 
 Contexts are cut into pieces at multiples of `FIXED_PIECE` positions. An item is a tile of a chunk's

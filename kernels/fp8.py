@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Keys and values of one byte each: float8 e4m3fn, as the cache holds them, and back.
 
 Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what lies past +-448

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Decodes of bfloat16 queries over a float8 cache, multiplied in float8 as it lies there.
 
 A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so that a query is the sum of two float8

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Linear layers over weights of float8 e4m3fn with a scale for every block of 128 x 128.
 
 Formula, with G groups of 128 along the width, the last one shorter where need be:

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Float8 e4m3fn widened to 16 bits in registers, several numbers in an instruction.
 
 Exact. From compute capability 8.9 on by the device's conversions, and before by operations on the

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Attention of all heads to one latent a token (MLA), by absorbed projections.
 
 The formula of `paged_attention`, with one KV head, whose values are the first elements of its keys:

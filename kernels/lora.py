@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Low-rank products of several adapters, each added to the rows that run through it.
 
 Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t = rows[i]:

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Matrix product whose rows have the same bits however many there are, by any weight of a model.
 
 Formula, for every row t and output n:

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Rows in float8 e4m3fn with a scale for every 128 columns, as they are at run time.
 
 Formula, for a row's group g of 128 columns, the last one shorter where need be:

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Norms, rotary positions and the KV write of a q/k/v product, in one launch.
 
 Formula, for every token and every query and key head x (Su et al. 2021, arXiv:2104.09864, in the

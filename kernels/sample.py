@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Sampling: from rows of logits to tokens, without a sort and without the host.
 
 A program takes a distribution (a row of logits and the parameters that its samples share):

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Drawing a token where the weights of a row's tiles are known, and writing down its samples.
 
 The token is the first, by id, whose cumulative weight is over floor(u times all that is kept); its

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Top-k and top-p of a row of logits, exactly, without sorting it.
 
 The most likely tokens are a prefix of one total order: larger logits first, equal logits by

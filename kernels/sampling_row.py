@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Rows of logits as the sampling kernel sees them: edited values, keys, integer weights.
 
 A tile is `WIDTH` neighbours of a row, as many as a warp loads at once, so that what is summed over

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Top-k and top-p of flat rows of logits: where the last token kept is not among the first found.
 
 What is known of a row says in which interval of keys the prefix of `sampling_filter` ends. A sample

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """Attention of decodes to pieces of context that several of them have in the same blocks.
 
 One program has a tile of rows (sequences that share the piece, times the query heads of one KV

@@ -1,7 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
-# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
-# the comment behind each. Compile-time constants are written as constants.)
 """The gate of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
 
 Formula, for rows that hold gate and up side by side:
