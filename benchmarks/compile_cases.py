@@ -299,7 +299,7 @@ CASES = (
     _shared("shared_d64_cap_sinks", _SHARED, **_D64, softcap=3.0, sinks=True),
     _shared("shared_d128_fp8", _SHARED, fp8=True, **_D128),
     _shared("shared_d256_fp8", _SHARED, fp8=True, **_D256),
-    _fixed("fixed_d128", "_plan_fixed_kernel", _FIXED, "_join_kernel", **_D128),
+    _fixed("fixed_d128", "_plan_fixed_kernel", _FIXED, _MERGE, **_D128),
     _fixed("fixed_d64", _FIXED, **_D64),
     _fixed("fixed_d256_window_cap", _FIXED, sliding_window=1024, softcap=50.0, **_D256),
     _fixed("fixed_d64_window_sinks", _FIXED, **_D64, sliding_window=128, sinks=True),

@@ -133,8 +133,9 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     if "RANK" in arguments:
         stored = arguments["RANK"] + arguments["ROTARY"]
         return tile * stored * arguments["cache_ptr"].element_size() / 1024, "KiB of KV"
-    widths = arguments["KEY_WIDTH"] + arguments["VALUE_WIDTH"]
-    return tile * widths * arguments["key_ptr"].element_size() / 1024, "KiB of KV"
+    cache = arguments["cache"]
+    widths = cache.KEY_WIDTH.value + cache.VALUE_WIDTH.value
+    return tile * widths * cache.key_ptr.element_size() / 1024, "KiB of KV"
 
 
 def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
@@ -146,11 +147,7 @@ def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
 
 def _fingerprint(function: Any, arguments: dict[str, Any], capability: int) -> str:
     """Of all that decides what a kernel compiles to, but for the version of Triton."""
-    launched = {
-        name: str(value.dtype) if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-        if name != "grid"
-    }
+    launched = {name: _described(value) for name, value in arguments.items() if name != "grid"}
     told = (
         function.fn.__name__,
         capability,
@@ -158,6 +155,12 @@ def _fingerprint(function: Any, arguments: dict[str, Any], capability: int) -> s
         _sources(function.fn.__module__),
     )
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_described, value))
+    return str(value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 @cache

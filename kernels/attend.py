@@ -10,24 +10,25 @@ are loaded by slots that are loaded from the block table: 5 stages fetch two til
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import in_float16
-from batchinfer.kernels.fp8_words import widen_cache
+from batchinfer.kernels.fp8 import as_readable, in_float16, is_transposed
+from batchinfer.kernels.fp8_widen import widen_cache
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
 # Keys and values of one tile take at most this much shared memory, per pipeline stage.
 _TILE_BYTES = 32 * 2**10
+_INT32_ROWS = 2**31
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What launch shapes follow from, beside the kind of program. Same input, same bits."""
+    """What decides the launch shape of a kind of program. Same input, same bits."""
 
     group: int  # query heads of a KV head
     widths: int  # elements of a key and a value, each padded
@@ -68,19 +69,73 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+class Cache(NamedTuple):
+    """One layer's paged KV cache; a kernel takes it as one argument.
+
+    A token's place is its row, in units of UNIT elements: what all slots and tokens are multiples
+    of, except for tokens of transposed values.
+    """
+
+    key_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dk]
+    value_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dv]
+    key_slot_units: int
+    key_token_units: int
+    key_head_stride: int
+    key_width_stride: int
+    value_slot_units: int
+    value_token_units: int
+    value_head_stride: int
+    value_width_stride: int
+    BLOCK_SIZE: Any
+    KEY_WIDTH: Any
+    VALUE_WIDTH: Any
+    KEY_BLOCK: Any  # widths, padded
+    VALUE_BLOCK: Any
+    UNIT: Any
+    ROW_TYPE: Any  # int32 where every row of the pool has such a number
+    SAME_ROWS: Any  # of keys and values
+    TRANSPOSED: Any  # values are [Dv, block_size] in their blocks, and none is NaN
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Self:
+        """Describe caches [num_slots, Hkv, block_size, width] of any strides."""
+        key_slot, key_head, key_token, key_stride = keys.stride()
+        value_slot, value_head, value_token, value_stride = values.stride()
+        transposed = is_transposed(values)
+        unit = math.gcd(key_slot, key_token, value_slot, 0 if transposed else value_token)
+        num_rows = len(keys) * max(key_slot, value_slot) // unit
+        constants = (
+            keys.shape[2],
+            keys.shape[3],
+            values.shape[3],
+            padded(keys.shape[3]),
+            padded(values.shape[3]),
+            unit,
+            tl.int32 if num_rows <= _INT32_ROWS else tl.int64,
+            (key_slot, key_token) == (value_slot, value_token),
+            transposed,
+        )
+        return cls(
+            *(as_readable(keys), as_readable(values)),
+            *(key_slot // unit, key_token // unit, key_head, key_stride),
+            *(value_slot // unit, value_token // unit, value_head, value_stride),
+            *map(tl.constexpr, constants),
+        )
+
+
 @triton.jit
 def load_tokens(
-    cache_ptr,  # [num_slots, block_size, D] of one KV head
-    rows,  # [TILE] int32 or int64: where the tokens lie, in units
+    ptr,  # the KV head's first element
+    rows,  # [TILE] int32 or int64
     live,  # [TILE, 1] bool, or None: all are
     width_stride,
-    UNIT: tl.constexpr,  # elements
-    WIDTH: tl.constexpr,  # D
-    WIDTH_BLOCK: tl.constexpr,  # D, padded
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
 ):  # [TILE, WIDTH_BLOCK]
     # The columns are added first: what changes from tile to tile is one multiply-add a token.
     columns = tl.arange(0, WIDTH_BLOCK)
-    ptrs = (cache_ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
+    ptrs = (ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
     mask = columns[None, :] < WIDTH
     if live is not None:
         mask = mask & live
@@ -88,29 +143,24 @@ def load_tokens(
 
 
 @triton.jit
-def load_turned(
-    cache_ptr,  # [num_slots, D, block_size] of one KV head
+def _load_transposed(
+    cache,  # Cache
+    value_ptr,  # the KV head's
     slots,  # [TILE] int32 or int64
     offsets,  # [TILE] int32: tokens in their blocks
-    slot_units,
-    width_stride,
-    UNIT: tl.constexpr,  # elements
-    WIDTH: tl.constexpr,  # D
-    WIDTH_BLOCK: tl.constexpr,  # D, padded
-    BLOCK_SIZE: tl.constexpr,
-):  # [WIDTH_BLOCK, TILE]
-    # Neighbours in a block are neighbours in memory, which Triton cannot see from a table.
+):  # [VALUE_BLOCK, TILE]
+    # Neighbors in a block are neighbors in memory, which Triton cannot see from a table.
     tile: tl.constexpr = slots.shape[0]
-    if tile % BLOCK_SIZE == 0:
-        slots = tl.max_constancy(slots, BLOCK_SIZE)
-    columns = tl.arange(0, WIDTH_BLOCK)
-    tokens = (slots * slot_units).to(tl.int64) * UNIT + offsets
-    ptrs = (cache_ptr + columns * width_stride)[:, None] + tokens[None, :]
-    if WIDTH == WIDTH_BLOCK:
-        turned = tl.load(ptrs)
+    if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
+        slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
+    columns = tl.arange(0, cache.VALUE_BLOCK)
+    tokens = (slots * cache.value_slot_units).to(tl.int64) * cache.UNIT + offsets
+    ptrs = (value_ptr + columns * cache.value_width_stride)[:, None] + tokens[None, :]
+    if cache.VALUE_WIDTH == cache.VALUE_BLOCK:
+        transposed = tl.load(ptrs)
     else:
-        turned = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0.0)
-    return turned
+        transposed = tl.load(ptrs, mask=columns[:, None] < cache.VALUE_WIDTH, other=0.0)
+    return transposed
 
 
 @triton.jit
@@ -138,71 +188,60 @@ def attend(
     row_max,  # [ROWS] float32: the state so far
     row_sum,  # [ROWS] float32
     acc,  # [ROWS, VALUE_BLOCK] float32
-    key_ptr,  # [num_slots, block_size, Dk] of the KV head
-    value_ptr,  # [num_slots, block_size, Dv] of the KV head; turned: [num_slots, Dv, block_size]
+    cache,  # Cache
+    kv_head,
     table_ptr,  # [max_blocks] int32, the sequence's
-    key_slot_units,
-    key_token_units,
-    key_width_stride,
-    value_slot_units,
-    value_token_units,
-    value_width_stride,
     scales,  # [ROWS] float32, of the scores
-    cap,
-    window,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
-    SAME_ROWS: tl.constexpr,  # of keys and values
-    TURNED: tl.constexpr,  # values lie in their blocks by columns, and none is NaN
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    cap,  # float32, or None
+    window,  # or None
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
 ):
+    key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
+    value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = tl.arange(0, TILE)
     # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
         tokens = tile + places
-        if TILE % BLOCK_SIZE == 0:
-            blocks, offsets = tile // BLOCK_SIZE + places // BLOCK_SIZE, places % BLOCK_SIZE
+        if TILE // cache.BLOCK_SIZE * cache.BLOCK_SIZE == TILE:  # (constants have no reflected %)
+            blocks = tile // cache.BLOCK_SIZE + places // cache.BLOCK_SIZE
+            offsets = places % cache.BLOCK_SIZE
         else:
-            blocks, offsets = tokens // BLOCK_SIZE, tokens % BLOCK_SIZE
+            blocks, offsets = tokens // cache.BLOCK_SIZE, tokens % cache.BLOCK_SIZE
         live = None
         if MASKED:
-            # Blocks are clamped instead of masked, and what is seen is told below by positions:
-            # a mask of its own for each use is cheaper than one that the pipeline carries along.
-            blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
+            # Blocks are clamped instead of masked, and positions decide below what is seen: a mask
+            # for each use is cheaper than one that the pipeline carries along.
+            blocks = tl.minimum(blocks, (end - 1) // cache.BLOCK_SIZE)
             live = tokens[:, None] < end
-            if WINDOWED:
-                blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
+            if window is not None:
+                blocks = tl.maximum(blocks, begin // cache.BLOCK_SIZE)
                 live = live & (tokens[:, None] >= begin)
-        slots = tl.load(table_ptr + blocks).to(ROW_TYPE)
-        rows = slots * key_slot_units + offsets * key_token_units
+        slots = tl.load(table_ptr + blocks).to(cache.ROW_TYPE)
+        rows = slots * cache.key_slot_units + offsets * cache.key_token_units
 
         # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
         # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
-        key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
+        key = load_tokens(
+            key_ptr, rows, None, cache.key_width_stride,
+            cache.UNIT, cache.KEY_WIDTH, cache.KEY_BLOCK,
+        )  # fmt: skip
         key = widen_cache(key, query.dtype, True)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if CAPPED:
+        if cap is not None:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
-            if WINDOWED:
+            if window is not None:
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
         # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
         tile_max = tl.max(scores, 1)
-        if not CAPPED:
+        if cap is None:
             tile_max *= scales
             scores *= scales[:, None]
-        if TURNED and query.dtype == tl.float16:
+        if cache.TRANSPOSED and query.dtype == tl.float16:
             # Weights up to 2^15 instead of 1, and the sum with them: float16 ends at 2^-24.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
@@ -214,18 +253,16 @@ def attend(
         row_max = new_max
 
         weights = weights.to(query.dtype)
-        if TURNED:
-            value = load_turned(
-                value_ptr, slots, offsets, value_slot_units, value_width_stride,
-                UNIT, VALUE_WIDTH, VALUE_BLOCK, BLOCK_SIZE,
-            )  # fmt: skip
+        if cache.TRANSPOSED:
+            value = _load_transposed(cache, value_ptr, slots, offsets)
             value = tl.trans(widen_cache(value, query.dtype, False))
         else:
-            if not SAME_ROWS:
-                rows = slots * value_slot_units + offsets * value_token_units
+            if not cache.SAME_ROWS:
+                rows = slots * cache.value_slot_units + offsets * cache.value_token_units
             value = load_tokens(
-                value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
-            )
+                value_ptr, rows, live, cache.value_width_stride,
+                cache.UNIT, cache.VALUE_WIDTH, cache.VALUE_BLOCK,
+            )  # fmt: skip
             value = widen_cache(value, query.dtype, True)
         acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
     return row_max, row_sum, acc

@@ -1,11 +1,16 @@
 """Attention of the sequences that compute several tokens in this step.
 
 One program has a tile of a sequence's query tokens and walks over all the positions that they see,
-without masks up to the diagonal.
+without masks up to the diagonal. The list of tiles is made on the device from the lengths there,
+once for all layers, so that a captured step can be replayed with other lengths. Sequences with at
+most one query token have no tile: a launch is as large as its chunks, however many decodes are in
+the step.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,8 +23,75 @@ from batchinfer.kernels.attend import (
     load_query,
     padded,
 )
-from batchinfer.kernels.chunk_work import ChunkWork
+from batchinfer.kernels.decode_work import SEQUENCES_AT_ONCE, append_items
 from batchinfer.kernels.launch import OPTIONS
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """A step's list of tiles of query tokens."""
+
+    items: torch.Tensor  # [N, 2] int32: sequence, first query token of the tile in it
+    num_items: torch.Tensor  # [1] int32
+    tokens: int  # of a tile, at most
+
+
+def plan_chunks(
+    query_starts: torch.Tensor,  # [S + 1] int32
+    *,
+    tokens: int,
+    num_tokens: int,
+    max_chunks: int | None = None,
+) -> ChunkWork:
+    """List the tiles of the sequences with several query tokens.
+
+    Args:
+        tokens: of a tile (`query_tile`).
+        num_tokens: an upper bound on the query tokens of such sequences.
+        max_chunks: an upper bound on such sequences (default: all).
+    """
+    num_sequences = len(query_starts) - 1
+    # All tiles of a sequence are full but one.
+    max_items = num_tokens // tokens + (num_sequences if max_chunks is None else max_chunks)
+    work = ChunkWork(
+        items=torch.empty(max_items, 2, dtype=torch.int32, device=query_starts.device),
+        num_items=torch.empty(1, dtype=torch.int32, device=query_starts.device),
+        tokens=tokens,
+    )
+    _plan_chunks_kernel[(1,)](
+        query_starts,
+        work.items,
+        work.num_items,
+        num_sequences,
+        max_items,
+        TOKENS=tokens,
+        SEQUENCES=min(SEQUENCES_AT_ONCE, triton.next_power_of_2(num_sequences)),
+        **OPTIONS,
+    )
+    return work
+
+
+@triton.jit(do_not_specialize=["num_sequences", "max_items"])
+def _plan_chunks_kernel(
+    query_starts_ptr,  # [S + 1] int32
+    items_ptr,  # [max_items, 2] int32
+    num_items_ptr,  # [1] int32
+    num_sequences,
+    max_items,
+    TOKENS: tl.constexpr,
+    SEQUENCES: tl.constexpr,  # at a time
+):
+    num_items = tl.full([], 0, tl.int32)
+    for start in range(0, num_sequences, SEQUENCES):
+        sequences = start + tl.arange(0, SEQUENCES)
+        there = sequences < num_sequences
+        begin = tl.load(query_starts_ptr + sequences, mask=there, other=0)
+        query_len = tl.load(query_starts_ptr + sequences + 1, mask=there, other=0) - begin
+        tiles = tl.where(query_len > 1, tl.cdiv(query_len, TOKENS), 0)
+        num_items = append_items(
+            items_ptr, num_items, max_items, sequences, tiles * 0, tiles, TOKENS
+        )
+    tl.store(num_items_ptr, tl.minimum(num_items, max_items))
 
 
 def chunk_config(heads: Heads) -> LaunchConfig:
@@ -55,7 +127,7 @@ def query_tile(heads: Heads) -> int:
 
 
 def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None:
-    """Attend in chunks; `shared` are the arguments of both kinds of programs."""
+    """Attend in chunks; `shared` are the arguments that all attention kernels have."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
@@ -74,45 +146,21 @@ def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_kernel(
     query_ptr,  # [T, Hq, Dk]
-    key_ptr,  # [num_slots, Hkv, block_size, Dk]
-    value_ptr,  # [num_slots, Hkv, block_size, Dv]
+    query_strides,
+    cache,  # Cache
     table_ptr,  # [S, max_blocks] int32
+    table_stride,
     query_starts_ptr,  # [S + 1] int32
     context_lens_ptr,  # [S] int32
     out_ptr,  # [T, Hq, Dv]
+    out_strides,
     sinks_ptr,  # [Hq] or None
     items_ptr,  # [N, 2] int32: sequence, first query token of the tile in it
     num_items_ptr,  # [1] int32
-    query_row_stride,
-    query_head_stride,
-    query_width_stride,
-    key_slot_units,
-    key_token_units,
-    key_head_stride,
-    key_width_stride,
-    value_slot_units,
-    value_token_units,
-    value_head_stride,
-    value_width_stride,
-    out_row_stride,
-    out_head_stride,
-    out_width_stride,
-    table_stride,
     score_scale,
-    cap,
-    window,
+    cap,  # or None
+    window,  # or None
     GROUP: tl.constexpr,  # query heads per KV head
-    BLOCK_SIZE: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,  # elements, of where a token lies
-    ROW_TYPE: tl.constexpr,
-    SAME_ROWS: tl.constexpr,
-    TURNED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
     TOKENS: tl.constexpr,  # query tokens of a tile
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -130,52 +178,41 @@ def _chunk_kernel(
 
     rows = tl.arange(0, ROWS)
     query_tokens = first + rows // GROUP
+    positions = computed + query_tokens
     row_live = (rows < TOKENS * GROUP) & (query_tokens < query_len)
     query_rows = (query_start + query_tokens).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    columns = tl.arange(0, KEY_BLOCK)
+    columns = tl.arange(0, cache.KEY_BLOCK)
     query, scales = load_query(
         query_ptr
-        + (query_rows * query_row_stride + heads * query_head_stride)[:, None]
-        + columns[None, :] * query_width_stride,
-        row_live[:, None] & (columns[None, :] < KEY_WIDTH),
+        + (query_rows * query_strides[0] + heads * query_strides[1])[:, None]
+        + columns[None, :] * query_strides[2],
+        row_live[:, None] & (columns[None, :] < cache.KEY_WIDTH),
         score_scale,
-        key_ptr.dtype.element_ty,
+        cache.key_ptr.dtype.element_ty,
     )
     row_max, row_sum = initial_state(sinks_ptr, heads, row_live, ROWS)
-    acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    key_ptr += kv_head * key_head_stride
-    value_ptr += kv_head * value_head_stride
+    acc = tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32)
     table_ptr += sequence * table_stride
-    begin = tl.maximum(computed + first - window + 1, 0) if WINDOWED else 0
-    if not WINDOWED:
+    if window is None:
         # Most tiles are seen by every row whole: no masks there.
-        end = (computed + first + 1) // TILE * TILE
+        begin = (computed + first + 1) // TILE * TILE
         row_max, row_sum, acc = attend(
-            query, computed + query_tokens, begin, end, row_max, row_sum, acc,
-            key_ptr, value_ptr, table_ptr,
-            key_slot_units, key_token_units, key_width_stride,
-            value_slot_units, value_token_units, value_width_stride,
-            scales, cap, window,
-            BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, False,
+            query, positions, 0, begin, row_max, row_sum, acc,
+            cache, kv_head, table_ptr, scales, cap, window, TILE, False,
         )  # fmt: skip
-        begin = end
+    else:
+        begin = tl.maximum(computed + first - window + 1, 0)
     end = computed + tl.minimum(first + TOKENS, query_len)
     row_max, row_sum, acc = attend(
-        query, computed + query_tokens, begin, end, row_max, row_sum, acc,
-        key_ptr, value_ptr, table_ptr,
-        key_slot_units, key_token_units, key_width_stride,
-        value_slot_units, value_token_units, value_width_stride,
-        scales, cap, window,
-        BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-        UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, True,
+        query, positions, begin, end, row_max, row_sum, acc,
+        cache, kv_head, table_ptr, scales, cap, window, TILE, True,
     )  # fmt: skip
 
-    columns = tl.arange(0, VALUE_BLOCK)
-    out_ptrs = out_ptr + (query_rows * out_row_stride + heads * out_head_stride)[:, None]
+    columns = tl.arange(0, cache.VALUE_BLOCK)
+    out_ptrs = out_ptr + (query_rows * out_strides[0] + heads * out_strides[1])[:, None]
     tl.store(
-        out_ptrs + columns[None, :] * out_width_stride,
+        out_ptrs + columns[None, :] * out_strides[2],
         divide(acc, row_sum[:, None]),
-        mask=row_live[:, None] & (columns[None, :] < VALUE_WIDTH),
+        mask=row_live[:, None] & (columns[None, :] < cache.VALUE_WIDTH),
     )

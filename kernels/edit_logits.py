@@ -16,7 +16,7 @@ A program takes a distribution. A token may be listed often: every value is work
 there before any is written, and occurrences are counted in the place of the value.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,11 +27,11 @@ from batchinfer.kernels.launch import check_launchable
 _BLOCK = 512
 
 
-@dataclass(frozen=True, slots=True)
-class EditedLogits:
-    """Logits of D distributions that are other than the model's."""
+class EditedLogits(NamedTuple):
+    """Logits of D distributions that differ from the model's; a kernel takes them as one
+    argument."""
 
-    values: torch.Tensor  # [D, V] float32, anything where no token is edited
+    logits: torch.Tensor  # [D, V] float32, anything where no token is edited
     present: torch.Tensor  # [D, ceil(V / 32)] int32, bit i % 32 of word i // 32: token i is edited
     restricted: torch.Tensor  # [D] int32, not 0: tokens that are not edited count as -inf
 
@@ -58,7 +58,7 @@ def edit_logits(
     num_distributions, vocab = len(rows), logits.shape[1]
     num_words = triton.cdiv(vocab, 32)
     edits = EditedLogits(
-        values=logits.new_empty(num_distributions, vocab, dtype=torch.float32),
+        logits=logits.new_empty(num_distributions, vocab, dtype=torch.float32),
         present=logits.new_empty(num_distributions, num_words, dtype=torch.int32),
         restricted=logits.new_empty(num_distributions, dtype=torch.int32),
     )
@@ -67,7 +67,7 @@ def edit_logits(
     _edit_logits_kernel[(num_distributions,)](
         logits, rows, bias_starts, bias_ids, bias_values, allowed_starts, allowed_ids,
         prompt_starts, prompt_ids, output_starts, output_ids, repetition, presence, frequency,
-        edits.values, edits.present, edits.restricted,
+        edits.logits, edits.present, edits.restricted,
         logits.new_empty(len(prompt_ids), dtype=torch.float32),
         logits.new_empty(len(output_ids), dtype=torch.float32),
         logits.new_empty(len(output_ids), dtype=torch.int32),

@@ -1,7 +1,7 @@
 """Keys and values of one byte each: float8 e4m3fn, as the cache holds them, and back.
 
 Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what lies past +-448
-becomes +-448, and NaN stays NaN (of values that are turned it goes to their keys). Writing is
+becomes +-448, and NaN stays NaN (a NaN among transposed values moves to its key). Writing is
 arithmetic on bits, the same on every device. Reading is the device's own conversion from compute
 capability 8.9 on, and elsewhere (where the kernels are given the cache as bytes) arithmetic again;
 both are exact.
@@ -29,12 +29,9 @@ def as_readable(cache: torch.Tensor) -> torch.Tensor:
     return cache if converts_fp8(cache.device) else as_bytes(cache)
 
 
-def is_turned(values: torch.Tensor) -> bool:
-    """Whether a cache's values are of float8 and lie in their blocks by columns, `[width, token]`,
-    one column right behind the other.
-
-    None of them is NaN then (`without_nan`).
-    """
+def is_transposed(values: torch.Tensor) -> bool:
+    """Whether a cache's values are float8 and transposed in their blocks: `[width, token]`,
+    contiguous. None of them is NaN then (`without_nan`)."""
     *_, token_stride, width_stride = values.stride()
     return values.dtype == FP8 and token_stride == 1 < width_stride == values.shape[2]
 

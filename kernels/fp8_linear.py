@@ -29,7 +29,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import FP8, as_readable, widen
 from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, num_blocks
-from batchinfer.kernels.fp8_words import widen_words
+from batchinfer.kernels.fp8_widen import widen_words
 from batchinfer.kernels.launch import OPTIONS, check_launchable, compute_capability
 
 _GROUPED = 8  # tiles of rows that take a weight's tile one after the other: it is in L2 then

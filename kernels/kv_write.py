@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import as_bytes, is_turned, narrow, without_nan
+from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 # Elements of a key (or value) that one program moves: enough for 16-byte accesses by 128 threads.
@@ -51,7 +51,7 @@ def kv_write(
         BLOCK_SIZE=key_cache.shape[2],
         KEY_WIDTH=key_width,
         VALUE_WIDTH=value_width,
-        TURNED=is_turned(value_cache),
+        TRANSPOSED=is_transposed(value_cache),
         HEAD_BLOCK=head_block,
         WIDTH_BLOCK=width_block,
         **OPTIONS,
@@ -83,7 +83,7 @@ def _kv_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
@@ -102,7 +102,7 @@ def _kv_write_kernel(
     value_mask = (heads < NUM_HEADS) & (columns < VALUE_WIDTH)
     value_ptr += token * value_token_stride
     value_ptrs = value_ptr + heads * value_head_stride + columns * value_width_stride
-    if TURNED:
+    if TRANSPOSED:
         value = tl.load(value_ptrs, mask=value_mask, other=0.0)
         key, value = without_nan(key, value)
     else:

@@ -22,11 +22,10 @@ import triton
 import triton.language as tl
 
 from batchinfer.kernels.attend import LOG2E, LaunchConfig, divide, padded
-from batchinfer.kernels.chunk_work import ChunkWork
-from batchinfer.kernels.decode_attention import _merge_kernel
-from batchinfer.kernels.decode_list import pieces
+from batchinfer.kernels.chunk_attention import ChunkWork
 from batchinfer.kernels.decode_work import DecodeWork
 from batchinfer.kernels.launch import OPTIONS, check_launchable, compute_capability
+from batchinfer.kernels.pieces import merge_partials, pieces
 from batchinfer.kernels.residency import launch_resident
 
 _MOST_HEADS = 32  # of a program: outputs of more would not fit its registers
@@ -67,10 +66,13 @@ def latent_attention(
 ) -> None:
     """Attend, and write `out`. The step's own latents are in the cache already.
 
-    `work` is what `plan_decode` made of the same lengths for Hq / `head_tile(Hq)` KV heads, or None
-    where no sequence has one query token; `launch` which of its launches this is. `chunks` is what
-    `plan_chunks` made for `latent_query_tile`, or None where none has several. Rows of `query` past
-    query_starts[S] are neither read nor written.
+    Rows of `query` past query_starts[S] are neither read nor written.
+
+    Args:
+        work: from `plan_decode` for the same lengths and Hq / `head_tile(Hq)` KV heads, or None
+            where no sequence has one query token.
+        launch: which of the launches of `work` this is.
+        chunks: from `plan_chunks` for `latent_query_tile`, or None where no sequence has several.
     """
     check_launchable(
         "latent_attention", query, cache, block_tables, query_starts, context_lens, out
@@ -116,7 +118,29 @@ def latent_attention(
         **OPTIONS,
     }
     if work is not None:
-        _decode(arguments, work, launch)
+        launch_resident(
+            _latent_decode_kernel,
+            len(work.items) * arguments["NUM_TILES"],
+            **arguments,
+            partials=work.partials,
+            max_pieces=work.max_pieces,
+            items_ptr=work.items,
+            counters_ptr=work.counters,
+            launch=launch,
+            PIECE=work.piece,
+        )
+        if work.max_pieces > 1:
+            merge_partials(
+                work.partials,
+                query_starts=query_starts,
+                context_lens=context_lens,
+                out=out,
+                sinks=None,
+                window=None,
+                max_pieces=work.max_pieces,
+                piece=work.piece,
+                head_groups=num_heads // head_tile(num_heads, _MERGED_HEADS),
+            )
     if chunks is not None:
         _latent_chunk_kernel[(len(chunks.items), num_heads // group)](
             **arguments,
@@ -124,43 +148,6 @@ def latent_attention(
             num_items_ptr=chunks.num_items,
             TOKENS=chunks.tokens,
         )
-
-
-def _decode(arguments: dict[str, Any], work: DecodeWork, launch: int) -> None:
-    partials = {
-        "partial_out_ptr": work.partial_out,
-        "partial_max_ptr": work.partial_max,
-        "partial_sum_ptr": work.partial_sum,
-        "max_pieces": work.max_pieces,
-        "PIECE": work.piece,
-    }
-    launch_resident(
-        _latent_decode_kernel,
-        len(work.items) * arguments["NUM_TILES"],
-        **arguments,
-        **partials,
-        items_ptr=work.items,
-        counters_ptr=work.counters,
-        launch=launch,
-    )
-    if work.max_pieces == 1:
-        return
-    num_heads = arguments["NUM_TILES"] * arguments["GROUP"]
-    merged = head_tile(num_heads, _MERGED_HEADS)
-    names = ("query_starts_ptr", "context_lens_ptr", "out_ptr", "out_row_stride", "out_head_stride")
-    _merge_kernel[(len(work.items) // work.max_pieces, num_heads // merged)](
-        **{name: arguments[name] for name in names},
-        **partials,
-        out_width_stride=1,
-        window=0,
-        GROUP=merged,
-        GROUP_BLOCK=triton.next_power_of_2(merged),
-        VALUE_WIDTH=arguments["RANK"],
-        VALUE_BLOCK=arguments["RANK"],
-        WINDOWED=False,
-        num_warps=4,
-        **OPTIONS,
-    )
 
 
 @triton.jit
@@ -214,9 +201,9 @@ def _attend_latents(
     acc_high = tl.zeros([ROWS, RANK // 2], tl.float32)
     for tile in range(begin, end, TILE):
         tokens = tile + places
-        # Blocks are clamped instead of masked, and what is seen is told below by positions. Latents
-        # that nobody sees are 0 by selection: a slot holds whatever its last user left, and a
-        # weight of 0 times NaN is NaN.
+        # Blocks are clamped instead of masked, and positions decide below what is seen. Dead
+        # latents are 0 by selection: a slot holds whatever its last user left, and a weight of 0
+        # times NaN is NaN.
         blocks = tl.minimum(tokens, end - 1) // BLOCK_SIZE
         slots = tl.load(table_ptr + blocks).to(tl.int64)
         rows = (slots * slot_units + tokens % BLOCK_SIZE * token_units) * UNIT
@@ -271,9 +258,7 @@ def _latent_decode_kernel(
     out_ptr,  # [T, Hq, RANK]
     items_ptr,  # [N, 2] int32: sequence, piece
     counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
-    partial_out_ptr,  # [S, Hq, max_pieces, RANK] float32, not divided by the sum
-    partial_max_ptr,  # [S, Hq, max_pieces] float32
-    partial_sum_ptr,  # [S, Hq, max_pieces] float32
+    partials,  # Partials
     query_row_stride,
     query_head_stride,
     out_row_stride,
@@ -308,7 +293,7 @@ def _latent_decode_kernel(
         piece = tl.load(items_ptr + 2 * item + 1)
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
-        _, first, length, count = pieces(context_len, 0, max_pieces, False, PIECE)
+        _, first, length, count = pieces(context_len, None, max_pieces, PIECE)
         # What a row or a column adds is counted in int32, which leaves registers for the outputs.
         query_low, query_high, query_rotated = _load_queries(
             query_ptr + query_row * query_row_stride + first_head * query_head_stride,
@@ -334,9 +319,9 @@ def _latent_decode_kernel(
             _store_halves(out_at, rows * out_head_stride, low, high, live, RANK)
         else:
             partial = (sequence * (NUM_TILES * GROUP) + first_head) * max_pieces + piece
-            tl.store(partial_max_ptr + partial + rows * max_pieces, row_max, mask=live)
-            tl.store(partial_sum_ptr + partial + rows * max_pieces, row_sum, mask=live)
-            partial_at = partial_out_ptr + partial * RANK
+            tl.store(partials.max_ptr + partial + rows * max_pieces, row_max, mask=live)
+            tl.store(partials.sum_ptr + partial + rows * max_pieces, row_sum, mask=live)
+            partial_at = partials.out_ptr + partial * RANK
             _store_halves(partial_at, rows * (max_pieces * RANK), low, high, live, RANK)
         ticket = tl.atomic_add(counters_ptr, 1)
 

@@ -10,9 +10,9 @@ Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq 
 such a group are packed, next to each other, into the rows of one matrix product.
 
 Sequences with one query token go to `decode_attention.py`, those with more to `chunk_attention.py`;
-they share the loop over the cache (`attend.py`). Every program finds its work in lengths that lie
-on the device, so that a launch can be replayed with others as long as the shapes of its tensors,
-the work list and "is max_query_len over 1" stay the same.
+they share the loop over the cache (`attend.py`). Every program derives its work from lengths on the
+device, so that a launch can be replayed with others as long as the shapes of its tensors, the work
+list and "is max_query_len over 1" stay the same.
 
 Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
 query's dtype for the product with V. Beside a float8 cache that is float16, or float32 beside
@@ -20,27 +20,21 @@ float32 queries (`README.md`). float32 products are exact float32 (no TF32). Exp
 2, with log2(e) folded into the scale.
 
 Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of the context
-as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); those of pieces that sequences share are in
-`shared_attention.py`; the block table of PagedAttention (Kwon et al. 2023, arXiv:2309.06180);
+as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), shared pieces as `shared_attention.py` says;
+the block table of PagedAttention (Kwon et al. 2023, arXiv:2309.06180);
 attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
 """
 
-import math
 from typing import Any
 
 import torch
-import triton.language as tl
 
-from batchinfer.kernels.attend import LOG2E, Heads, padded
-from batchinfer.kernels.chunk_attention import attend_chunks, query_tile
-from batchinfer.kernels.chunk_work import ChunkWork, plan_chunks
+from batchinfer.kernels.attend import LOG2E, Cache, Heads
+from batchinfer.kernels.chunk_attention import ChunkWork, attend_chunks, plan_chunks, query_tile
 from batchinfer.kernels.decode_attention import attend_decodes
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
-from batchinfer.kernels.fp8 import FP8, as_readable, is_turned
+from batchinfer.kernels.fp8 import FP8, is_transposed
 from batchinfer.kernels.launch import check_launchable
-
-_ROW_AXES = ("row", "head", "width")
-_INT32_ROWS = 2**31
 
 
 def paged_attention(
@@ -68,22 +62,22 @@ def paged_attention(
 ) -> None:
     """Attend, and write `out`. The step's own keys and values are in the cache already.
 
-    `max_query_len`, `min_query_len` and `max_context_len` are bounds. `work` is what `plan_decode`
-    made of the same lengths and window, and `launch` which of its launches this is; without it a
-    list is made here, with `num_splits`, `order` and `shared_lens` as there. `chunks` is what
-    `plan_chunks` made of the same lengths; without it a list is made here. Rows of `query` past
-    query_starts[S] are neither read nor written. A sequence may have no query token; one with one
-    query token and a context of 0 gets zeros.
+    Rows of `query` past query_starts[S] are neither read nor written. A sequence may have no query
+    token; one with one query token and a context of 0 gets zeros.
+
+    Args:
+        order, shared_lens, num_splits: as `plan_decode` takes them, where there is no `work`.
+        max_query_len, max_context_len, min_query_len: bounds.
+        work: from `plan_decode` for the same lengths and window (default: made here).
+        launch: which of the launches of `work` this is.
+        chunks: from `plan_chunks` for the same lengths (default: made here).
     """
     check_launchable(
         "paged_attention", query, key_cache, value_cache, block_tables, query_starts, context_lens,
         out, sinks,
     )  # fmt: skip
-    num_sequences = context_lens.shape[0]
-    if num_sequences == 0 or query.shape[0] == 0:
+    if len(context_lens) == 0 or len(query) == 0:
         return
-    assert scale > 0, "the scale must be positive"
-    check_shapes(query, key_cache, value_cache, block_tables, out)
     shared = shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
         scale, sliding_window, softcap,
@@ -104,28 +98,13 @@ def paged_attention(
                 num_splits=num_splits,
             )
         assert work.window == sliding_window, "the work list is for another window"
-        attend_decodes(shared, heads, work, launch)
+        transposed = is_transposed(value_cache)
+        attend_decodes(shared, heads, work, launch, transposed=transposed)
     if max_query_len > 1:
         if chunks is None:
             tokens = query_tile(heads)
             chunks = plan_chunks(query_starts, tokens=tokens, num_tokens=query.shape[0])
         attend_chunks(shared, heads, chunks)
-
-
-def check_shapes(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    assert query.shape[2] == key_cache.shape[3], "query and key differ in width"
-    assert key_cache.shape[:3] == value_cache.shape[:3], "key and value caches differ in shape"
-    assert query.shape[1] % key_cache.shape[1] == 0, "query heads do not divide into KV heads"
-    assert out.shape == (*query.shape[:2], value_cache.shape[3]), "out has another shape"
-    assert key_cache.dtype == value_cache.dtype, "key and value caches differ in dtype"
-    assert key_cache.dtype in (query.dtype, FP8), "query and cache differ in dtype"
-    assert block_tables.stride(1) == 1, "a row of the block table must be contiguous"
 
 
 def shared_arguments(
@@ -141,67 +120,31 @@ def shared_arguments(
     sliding_window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Arguments of both attention kernels, by name."""
-    _, num_kv_heads, block_size, key_width = key_cache.shape
-    value_width = value_cache.shape[3]
-    strides = {
-        f"{name}_{axis}_stride": stride
-        for name, tensor, axes in (("query", query, _ROW_AXES), ("out", out, _ROW_AXES))
-        for axis, stride in zip(axes, tensor.stride(), strict=True)
-    }
-    # tanh(x) = 1 - 2 / (exp(2x) + 1): the kernel takes exp2 of (score_scale * <q, k>) either way.
-    score_scale = scale * LOG2E * (2.0 / softcap if softcap else 1.0)
-    return (
-        strides
-        | _token_addresses(key_cache, value_cache)
-        | {
-            "query_ptr": query,
-            "key_ptr": as_readable(key_cache),
-            "value_ptr": as_readable(value_cache),
-            "table_ptr": block_tables,
-            "query_starts_ptr": query_starts,
-            "context_lens_ptr": context_lens,
-            "out_ptr": out,
-            "sinks_ptr": sinks,
-            "table_stride": block_tables.stride(0),
-            "score_scale": score_scale,
-            "cap": softcap * LOG2E,
-            "window": sliding_window,
-            "NUM_KV_HEADS": num_kv_heads,
-            "GROUP": query.shape[1] // num_kv_heads,
-            "BLOCK_SIZE": block_size,
-            "KEY_WIDTH": key_width,
-            "VALUE_WIDTH": value_width,
-            "KEY_BLOCK": padded(key_width),
-            "VALUE_BLOCK": padded(value_width),
-            "WINDOWED": sliding_window > 0,
-            "CAPPED": softcap > 0.0,
-        }
-    )
-
-
-def _token_addresses(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, Any]:
-    """Arguments by which a token's key and value are found: its row, in units of elements.
-
-    A unit is what all slots and tokens lie apart, but for tokens of values that are turned. Rows
-    are int32 as long as the pool has so few.
-    """
-    (key_slot, key_head, key_token, key_width) = key_cache.stride()
-    (value_slot, value_head, value_token, value_width) = value_cache.stride()
-    turned = is_turned(value_cache)
-    unit = math.gcd(key_slot, key_token, value_slot, 0 if turned else value_token)
-    num_rows = len(key_cache) * max(key_slot, value_slot) // unit
+    """Check tensors, and return the arguments that all attention kernels have, by name."""
+    num_kv_heads = key_cache.shape[1]
+    assert scale > 0, "the scale must be positive"
+    assert query.shape[2] == key_cache.shape[3], "query and key differ in width"
+    assert key_cache.shape[:3] == value_cache.shape[:3], "key and value caches differ in shape"
+    assert query.shape[1] % num_kv_heads == 0, "query heads do not divide into KV heads"
+    assert out.shape == (*query.shape[:2], value_cache.shape[3]), "out has another shape"
+    assert key_cache.dtype == value_cache.dtype, "key and value caches differ in dtype"
+    assert key_cache.dtype in (query.dtype, FP8), "query and cache differ in dtype"
+    assert block_tables.stride(1) == 1, "a row of the block table must be contiguous"
     return {
-        "key_slot_units": key_slot // unit,
-        "key_token_units": key_token // unit,
-        "key_head_stride": key_head,
-        "key_width_stride": key_width,
-        "value_slot_units": value_slot // unit,
-        "value_token_units": value_token // unit,
-        "value_head_stride": value_head,
-        "value_width_stride": value_width,
-        "UNIT": unit,
-        "TURNED": turned,
-        "ROW_TYPE": tl.int32 if num_rows <= _INT32_ROWS else tl.int64,
-        "SAME_ROWS": (key_slot, key_token) == (value_slot, value_token),
+        "query_ptr": query,
+        "query_strides": query.stride(),
+        "cache": Cache.of(key_cache, value_cache),
+        "table_ptr": block_tables,
+        "table_stride": block_tables.stride(0),
+        "query_starts_ptr": query_starts,
+        "context_lens_ptr": context_lens,
+        "out_ptr": out,
+        "out_strides": out.stride(),
+        "sinks_ptr": sinks,
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): kernels take exp2 of (score_scale * <q, k>) either way.
+        "score_scale": scale * LOG2E * (2.0 / softcap if softcap else 1.0),
+        "cap": softcap * LOG2E if softcap else None,
+        "window": sliding_window or None,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": query.shape[1] // num_kv_heads,
     }

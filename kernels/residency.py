@@ -69,15 +69,20 @@ def num_resident(kernel: Any, **arguments: Any) -> int:
     device = arguments["query_ptr"].device
     if device.type != "cuda":
         return _INTERPRETED
-    constants = (
-        value if name.isupper() else getattr(value, "dtype", None)
-        for name, value in arguments.items()
-    )
-    key = (kernel, device, *constants)
+    key = (kernel, device, *map(_constant, arguments.items()))
     if key not in _resident:
         compiled = kernel.warmup(**arguments, grid=(1,))
         _resident[key] = resident_programs(compiled, torch.cuda.get_device_properties(device))
     return _resident[key]
+
+
+def _constant(argument: tuple[str, Any]) -> Any:
+    """What a kernel is compiled for of an argument: its value if it is a constant, or its dtype."""
+    name, value = argument
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", [""] * len(value))
+        return tuple(map(_constant, zip(names, value, strict=True)))
+    return getattr(value, "value", value) if name.isupper() else getattr(value, "dtype", None)
 
 
 def resident_programs(compiled: Any, properties: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import as_bytes, is_turned, narrow, without_nan
+from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
 
 
@@ -60,7 +60,7 @@ def rotary_write(
         WIDTH=width,
         ROTARY_WIDTH=cos.shape[1],
         BLOCK_SIZE=block_size,
-        TURNED=is_turned(value_cache),
+        TRANSPOSED=is_transposed(value_cache),
         HEADS_BLOCK=heads_block,
         KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
         WIDTH_BLOCK=width_block,
@@ -94,7 +94,7 @@ def _rotary_write_kernel(
     WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
@@ -135,7 +135,7 @@ def _rotary_write_kernel(
     tl.store(qkv_ptr + heads * WIDTH + columns, turned, mask=mask & is_query)
     if destination < 0:
         return
-    if TURNED:
+    if TRANSPOSED:
         # Behind a key's row by all keys is the row of its value.
         is_key = mask & (heads >= NUM_HEADS)
         values = qkv_ptr + (heads + NUM_KV_HEADS) * WIDTH + columns
@@ -150,7 +150,7 @@ def _rotary_write_kernel(
     mask = (kv_heads < NUM_KV_HEADS) & (columns < WIDTH)
     first_value = (NUM_HEADS + NUM_KV_HEADS) * WIDTH
     value = tl.load(qkv_ptr + first_value + kv_heads * WIDTH + columns, mask=mask, other=0.0)
-    if TURNED:
+    if TRANSPOSED:
         value = tl.where(value == value, value, 0.0)
     value_cache_ptr += slot * value_cache_slot_stride + position * value_cache_token_stride
     tl.store(

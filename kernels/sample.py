@@ -12,6 +12,8 @@ alone, whose last kept token was not found in one pass (`sampling_search`). No b
 rows beside a row: weights are integers, whose sums are exact in any order.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,9 @@ import triton.language as tl
 from batchinfer.kernels.edit_logits import EditedLogits
 from batchinfer.kernels.launch import check_launchable
 from batchinfer.kernels.row_stats import add_logits, merge_lanes
-from batchinfer.kernels.sampling_draw import write_samples
-from batchinfer.kernels.sampling_filter import add_up, find_in_one_pass, first_low
-from batchinfer.kernels.sampling_row import LOWEST_KEY, load_logits, sort_keys
+from batchinfer.kernels.sampling_draw import Draws, Samples, write_samples
+from batchinfer.kernels.sampling_filter import Found, add_up, find_in_one_pass, first_low
+from batchinfer.kernels.sampling_row import LOWEST_KEY, RowShape, load_logits, sort_keys
 from batchinfer.kernels.sampling_search import search_last_kept
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
@@ -33,6 +35,27 @@ _OPTIONS = {"enable_fp_fusion": False}
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
 _FOUND = 256  # tokens of a segment that can be written down in a pass
+
+
+class Distributions(NamedTuple):
+    """The parameters of D distributions; a kernel takes them as one argument."""
+
+    rows: torch.Tensor  # [D] int32
+    temperature: torch.Tensor  # [D] float32
+    min_p: torch.Tensor  # [D] float32
+    top_p: torch.Tensor  # [D] float32
+    top_k: torch.Tensor  # [D] int32
+
+
+class _Scratch(NamedTuple):
+    """What the first launch leaves to the second."""
+
+    tile_sums: torch.Tensor  # [D, NUM_TILES] int64
+    found_values: torch.Tensor  # [D, SEGMENTS, FOUND] float32
+    found_ids: torch.Tensor  # [D, SEGMENTS, FOUND] int32
+    top: torch.Tensor  # [D] float32, the largest edited logit
+    left_low: torch.Tensor  # [D] int32: lower end of a flat row's interval, else LOWEST_KEY
+    left_masses: torch.Tensor  # [D, 2] int64: the weights inside of it, and in all
 
 
 def sample(
@@ -70,22 +93,34 @@ def sample(
     at_a_time = _LOGITS_AT_A_TIME if edits is None else _LOGITS_AT_A_TIME // 2
     segments = min(at_a_time // tile, triton.next_power_of_2(num_tiles))
     found = _FOUND if filters and draws else 0
+    shape = (
+        *(vocab, _readable(logits), segments, tile, found),
+        _unused_bits(logits.dtype) if edits is None else 0,
+    )
 
     def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return logits.new_empty(num_distributions, *shape, dtype=dtype)
 
     arguments = (
-        logits, rows, temperature, min_p, top_p, top_k, starts, samples, seed, stream,
-        sample_index, position, given,
-        edits and edits.values, edits and edits.present, edits and edits.restricted,
-        scratch(num_tiles, dtype=torch.int64),
-        scratch(segments * found, dtype=torch.float32),
-        scratch(segments * found, dtype=torch.int32),
-        scratch(dtype=torch.float32), scratch(dtype=torch.int32), scratch(2, dtype=torch.int64),
-        maximum, max_logprob, token_ids, logprobs, failures,
-        logits.stride(0), vocab, _readable(logits), segments, tile, found,
-        _unused_bits(logits.dtype) if edits is None else 0, draws,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        Distributions(rows, temperature, min_p, top_p, top_k),
+        edits,
+        Draws(starts, samples, seed, stream, sample_index, position, given),
+        _Scratch(
+            tile_sums=scratch(num_tiles, dtype=torch.int64),
+            found_values=scratch(segments * found, dtype=torch.float32),
+            found_ids=scratch(segments * found, dtype=torch.int32),
+            top=scratch(dtype=torch.float32),
+            left_low=scratch(dtype=torch.int32),
+            left_masses=scratch(2, dtype=torch.int64),
+        ),
+        maximum,
+        max_logprob,
+        Samples(token_ids, logprobs, failures),
+        RowShape(*map(tl.constexpr, shape)),
+        draws,
+    )
     grid = (num_distributions,)
     warps = _WARPS if edits is None else _FEWER_WARPS
     _sample_kernel[grid](*arguments, num_warps=warps, **_OPTIONS)
@@ -113,19 +148,35 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _scale_of(distribution, top, draws, temperature_ptr, min_p_ptr):
-    """What `weigh` takes."""
-    # The smaller only differ from 0 in name; their reciprocals are infinite.
-    temperature = tl.load(temperature_ptr + distribution)
+def _scale_of(distribution, top, draws, distributions):
+    """The arguments of `weigh` that are the distribution's."""
+    # Smaller temperatures mean the same as 1e-30; their reciprocals are infinite.
+    temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
-    return (tl.where(draws, top, 0.0), temperature, inverse, tl.load(min_p_ptr + distribution))
+    return (
+        tl.where(draws, top, 0.0),
+        temperature,
+        inverse,
+        tl.load(distributions.min_p + distribution),
+    )
 
 
 @triton.jit
-def _top_k_of(distribution, top_k_ptr, VOCAB: tl.constexpr):
-    k = tl.load(top_k_ptr + distribution)
-    return tl.where((k > 0) & (k < VOCAB), k, 0)
+def _top_k_of(distribution, distributions, shape):
+    k = tl.load(distributions.top_k + distribution)
+    return tl.where((k > 0) & (k < shape.VOCAB), k, 0)
+
+
+@triton.jit
+def _found_of(distribution, scratch, shape):
+    offset = distribution * (shape.SEGMENTS * shape.FOUND)
+    num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
+    return Found(
+        scratch.tile_sums + distribution * num_tiles,
+        scratch.found_values + offset,
+        scratch.found_ids + offset,
+    )
 
 
 @triton.jit
@@ -134,194 +185,136 @@ def _is_finite(x):
 
 
 @triton.jit
-def _statistics(
-    row, VOCAB: tl.constexpr, READABLE: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+def _statistics(row, shape, STAGES: tl.constexpr):
     """Maximum of the model's logits and its log-probability; the lanes' largest edited logits, and
     where the largest first is."""
-    lanes = tl.arange(0, SEGMENTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
-    raw_best = tl.full([SEGMENTS, WIDTH], float("-inf"), tl.float32)
-    total = tl.zeros([SEGMENTS, WIDTH], tl.float32)
-    raw_at = tl.zeros([SEGMENTS, WIDTH], tl.int32)
+    lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
+    raw_best = tl.full([shape.SEGMENTS, shape.WIDTH], float("-inf"), tl.float32)
+    total = tl.zeros([shape.SEGMENTS, shape.WIDTH], tl.float32)
+    raw_at = tl.zeros([shape.SEGMENTS, shape.WIDTH], tl.int32)
     best, best_at = raw_best, raw_at
-    for start in tl.range(0, VOCAB, SEGMENTS * WIDTH, num_stages=STAGES):
+    for start in tl.range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH, num_stages=STAGES):
         columns = start + lanes
-        raw, x = load_logits(row[0], row[1], row[2], row[3], columns, VOCAB, READABLE)
+        raw, x = load_logits(row, columns, shape)
         raw_best, raw_at, total = add_logits(raw, columns, raw_best, raw_at, total)
         if row[1] is not None:
             x = tl.where(x != x, float("inf"), x)  # neither can be drawn from
             larger = x > best
             best, best_at = tl.where(larger, x, best), tl.where(larger, columns, best_at)
-    maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, VOCAB)
+    maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, shape.VOCAB)
     if row[1] is None:
         best = raw_best
     else:
-        chosen = tl.min(tl.where(best == tl.max(best), best_at, VOCAB))
+        chosen = tl.min(tl.where(best == tl.max(best), best_at, shape.VOCAB))
     return maximum, max_logprob, best, chosen
 
 
 @triton.jit
 def _sample_kernel(
     logits_ptr,  # [R, V]
-    rows_ptr,  # [D] int32
-    temperature_ptr,  # [D] float32
-    min_p_ptr,  # [D] float32
-    top_p_ptr,  # [D] float32
-    top_k_ptr,  # [D] int32
-    starts_ptr,  # [D + 1] int32
-    samples_ptr,  # [k] int32
-    seed_ptr,  # [K] int64
-    stream_ptr,  # [K] int64
-    sample_index_ptr,  # [K] int32
-    position_ptr,  # [K] int32
-    given_ptr,  # [K] int32 or None
-    values_ptr,  # [D, V] float32 or None
-    present_ptr,  # [D, V / 32] int32 or None
-    restricted_ptr,  # [D] int32 or None
-    tile_sums_ptr,  # [D, NUM_TILES] int64
-    found_values_ptr,  # [D, SEGMENTS, FOUND] float32
-    found_ids_ptr,  # [D, SEGMENTS, FOUND] int32
-    top_ptr,  # [D] float32, the largest edited logit
-    left_low_ptr,  # [D] int32: the interval that a row was left with, LOWEST_KEY if it was not
-    left_masses_ptr,  # [D, 2] int64: the weights inside of it, and in all
+    row_stride,
+    distributions,  # Distributions
+    edits,  # EditedLogits or None
+    keys,  # Draws
+    scratch,  # _Scratch
     maximum_ptr,  # [R] float32
     max_logprob_ptr,  # [R] float32
-    token_ids_ptr,  # [K] int64
-    logprobs_ptr,  # [K] float32
-    failures_ptr,  # [K] int32
-    row_stride,
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
+    outputs,  # Samples
+    shape,  # RowShape
     DRAWS: tl.constexpr,
 ):
     distribution = tl.program_id(0).to(tl.int64)
-    at = tl.load(rows_ptr + distribution).to(tl.int64)
+    at = tl.load(distributions.rows + distribution).to(tl.int64)
     # (Both kernels have these lines: Triton 3.6 has no function that returns a tuple with None.)
-    restricted = False
-    if values_ptr is not None:
-        values_ptr += distribution * VOCAB
-        present_ptr += distribution * ((VOCAB + 31) // 32)
-        restricted = tl.load(restricted_ptr + distribution) != 0
-    row = (logits_ptr + at * row_stride, values_ptr, present_ptr, restricted)
-    maximum, max_logprob, best, likeliest = _statistics(
-        row, VOCAB, READABLE, SEGMENTS, WIDTH, 4 if FOUND else 1
-    )
+    row = (logits_ptr + at * row_stride, None, None, False)
+    if edits is not None:
+        row = (
+            logits_ptr + at * row_stride,
+            edits.logits + distribution * shape.VOCAB,
+            edits.present + distribution * ((shape.VOCAB + 31) // 32),
+            tl.load(edits.restricted + distribution) != 0,
+        )
+    maximum, max_logprob, best, likeliest = _statistics(row, shape, 4 if shape.FOUND else 1)
     tl.store(maximum_ptr + at, maximum)
     tl.store(max_logprob_ptr + at, max_logprob)
     top = tl.max(best)
     failure = tl.where(_is_finite(maximum) & (top == float("-inf")), 2, 1)
     failure = tl.where(_is_finite(maximum) & _is_finite(top), 0, failure)
 
-    cut, last = tl.full([], LOWEST_KEY, tl.int32), tl.full([], VOCAB, tl.int32)
+    cut, last = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     scale = (top, top, top, top)
     draws, done = failure < 0, failure >= 0
+    found = _found_of(distribution, scratch, shape)
     if DRAWS:
-        draws = (tl.load(temperature_ptr + distribution) > 0) & (failure == 0)
-        scale = _scale_of(distribution, top, draws, temperature_ptr, min_p_ptr)
-        tile_sums_ptr += distribution * ((VOCAB + WIDTH - 1) // WIDTH)
-        if FOUND == 0:
+        draws = (tl.load(distributions.temperature + distribution) > 0) & (failure == 0)
+        scale = _scale_of(distribution, top, draws, distributions)
+        if shape.FOUND == 0:
             if draws:
-                add_up(
-                    row, scale, cut, last, cut, cut, tile_sums_ptr, None, None,
-                    VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
-                )  # fmt: skip
+                add_up(row, scale, cut, last, cut, cut, found, shape)
         else:
             low = cut
             if draws:
-                found_values_ptr += distribution * (SEGMENTS * FOUND)
-                found_ids_ptr += distribution * (SEGMENTS * FOUND)
-                k = _top_k_of(distribution, top_k_ptr, VOCAB)
-                lanes = sort_keys(best, SHIFT)
+                k = _top_k_of(distribution, distributions, shape)
+                lanes = sort_keys(best, shape.SHIFT)
                 top_key = tl.max(lanes)
                 low = first_low(lanes, top_key, k)
                 cut, last, done, inside, every = find_in_one_pass(
-                    row, scale, k, tl.load(top_p_ptr + distribution), low, top_key,
-                    tile_sums_ptr, found_values_ptr, found_ids_ptr,
-                    VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
-                )  # fmt: skip
-                tl.store(left_masses_ptr + 2 * distribution, inside)
-                tl.store(left_masses_ptr + 2 * distribution + 1, every)
-            tl.store(top_ptr + distribution, top)
-            tl.store(left_low_ptr + distribution, tl.where(done, LOWEST_KEY, low))
+                    row,
+                    scale,
+                    k,
+                    tl.load(distributions.top_p + distribution),
+                    low,
+                    top_key,
+                    found,
+                    shape,
+                )
+                tl.store(scratch.left_masses + 2 * distribution, inside)
+                tl.store(scratch.left_masses + 2 * distribution + 1, every)
+            tl.store(scratch.top + distribution, top)
+            tl.store(scratch.left_low + distribution, tl.where(done, LOWEST_KEY, low))
     if done:
         write_samples(
-            row, scale, cut, last, draws, likeliest, failure, maximum, max_logprob,
-            tl.load(starts_ptr + distribution), tl.load(starts_ptr + distribution + 1),
-            samples_ptr, (seed_ptr, stream_ptr, sample_index_ptr, position_ptr), given_ptr,
-            tile_sums_ptr, (token_ids_ptr, logprobs_ptr, failures_ptr),
-            VOCAB, READABLE, WIDTH, SHIFT, DRAWS,
+            distribution, row, scale, cut, last, draws, likeliest, failure, maximum, max_logprob,
+            keys, found, outputs, shape, DRAWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _sample_rest_kernel(
     logits_ptr,  # [R, V]
-    rows_ptr,  # [D] int32
-    temperature_ptr,  # [D] float32
-    min_p_ptr,  # [D] float32
-    top_p_ptr,  # [D] float32
-    top_k_ptr,  # [D] int32
-    starts_ptr,  # [D + 1] int32
-    samples_ptr,  # [k] int32
-    seed_ptr,  # [K] int64
-    stream_ptr,  # [K] int64
-    sample_index_ptr,  # [K] int32
-    position_ptr,  # [K] int32
-    given_ptr,  # [K] int32 or None
-    values_ptr,  # [D, V] float32 or None
-    present_ptr,  # [D, V / 32] int32 or None
-    restricted_ptr,  # [D] int32 or None
-    tile_sums_ptr,  # [D, NUM_TILES] int64
-    found_values_ptr,  # [D, SEGMENTS, FOUND] float32
-    found_ids_ptr,  # [D, SEGMENTS, FOUND] int32
-    top_ptr,  # [D] float32, the largest edited logit
-    left_low_ptr,  # [D] int32: the interval that a row was left with, LOWEST_KEY if it was not
-    left_masses_ptr,  # [D, 2] int64: the weights inside of it, and in all
+    row_stride,
+    distributions,  # Distributions
+    edits,  # EditedLogits or None
+    keys,  # Draws
+    scratch,  # _Scratch
     maximum_ptr,  # [R] float32
     max_logprob_ptr,  # [R] float32
-    token_ids_ptr,  # [K] int64
-    logprobs_ptr,  # [K] float32
-    failures_ptr,  # [K] int32
-    row_stride,
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
+    outputs,  # Samples
+    shape,  # RowShape
     DRAWS: tl.constexpr,
 ):
     distribution = tl.program_id(0).to(tl.int64)
-    low = tl.load(left_low_ptr + distribution)
+    low = tl.load(scratch.left_low + distribution)
     if low != LOWEST_KEY:
-        at = tl.load(rows_ptr + distribution).to(tl.int64)
-        restricted = False
-        if values_ptr is not None:
-            values_ptr += distribution * VOCAB
-            present_ptr += distribution * ((VOCAB + 31) // 32)
-            restricted = tl.load(restricted_ptr + distribution) != 0
-        row = (logits_ptr + at * row_stride, values_ptr, present_ptr, restricted)
-        top = tl.load(top_ptr + distribution)
-        scale = _scale_of(distribution, top, top == top, temperature_ptr, min_p_ptr)
-        tile_sums_ptr += distribution * ((VOCAB + WIDTH - 1) // WIDTH)
+        at = tl.load(distributions.rows + distribution).to(tl.int64)
+        row = (logits_ptr + at * row_stride, None, None, False)
+        if edits is not None:
+            row = (
+                logits_ptr + at * row_stride,
+                edits.logits + distribution * shape.VOCAB,
+                edits.present + distribution * ((shape.VOCAB + 31) // 32),
+                tl.load(edits.restricted + distribution) != 0,
+            )
+        top = tl.load(scratch.top + distribution)
+        scale = _scale_of(distribution, top, top == top, distributions)
+        found = _found_of(distribution, scratch, shape)
         cut, last = search_last_kept(
-            row, scale, _top_k_of(distribution, top_k_ptr, VOCAB),
-            tl.load(top_p_ptr + distribution), low, sort_keys(top, SHIFT),
-            left_masses_ptr + 2 * distribution,
-            tile_sums_ptr, found_values_ptr + distribution * (SEGMENTS * FOUND),
-            found_ids_ptr + distribution * (SEGMENTS * FOUND),
-            VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
+            row, scale, _top_k_of(distribution, distributions, shape),
+            tl.load(distributions.top_p + distribution), low, sort_keys(top, shape.SHIFT),
+            scratch.left_masses + 2 * distribution, found, shape,
         )  # fmt: skip
         write_samples(
-            row, scale, cut, last, True, cut, cut * 0,
+            distribution, row, scale, cut, last, True, cut, cut * 0,
             tl.load(maximum_ptr + at), tl.load(max_logprob_ptr + at),
-            tl.load(starts_ptr + distribution), tl.load(starts_ptr + distribution + 1),
-            samples_ptr, (seed_ptr, stream_ptr, sample_index_ptr, position_ptr), given_ptr,
-            tile_sums_ptr, (token_ids_ptr, logprobs_ptr, failures_ptr),
-            VOCAB, READABLE, WIDTH, SHIFT, DRAWS,
+            keys, found, outputs, shape, DRAWS,
         )  # fmt: skip

@@ -1,11 +1,14 @@
-"""Drawing a token where the weights of a row's tiles are known, and writing down its samples.
+"""Draw tokens of a row whose tiles' weights are known, and write them.
 
-The token is the first, by id, whose cumulative weight is over floor(u times all that is kept); its
+The token is the first, by id, whose cumulative weight exceeds floor(u times all kept weights); its
 tile is found first, by the sums of tiles. u has 24 bits of Philox-4x32-10 (Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and (stream, sample index,
 position) as counter.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -14,32 +17,49 @@ from batchinfer.kernels.sampling_row import is_kept, load_logits, sort_keys, wei
 _SUMS_AT_A_TIME = tl.constexpr(1024)
 
 
+class Draws(NamedTuple):
+    """Samples of each distribution, and the keys of their random numbers; one argument."""
+
+    starts: torch.Tensor  # [D + 1] int32
+    samples: torch.Tensor  # [k] int32
+    seed: torch.Tensor  # [K] int64
+    stream: torch.Tensor  # [K] int64
+    sample_index: torch.Tensor  # [K] int32
+    position: torch.Tensor  # [K] int32
+    given: torch.Tensor | None  # [K] int32
+
+
+class Samples(NamedTuple):
+    """The samples written; one argument."""
+
+    token_ids: torch.Tensor  # [K] int64
+    logprobs: torch.Tensor  # [K] float32
+    failures: torch.Tensor  # [K] int32
+
+
 @triton.jit
-def _random_bits(seed_ptr, stream_ptr, sample_index_ptr, position_ptr, sample):
+def _random_bits(keys, sample):
     """24 random bits, int64."""
-    stream = tl.load(stream_ptr + sample)
+    stream = tl.load(keys.stream + sample)
     words = tl.philox(
-        tl.load(seed_ptr + sample),
+        tl.load(keys.seed + sample),
         (stream & 0xFFFFFFFF).to(tl.uint32),
         ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        tl.load(sample_index_ptr + sample).to(tl.uint32),
-        tl.load(position_ptr + sample).to(tl.uint32),
+        tl.load(keys.sample_index + sample).to(tl.uint32),
+        tl.load(keys.position + sample).to(tl.uint32),
     )
     return (words[0] >> 8).to(tl.int64)
 
 
 @triton.jit
-def _draw(
-    row, scale, cut, last, bits, tile_sums_ptr,
-    VOCAB: tl.constexpr, READABLE: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
+def _draw(row, scale, cut, last, bits, tile_sums_ptr, shape):
     """The first token whose cumulative weight is over floor(all * bits / 2^24)."""
-    num_tiles: tl.constexpr = (VOCAB + WIDTH - 1) // WIDTH
+    num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
     lanes = tl.arange(0, _SUMS_AT_A_TIME)
     every = tl.full([], 0, tl.int64)
     for start in range(0, num_tiles, _SUMS_AT_A_TIME):
         there = start + lanes < num_tiles
-        # From where atomic additions left them, past what may be cached of them.
+        # Past the L1 cache, which atomic additions do not update.
         every += tl.sum(
             tl.load(tile_sums_ptr + start + lanes, mask=there, other=0, cache_modifier=".cg")
         )
@@ -55,16 +75,17 @@ def _draw(
         tile += tl.sum(passed.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(passed, cumulative, tl.zeros_like(sums))))
         seen += tl.sum(sums)
-    columns = tile * WIDTH + tl.arange(0, WIDTH)
-    _, x = load_logits(row[0], row[1], row[2], row[3], columns, VOCAB, READABLE)
-    weights = weigh(x, scale[0], scale[1], scale[2], scale[3])
-    kept = (columns < VOCAB) & is_kept(sort_keys(x, SHIFT), columns, cut, last)
+    columns = tile * shape.WIDTH + tl.arange(0, shape.WIDTH)
+    _, x = load_logits(row, columns, shape)
+    weights = weigh(x, scale)
+    kept = (columns < shape.VOCAB) & is_kept(sort_keys(x, shape.SHIFT), columns, cut, last)
     cumulative = before + tl.cumsum(tl.where(kept, weights, tl.zeros_like(weights)), 0)
-    return tile * WIDTH + tl.sum((cumulative <= target).to(tl.int32))
+    return tile * shape.WIDTH + tl.sum((cumulative <= target).to(tl.int32))
 
 
 @triton.jit
 def write_samples(
+    distribution,
     row,
     scale,
     cut,
@@ -74,34 +95,26 @@ def write_samples(
     failure,  # int32, of them all: 0, or why there is no token
     maximum,  # of the model's logits, and its log-probability
     max_logprob,
-    first,  # of the samples, and the end of them
-    end,
-    samples_ptr,  # [k] int32
-    keys,  # pointers: seed [K] int64, stream [K] int64, sample_index [K] int32, position [K] int32
-    given_ptr,  # [K] int32 or None
-    tile_sums_ptr,  # [NUM_TILES] int64
-    outputs,  # pointers: token_ids [K] int64, logprobs [K] float32, failures [K] int32
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
+    keys,  # Draws
+    found,  # Found
+    outputs,  # Samples
+    shape,  # RowShape
     DRAWS: tl.constexpr,
 ):
     """Write the samples of a distribution."""
+    first, end = tl.load(keys.starts + distribution), tl.load(keys.starts + distribution + 1)
     for place in range(first, end):
-        sample = tl.load(samples_ptr + place)
+        sample = tl.load(keys.samples + place)
         token = likeliest
         if DRAWS:  # noqa: SIM102 - known when it is compiled, the other is not
             if draws:
-                bits = _random_bits(keys[0], keys[1], keys[2], keys[3], sample)
-                token = _draw(
-                    row, scale, cut, last, bits, tile_sums_ptr, VOCAB, READABLE, WIDTH, SHIFT
-                )  # fmt: skip
-        if given_ptr is not None:
-            given = tl.load(given_ptr + sample)
+                bits = _random_bits(keys, sample)
+                token = _draw(row, scale, cut, last, bits, found.tile_sums, shape)
+        if keys.given is not None:
+            given = tl.load(keys.given + sample)
             token = tl.where(given >= 0, given, token)
         token = tl.where(failure == 0, token, 0)
         logprob = (tl.load(row[0] + token).to(tl.float32) - maximum) + max_logprob
-        tl.store(outputs[0] + sample, token.to(tl.int64))
-        tl.store(outputs[1] + sample, tl.where(failure == 0, logprob, 0.0))
-        tl.store(outputs[2] + sample, failure)
+        tl.store(outputs.token_ids + sample, token.to(tl.int64))
+        tl.store(outputs.logprobs + sample, tl.where(failure == 0, logprob, 0.0))
+        tl.store(outputs.failures + sample, failure)

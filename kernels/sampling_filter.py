@@ -19,6 +19,9 @@ vllm/v1/sample/ops/topk_topp_triton.py), and the rejection sampling of FlashInfe
 (include/flashinfer/sampling.cuh), whose tokens are others than those of an inverse distribution.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -36,65 +39,66 @@ _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 
+class Found(NamedTuple):
+    """What a pass over a row writes; the tokens of an interval by segments."""
+
+    tile_sums: torch.Tensor  # [NUM_TILES] int64: of each tile what is kept above the interval
+    logits: torch.Tensor  # [SEGMENTS, FOUND] float32
+    ids: torch.Tensor  # [SEGMENTS, FOUND] int32
+
+
 @triton.jit
 def add_up(
-    row,  # what `load_logits` takes: logits, edited values, where they are, whether only they
-    scale,  # what `weigh` takes: top, temperature, 1 / temperature, min_p
-    cut,  # of the tokens that are kept
-    last,
+    row,  # as `load_logits` takes it
+    scale,  # as `weigh` takes it
+    cut,  # key and
+    last,  # id of the last token kept so far
     low,  # interval of keys
     high,
-    tile_sums_ptr,  # [NUM_TILES] int64: of each tile what is kept above the interval
-    found_values_ptr,  # [SEGMENTS, FOUND] float32: what is in the interval, by segments
-    found_ids_ptr,  # [SEGMENTS, FOUND] int32
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FOUND: tl.constexpr,  # 0: nothing is filtered, and all is above
-    SHIFT: tl.constexpr,
+    found,  # Found
+    shape,  # RowShape; without filters all tokens are above the interval
     STAGES: tl.constexpr = 1,  # loads under way
 ):
     """One pass; how many tokens above the interval, how many in each segment inside it, and the
     weights above, inside and in all."""
-    segments = tl.arange(0, SEGMENTS)
-    tokens_above = tl.zeros([SEGMENTS], tl.int32)
-    found = tl.zeros([SEGMENTS], tl.int32)
-    above = tl.zeros([SEGMENTS], tl.int64)
-    inside = tl.zeros([SEGMENTS], tl.int64)
-    every = tl.zeros([SEGMENTS], tl.int64)
-    for start in tl.range(0, VOCAB, SEGMENTS * WIDTH, num_stages=STAGES):
-        columns = start + segments[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
-        _, x = load_logits(row[0], row[1], row[2], row[3], columns, VOCAB, READABLE)
-        if FOUND == 0:
-            sums = tl.sum(weigh(x, scale[0], scale[1], scale[2], scale[3]), 1)
+    segments = tl.arange(0, shape.SEGMENTS)
+    tokens_above = tl.zeros([shape.SEGMENTS], tl.int32)
+    num_found = tl.zeros([shape.SEGMENTS], tl.int32)
+    above = tl.zeros([shape.SEGMENTS], tl.int64)
+    inside = tl.zeros([shape.SEGMENTS], tl.int64)
+    every = tl.zeros([shape.SEGMENTS], tl.int64)
+    for start in tl.range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH, num_stages=STAGES):
+        columns = start + segments[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
+        _, x = load_logits(row, columns, shape)
+        if shape.FOUND == 0:
+            sums = tl.sum(weigh(x, scale), 1)
         else:
-            keys = sort_keys(x, SHIFT)
-            kept = (columns < VOCAB) & is_kept(keys, columns, cut, last)
+            keys = sort_keys(x, shape.SHIFT)
+            kept = (columns < shape.VOCAB) & is_kept(keys, columns, cut, last)
             is_above = kept & (keys > high)
             is_inside = kept & (keys >= low) & (keys <= high)
             count = is_inside.to(tl.int32)
-            place = found[:, None] + tl.cumsum(count, 1) - 1
-            at = segments[:, None] * FOUND + place
-            tl.store(found_values_ptr + at, x, mask=is_inside & (place < FOUND))
-            tl.store(found_ids_ptr + at, columns, mask=is_inside & (place < FOUND))
-            found += tl.sum(count, 1)
+            place = num_found[:, None] + tl.cumsum(count, 1) - 1
+            at = segments[:, None] * shape.FOUND + place
+            tl.store(found.logits + at, x, mask=is_inside & (place < shape.FOUND))
+            tl.store(found.ids + at, columns, mask=is_inside & (place < shape.FOUND))
+            num_found += tl.sum(count, 1)
             tokens_above += tl.sum(is_above.to(tl.int32), 1)
-            weights = weigh(x, scale[0], scale[1], scale[2], scale[3])
+            weights = weigh(x, scale)
             nothing = tl.zeros_like(weights)
             sums = tl.sum(tl.where(is_above, weights, nothing), 1)
             inside += tl.sum(tl.where(is_inside, weights, nothing), 1)
             every += tl.sum(tl.where(kept, weights, nothing), 1)
         above += sums
-        tiles = start // WIDTH + segments
-        tl.store(tile_sums_ptr + tiles, sums, mask=tiles * WIDTH < VOCAB)
+        tiles = start // shape.WIDTH + segments
+        tl.store(found.tile_sums + tiles, sums, mask=tiles * shape.WIDTH < shape.VOCAB)
     tl.debug_barrier()  # every thread reads what others have written
-    return tl.sum(tokens_above), found, tl.sum(above), tl.sum(inside), tl.sum(every)
+    return tl.sum(tokens_above), num_found, tl.sum(above), tl.sum(inside), tl.sum(every)
 
 
 @triton.jit
 def goal_of_share(share, every):
-    """The least mass that is no less than the share, as float64 has it; at least 1."""
+    """The least mass that reaches the share, compared in float64; at least 1."""
     target = share.to(tl.float64) * every.to(tl.float64)
     goal = target.to(tl.int64) + 512
     # Up to 2^62 there are up to 512 integers to a float64.
@@ -131,25 +135,22 @@ def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_found(
-    scale, cut, last, found, found_values_ptr, found_ids_ptr,
-    SEGMENTS: tl.constexpr, FOUND: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Keys, ids, weights of the tokens written, [SEGMENTS, FOUND], and which there are."""
-    places = tl.arange(0, FOUND)[None]
-    there = places < found[:, None]
-    at = tl.arange(0, SEGMENTS)[:, None] * FOUND + places
-    x = tl.load(found_values_ptr + at, mask=there, other=float("-inf"))
-    ids = tl.load(found_ids_ptr + at, mask=there, other=0)
-    keys = sort_keys(x, SHIFT)
-    weights = weigh(x, scale[0], scale[1], scale[2], scale[3])
+def load_found(scale, cut, last, num_found, found, shape):
+    """Keys, ids and weights of the tokens found, [SEGMENTS, FOUND], and which of them exist."""
+    places = tl.arange(0, shape.FOUND)[None]
+    there = places < num_found[:, None]
+    at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.FOUND + places
+    x = tl.load(found.logits + at, mask=there, other=float("-inf"))
+    ids = tl.load(found.ids + at, mask=there, other=0)
+    keys = sort_keys(x, shape.SHIFT)
+    weights = weigh(x, scale)
     there = there & is_kept(keys, ids, cut, last)
     return keys, ids, tl.where(there, weights, tl.zeros_like(weights)), there
 
 
 @triton.jit
 def keep_found(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
-    """Add the weights of those that are kept to the sums of their tiles."""
+    """Add the weights of the tokens kept to the sums of their tiles."""
     kept = is_kept(keys, ids, cut, last)  # weighs 0 where nothing was found
     tl.atomic_add(tile_sums_ptr + ids // WIDTH, weights, mask=kept)
     tl.debug_barrier()
@@ -163,42 +164,30 @@ def find_in_one_pass(
     top_p,
     low,  # of the interval whose upper end is the largest key, from `first_low`
     top_key,
-    tile_sums_ptr,  # [NUM_TILES] int64, written: of each tile what is kept
-    found_values_ptr,  # [SEGMENTS, FOUND] float32
-    found_ids_ptr,  # [SEGMENTS, FOUND] int32
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
+    found,  # Found; the sums of tiles become those of what is kept
+    shape,  # RowShape
 ):
     """Key and id of the last token that top-k and then top-p keep, and whether it was found; and
     the weights inside the interval and in all."""
-    lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], VOCAB, tl.int32)
+    lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)
     # With nothing to filter all is above.
     low, high = tl.where(filtered, low, lowest), tl.where(filtered, top_key, lowest)
-    _, found, _, inside, every = add_up(
-        row, scale, cut, last, low, high, tile_sums_ptr, found_values_ptr, found_ids_ptr,
-        VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT, _STAGES,
-    )  # fmt: skip
+    _, num_found, _, inside, every = add_up(row, scale, cut, last, low, high, found, shape, _STAGES)
     done = ~filtered
-    if filtered & (tl.max(found) <= FOUND):
-        keys, ids, weights, there = load_found(
-            scale, cut, last, found, found_values_ptr, found_ids_ptr, SEGMENTS, FOUND, SHIFT
-        )  # fmt: skip
+    if filtered & (tl.max(num_found) <= shape.FOUND):
+        keys, ids, weights, there = load_found(scale, cut, last, num_found, found, shape)
         mass = every
         if k > 0:
             cut, last = end_inside(
-                keys, ids, there.to(tl.int64), k.to(tl.int64), low, high, VOCAB
-            )  # fmt: skip
+                keys, ids, there.to(tl.int64), k.to(tl.int64), low, high, shape.VOCAB
+            )
             weights = tl.where(is_kept(keys, ids, cut, last), weights, tl.zeros_like(weights))
             mass = tl.sum(weights)
         goal = goal_of_share(top_p, mass)
         done = (k > 0) | (inside >= goal)
         if done:
-            cut, last = end_inside(keys, ids, weights, goal, low, high, VOCAB)
-            keep_found(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH)
+            cut, last = end_inside(keys, ids, weights, goal, low, high, shape.VOCAB)
+            keep_found(keys, ids, weights, cut, last, found.tile_sums, shape.WIDTH)
     return cut, last, done, inside, every

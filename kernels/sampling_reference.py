@@ -65,7 +65,7 @@ def edited_row(raw: torch.Tensor, edits: EditedLogits, d: int) -> torch.Tensor:
     ids = torch.arange(len(raw))
     present = (edits.present[d].cpu()[ids // 32] >> (ids % 32)) & 1 == 1
     others = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
-    return torch.where(present.to(raw.device), edits.values[d], others)
+    return torch.where(present.to(raw.device), edits.logits[d], others)
 
 
 def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:

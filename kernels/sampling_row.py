@@ -1,7 +1,7 @@
-"""Rows of logits as the sampling kernel sees them: edited values, keys, integer weights.
+"""Rows of logits as the sampling kernel reads them: edited values, keys, integer weights.
 
-A tile is `WIDTH` neighbours of a row, as many as a warp loads at once, so that what is summed over
-a tile stays within a warp. A program reads `SEGMENTS` tiles at a time, [SEGMENTS, WIDTH].
+A tile is `WIDTH` neighbors of a row, as many as a warp loads at once, so that sums over a tile stay
+within a warp. A program reads `SEGMENTS` tiles at a time, [SEGMENTS, WIDTH].
 
 Formula of a weight, for a logit x of a row whose largest is m, at temperature t:
 
@@ -11,6 +11,8 @@ The division is rounded as IEEE 754 has it (Markstein 1990, IBM Journal of Resea
 34:1: a quotient by a rounded reciprocal, corrected once). exp is the polynomial of `cpu/elements.h`
 in the order in which compilers put it into fused multiply-adds: same logits, same bits.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,24 +27,32 @@ _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 _WEIGHT_OF_MAX: tl.constexpr = tl.constexpr(2.0**40)
 
 
+class RowShape(NamedTuple):
+    """Constants of rows and of how programs read them; a kernel takes them as one argument."""
+
+    VOCAB: Any
+    READABLE: Any  # elements of a row that may be read
+    SEGMENTS: Any
+    WIDTH: Any
+    FOUND: Any  # tokens of a segment that a pass writes down; 0: nothing is filtered
+    SHIFT: Any  # low bits that keys do not have
+
+
 @triton.jit
-def load_logits(
-    logits_ptr,  # a row, [VOCAB], of which READABLE elements may be read
-    values_ptr,  # a row, [VOCAB] float32: edited logits, or None
-    present_ptr,  # a row, [VOCAB / 32] int32: where they are, or None
-    restricted,  # whether there is no other token than those
-    columns,
-    VOCAB: tl.constexpr,
-    READABLE: tl.constexpr,
-):
-    """The model's logits and the edited ones, float32; -inf outside of the row."""
-    raw = tl.load(logits_ptr + columns, mask=columns < READABLE, other=float("-inf"))
+def load_logits(row, columns, shape):
+    """The model's logits and the edited ones, float32; -inf outside of the row.
+
+    A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; where they are,
+    [VOCAB / 32] int32, or None; whether no other tokens are allowed.
+    """
+    logits_ptr, values_ptr, present_ptr, restricted = row
+    raw = tl.load(logits_ptr + columns, mask=columns < shape.READABLE, other=float("-inf"))
     raw = raw.to(tl.float32)
-    if READABLE != VOCAB:
-        raw = tl.where(columns < VOCAB, raw, float("-inf"))
+    if shape.READABLE != shape.VOCAB:
+        raw = tl.where(columns < shape.VOCAB, raw, float("-inf"))
     x = raw
     if values_ptr is not None:
-        words = tl.load(present_ptr + columns // 32, mask=columns < VOCAB, other=0)
+        words = tl.load(present_ptr + columns // 32, mask=columns < shape.VOCAB, other=0)
         present = ((words >> (columns % 32)) & 1) == 1
         values = tl.load(values_ptr + columns, mask=present, other=0.0)
         x = tl.where(present, values, tl.where(restricted, float("-inf"), raw))
@@ -57,9 +67,10 @@ def sort_keys(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, top, temperature, inverse, min_p):
-    """Weights, int64; `inverse` is 1 / temperature, rounded."""
-    # What is further below has no weight, and -inf would make NaN.
+def weigh(x, scale):
+    """Weights, int64; `scale` is (largest logit, temperature, 1 / temperature rounded, min_p)."""
+    top, temperature, inverse, min_p = scale
+    # Logits further below have no weight, and -inf would make NaN.
     distance = tl.maximum(x - top, -88.0 * temperature)
     y = distance * inverse
     y = tl.fma(tl.fma(-y, temperature + 0.0 * y, distance), inverse + 0.0 * y, y)

@@ -119,7 +119,7 @@ class KVCache:
 
     A KV head's are ``[token, width]``; where the C kernels for a CPU read them they lie otherwise
     (``kernels/cpu/blocks.h``), in as many elements. Values of float8 on a CUDA device are
-    ``[width, token]``, and none of them is NaN (``kernels/fp8_halves.py``): such a pool begins with
+    ``[width, token]``, and none of them is NaN (``kernels/fp8_split.py``): such a pool begins with
     zeros.
 
     A slot holds the layers of one layer group; a layer's place is among those of its group.

@@ -166,7 +166,7 @@ def build_attention(
     values = pool.as_strided(value_cache.shape, value_cache.stride(), value_cache.storage_offset())
     if cache_dtype == FP8:
         numbers = values.float().nan_to_num(448.0)  # none is NaN there, and what is dead is large
-        values = turned(values)
+        values = transposed(values)
         values.copy_(numbers.to(FP8))
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
@@ -194,7 +194,7 @@ def build_attention(
     )
 
 
-def turned(values: torch.Tensor) -> torch.Tensor:
+def transposed(values: torch.Tensor) -> torch.Tensor:
     """The memory of values as float8 lies in its blocks: by columns."""
     strides = (*values.stride()[:2], 1, values.shape[2])
     return values.as_strided(values.shape, strides, values.storage_offset())
@@ -255,7 +255,7 @@ def build_write(
         "key": rows[:, :key_elems].view(-1, heads, case.key_width),
         "value": rows[:, key_elems:-8].view(-1, heads, case.value_width),
         "key_cache": keys.view(num_slots, heads, case.block_size, case.key_width),
-        "value_cache": turned(value_cache) if cache_dtype == FP8 else value_cache,
+        "value_cache": transposed(value_cache) if cache_dtype == FP8 else value_cache,
         "slot_mapping": slot_mapping.to(device),
     }
 

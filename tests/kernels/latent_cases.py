@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.chunk_work import plan_chunks
+from batchinfer.kernels.chunk_attention import plan_chunks
 from batchinfer.kernels.decode_work import plan_decode
 from batchinfer.kernels.latent_attention import head_tile, latent_query_tile
 from tests.kernels.cases import AttentionCase, build_attention

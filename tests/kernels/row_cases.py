@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.fp8 import FP8
-from tests.kernels.cases import turned
+from tests.kernels.cases import transposed
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def build_rotary_write(
         "cos": angles.cos().to(device, dtype),
         "sin": angles.sin().to(device, dtype),
         "key_cache": pool[:, 0],
-        "value_cache": turned(pool[:, 1]) if cache_dtype == FP8 else pool[:, 1],
+        "value_cache": transposed(pool[:, 1]) if cache_dtype == FP8 else pool[:, 1],
         "slot_mapping": slot_mapping.to(device),
         "q_norm": normal(width) if case.norms else None,
         "k_norm": normal(width) if case.norms else None,

@@ -53,7 +53,7 @@ def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     edits = edit_logits.edit_logits(**build_edits(logits, LISTS, interpreter))
-    written = [(~row.isnan()).nonzero()[:, 0].tolist() for row in edits.values]
+    written = [(~row.isnan()).nonzero()[:, 0].tolist() for row in edits.logits]
     assert written == [
         sorted({*one.get("bias", ()), *one.get("allowed", ()), *one.get("prompt", ()),
                 *one.get("output", ())})

@@ -11,7 +11,7 @@ from batchinfer.kernels import decode_attention, decode_work, reference
 from batchinfer.kernels.attend import Heads
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8, converts_fp8, in_float16, narrow, widen
-from batchinfer.kernels.fp8_halves import in_halves
+from batchinfer.kernels.fp8_split import split_float8
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
@@ -24,7 +24,7 @@ from tests.kernels.cases import (
     build_attention,
     build_copy,
     build_write,
-    turned,
+    transposed,
 )
 from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
 from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
@@ -106,7 +106,7 @@ def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interprete
 @triton.jit
 def _through_halves(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    upper, lower, down = in_halves(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
+    upper, lower, down = split_float8(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
     back_ptr += rows * SIZE + columns
     upper, lower = upper.to(CACHE_TYPE, bitcast=True), lower.to(CACHE_TYPE, bitcast=True)
     tl.store(back_ptr, widen(upper, tl.float32) * down[:, None])
@@ -230,13 +230,13 @@ def test_decodes_in_halves(
     case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are on an H100, with float16 for the bfloat16 that cannot be interpreted."""
-    seen, original = [], decode_attention.multiplies_halves
+    seen, original = [], decode_attention.multiplies_float8
 
-    def multiplies_halves(query: torch.dtype, heads: Heads, *, turned: bool) -> bool:
-        seen.append(original(torch.bfloat16, heads, turned=turned))
+    def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
+        seen.append(original(torch.bfloat16, heads, transposed=transposed))
         return seen[-1]
 
-    monkeypatch.setattr(decode_attention, "multiplies_halves", multiplies_halves)
+    monkeypatch.setattr(decode_attention, "multiplies_float8", multiplies_float8)
     if isinstance(case, AttentionCase):
         inputs = build_attention(case, interpreter, torch.float16, FP8)
     else:
@@ -251,7 +251,7 @@ def test_decodes_in_halves(
     assert seen == [True]
 
 
-def in_halves_at(
+def split_at(
     scores: torch.Tensor,
     values: torch.Tensor,
     device: str,
@@ -263,9 +263,9 @@ def in_halves_at(
     num_slots = len(scores) // block_size
     by_blocks = (num_slots, 1, block_size, 1)
     key_cache = scores.view(by_blocks).repeat(1, 1, 1, 16) / 16
-    value_cache = turned(values.view(by_blocks).repeat(1, 1, 1, 16).to(device, FP8))
+    value_cache = transposed(values.view(by_blocks).repeat(1, 1, 1, 16).to(device, FP8))
     value_cache.copy_(values.view(by_blocks).to(FP8))
-    monkeypatch.setattr(decode_attention, "multiplies_halves", lambda *_, **__: True)
+    monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: True)
     query = torch.full((1, 1, 16), 64.0, dtype=torch.float16, device=device)
     out = torch.full_like(query, torch.nan)
     paged_attention(
@@ -296,9 +296,7 @@ def test_halves_of_weights_meet_their_values_in_tiles_of(
     tokens = 512 // block_size * block_size
     scores = torch.randint(-16, 16, (tokens,), generator=generator) / 8
     values = torch.randn(tokens, generator=generator).to(FP8).float()
-    out = in_halves_at(
-        scores, values, interpreter, monkeypatch, num_splits=None, block_size=block_size
-    )
+    out = split_at(scores, values, interpreter, monkeypatch, num_splits=None, block_size=block_size)
     torch.testing.assert_close(out, scores.softmax(0) @ values, rtol=2e-3, atol=1e-4)
 
 
@@ -314,16 +312,16 @@ def test_halves_keep_small_weights_beside_large_ones_of_another_tile(
     scores, values = torch.zeros(512), torch.ones(512)
     scores[0], values[0] = first, 0
     expected = scores.softmax(0) @ values
-    out = in_halves_at(scores, values, interpreter, monkeypatch)
+    out = split_at(scores, values, interpreter, monkeypatch)
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=lost)
-    last = in_halves_at(scores.flip(0), values.flip(0), interpreter, monkeypatch)
+    last = split_at(scores.flip(0), values.flip(0), interpreter, monkeypatch)
     torch.testing.assert_close(last, expected, rtol=2e-3, atol=lost)
 
 
 def test_a_key_of_nan_is_seen_in_halves(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.zeros(128)
     scores[70] = torch.nan
-    assert in_halves_at(scores, torch.ones(128), interpreter, monkeypatch).isnan()
+    assert split_at(scores, torch.ones(128), interpreter, monkeypatch).isnan()
 
 
 def test_blocks_are_copied_bit_by_bit(interpreter: str) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from batchinfer.kernels import fp8_blocks, fp8_reference, launch
 from batchinfer.kernels.fp8 import FP8, converts_fp8
 from batchinfer.kernels.fp8_linear import fp8_linear, num_pieces
-from batchinfer.kernels.fp8_words import widen_words
+from batchinfer.kernels.fp8_widen import widen_words
 from batchinfer.kernels.quantize_groups import quantize_groups
 from tests.kernels.fp8_cases import (
     BIG_LINEAR_CASES,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import decode_attention, paged_attention, reference
+from batchinfer.kernels import attend, decode_attention, paged_attention, reference
 from batchinfer.kernels.fixed_attention import fixed_attention
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
@@ -42,13 +42,13 @@ def far_apart(arguments: dict[str, Any], pool: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="maps what no memory is kept for")
 @pytest.mark.parametrize("rows_are_int64", [False, True], ids=["int32", "int64"])
-@pytest.mark.parametrize("kind", ["model", "float8", "halves"])
+@pytest.mark.parametrize("kind", ["model", "float8", "split"])
 def test_tokens_are_written_and_read_past_int32(
     kind: str, rows_are_int64: bool, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows_are_int64:
-        monkeypatch.setattr(paged_attention, "_INT32_ROWS", 0)
-    monkeypatch.setattr(decode_attention, "multiplies_halves", lambda *_, **__: kind == "halves")
+        monkeypatch.setattr(attend, "_INT32_ROWS", 0)
+    monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: kind == "split")
     cache_dtype = None if kind == "model" else FP8
     inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
     inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())  # whose halves are exact
@@ -60,10 +60,10 @@ def test_tokens_are_written_and_read_past_int32(
         write(*rows, caches["key_cache"], caches["value_cache"], mapping)
     expected = inputs.with_fresh_out()
     reference.paged_attention(**expected)
-    for attend, given in (
+    for attend_paged, given in (
         (paged_attention.paged_attention, arguments),
         (fixed_attention, fixed_arguments(arguments)),
     ):
         given["out"] = torch.full_like(expected["out"], torch.nan)
-        attend(**given)
+        attend_paged(**given)
         torch.testing.assert_close(given["out"], expected["out"], atol=2e-3, rtol=2e-3)

@@ -111,7 +111,7 @@ def test_edited_logits_take_the_place_of_the_models(
 def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
     logits = Rows(45).logits(2, torch.float32, interpreter)
     edits = edits_of(logits, [1, 1])
-    edits.values[0].fill_(-torch.inf)
+    edits.logits[0].fill_(-torch.inf)
     arguments = build_sample(logits, [KINDS[kind]] * 2, interpreter)
     sample.sample(**arguments, edits=edits)
     assert arguments["failures"].tolist() == [0] * 3 + [sample.NO_TOKEN_LEFT] * 3

@@ -99,7 +99,7 @@ class CudaAttention:
 
     def _chunk_work(self, layer: int, query: torch.Tensor) -> Any:
         """Work list of the step's chunks, made once for the layers of a shape."""
-        from batchinfer.kernels.chunk_work import plan_chunks
+        from batchinfer.kernels.chunk_attention import plan_chunks
 
         if self._bounds["max_query_len"] <= 1:
             return None

@@ -36,7 +36,7 @@ class Compiled:
         monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **named: self._note(*args))
 
     def _note(self, kernel: Any, *arguments: Any) -> None:
-        told = (one.dtype if isinstance(one, torch.Tensor) else one for one in arguments)
+        told = map(_signature, arguments)
         self._variants.add((kernel.fn.__name__, *told))
 
     def ahead(self, *params: SamplingParams, **facts: Any) -> set[Variant]:
@@ -100,3 +100,10 @@ class WatchedEngines:
         forced_tokens: bool = False,
     ) -> None:
         self._ahead |= self._compiled.ahead(*params, own=own, forced_tokens=forced_tokens)
+
+
+def _signature(argument: Any) -> Any:
+    """What an argument is compiled for: its dtype, or its value."""
+    if isinstance(argument, tuple):
+        return tuple(map(_signature, argument))
+    return argument.dtype if isinstance(argument, torch.Tensor) else argument

@@ -1,17 +1,17 @@
-"""Decodes of bfloat16 queries over a float8 cache, multiplied in float8 as it lies there.
+"""Decodes of bfloat16 queries over a float8 cache, multiplied in float8 as it is stored.
 
 A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so that a query is the sum of two float8
-ones, its halves, and a softmax weight too. Both products are turned round: keys times queries,
-values times weights, so that what the cache holds comes first, where a warp group takes 64 rows
-(tokens, or columns of the values) from shared memory, and the halves of up to 8 heads fill the 16
+terms, upper and lower, and a softmax weight too. Both products are transposed, keys times queries
+and values times weights: the cache is their first operand, of which a warp group takes 64 rows
+(tokens, or columns of the values) from shared memory, and the terms of up to 8 heads fill the 16
 columns of the other operand. No number of the cache is widened.
 
 Tensor cores of an H100 keep some 14 bits of a float8 sum, so that each tile has a sum of its own
-and those are added in float32. Two float8 end 2^-18 below the largest weight, so that weights are
-beside the largest of their own tile: `m` of `README.md` is that of the last tile here, or 2^-64 of
-the largest before it where that is more.
+and those are added in float32. Two float8 terms end 2^-18 below the largest weight, so that weights
+are relative to the largest of their own tile: `m` of `README.md` is that of the last tile here, or
+2^-64 of the largest before it where that is more.
 
-Values lie in their blocks by columns, since both operands of such a product have the tokens that it
+Values are transposed in their blocks, since both operands of such a product have the tokens that it
 sums over next to each other. None of them is NaN (`without_nan`): a weight of 0 is enough for those
 that are dead.
 """
@@ -21,15 +21,15 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import narrow, widen
 
-MOST_HEADS = 8
-"""Of a group whose halves fit."""
+MAX_HEADS = 8
+"""Of a group whose terms fit."""
 
 
 @triton.jit
-def in_halves(
+def split_float8(
     x,  # [ROWS, WIDTH] float32, of bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 that stands for it
-):  # [ROWS, WIDTH] codes of the upper and of the lower halves, and [ROWS] float32, their scale
+):  # [ROWS, WIDTH] codes of the upper and of the lower terms, and [ROWS] float32, their scale
     # A power of two brings a row's largest to 128 or above: what is below 2^-10 beside it is lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
@@ -41,60 +41,48 @@ def in_halves(
 
 
 @triton.jit
-def load_halves(
+def load_split(
     ptrs,  # [HEADS, KEY_BLOCK]
     mask,  # [HEADS, KEY_BLOCK]
     score_scale,
     CACHE_TYPE: tl.constexpr,
 ):  # [KEY_BLOCK, 16] as they are multiplied, and [HEADS] float32, the scale of a head's scores
     query = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    upper, lower, down = in_halves(query, CACHE_TYPE)
+    upper, lower, down = split_float8(query, CACHE_TYPE)
     return _as_columns(tl.trans(upper), tl.trans(lower), CACHE_TYPE), down * score_scale
 
 
 @triton.jit
-def attend_halves(
-    halves,  # [KEY_BLOCK, 16]
+def attend_split(
+    query,  # [KEY_BLOCK, 16], from `load_split`
     begin,  # first and
     end,  # last + 1 position to read; the last is the query token's
     row_max,  # [HEADS] float32: the state so far, without an output yet
     row_sum,  # [HEADS] float32
-    key_ptr,  # [num_slots, block_size, Dk] of the KV head
-    value_ptr,  # [num_slots, Dv, block_size] of the KV head, column behind column
+    cache,  # Cache
+    kv_head,
     table_ptr,  # [max_blocks] int32, the sequence's
-    key_slot_units,
-    key_token_units,
-    key_width_stride,
-    value_slot_units,
     scales,  # [HEADS] float32, of the scores
-    cap,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
+    cap,  # or None
     WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # the state, its output [VALUE_BLOCK, HEADS]
     heads: tl.constexpr = scales.shape[0]
-    cache_type: tl.constexpr = key_ptr.dtype.element_ty
+    cache_type: tl.constexpr = cache.key_ptr.dtype.element_ty
+    key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
+    value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = _by_rows(tl.arange(0, TILE))
     largest = row_max
     # Sums are of a thread's own tokens until the end.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
-    acc = tl.zeros([VALUE_BLOCK, heads], tl.float32)
+    acc = tl.zeros([cache.VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
-        slots, offsets = _runs(table_ptr, tile, begin, end, BLOCK_SIZE, WINDOWED, TILE)
-        slots = slots.to(ROW_TYPE)
-        key = _load_keys(
-            key_ptr, slots * key_slot_units + offsets * key_token_units,
-            key_token_units, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK, TILE,
-        )  # fmt: skip
-        scores = _of_columns(tl.dot(_operand(key), halves), heads)
-        if CAPPED:
+        slots, offsets = _runs(table_ptr, tile, begin, end, cache.BLOCK_SIZE, WINDOWED, TILE)
+        slots = slots.to(cache.ROW_TYPE)
+        rows = slots * cache.key_slot_units + offsets * cache.key_token_units
+        key = _load_keys(cache, key_ptr, rows, TILE)
+        scores = _of_columns(tl.dot(_operand(key), query), heads)
+        if cap is not None:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[None, :]) + 1.0)
         tokens = tile + places
         visible = tokens < end
@@ -105,7 +93,7 @@ def attend_halves(
         # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
         # Weights are up to 2^8 instead of 1.
         tile_max = tl.max(scores, 0)
-        if not CAPPED:
+        if cap is None:
             tile_max *= scales
             scores *= scales[None, :]
         tile_max -= 8.0
@@ -120,17 +108,15 @@ def attend_halves(
 
         upper, lower = _split(weights, cache_type)
         weights = _as_columns(_by_tokens(upper), _by_tokens(lower), cache_type)
-        value = _load_values(
-            value_ptr, (slots * value_slot_units).to(tl.int64) * UNIT + offsets,
-            BLOCK_SIZE, VALUE_WIDTH, VALUE_BLOCK, TILE,
-        )  # fmt: skip
+        firsts = (slots * cache.value_slot_units).to(tl.int64) * cache.UNIT + offsets
+        value = _load_values(cache, value_ptr, firsts, TILE)
         added = _of_columns(tl.dot(_operand(value), weights), heads)
         acc = tl.fma(acc, tl.broadcast_to(decay[None, :], acc.shape), added)
     return row_max, tl.sum(sums, 0), acc
 
 
-# A tile is cut into runs, tokens that lie side by side in one block. What a thread copies is of few
-# runs, so that few addresses are computed: the others are a constant away.
+# A tile is cut into runs, neighboring tokens of one block. A thread copies parts of few runs, so
+# that few addresses are computed: the others are a constant away.
 @triton.jit
 def _runs(
     table_ptr,
@@ -144,7 +130,7 @@ def _runs(
     divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # a power of two, as a tile is
     run: tl.constexpr = divides if divides < TILE else TILE
     firsts = tl.arange(0, TILE // run) * run
-    if TILE % BLOCK_SIZE == 0:
+    if TILE // BLOCK_SIZE * BLOCK_SIZE == TILE:
         blocks, offsets = tile // BLOCK_SIZE + firsts // BLOCK_SIZE, firsts % BLOCK_SIZE
     else:
         blocks, offsets = (tile + firsts) // BLOCK_SIZE, (tile + firsts) % BLOCK_SIZE
@@ -157,43 +143,38 @@ def _runs(
 
 @triton.jit
 def _load_keys(
-    key_ptr,  # [num_slots, block_size, Dk] of the KV head
+    cache,  # Cache
+    key_ptr,  # the KV head's
     rows,  # [runs] int32 or int64: where they begin, in units
-    token_units,
-    width_stride,
-    UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-):  # [TILE, WIDTH_BLOCK], in the order of `_by_rows`
-    places = tl.arange(0, TILE // rows.shape[0]) * token_units * UNIT
-    tokens = rows.to(tl.int64)[:, None] * UNIT + places[None, :]
+):  # [TILE, KEY_BLOCK], in the order of `_by_rows`
+    unit: tl.constexpr = cache.UNIT
+    places = tl.arange(0, TILE // rows.shape[0]) * cache.key_token_units * unit
+    tokens = rows.to(tl.int64)[:, None] * unit + places[None, :]
     tokens = _by_rows(tl.reshape(tokens, [TILE]))[:, None]
     # Triton 3.6 does not see through a reshape what divides numbers.
-    tokens = tl.multiple_of(tokens, [UNIT & -UNIT, UNIT & -UNIT])
-    columns = tl.arange(0, WIDTH_BLOCK)
-    ptrs = (key_ptr + columns * width_stride)[None, :] + tokens
-    return tl.load(ptrs, mask=columns[None, :] < WIDTH, other=0.0)
+    tokens = tl.multiple_of(tokens, [unit & -unit, unit & -unit])
+    columns = tl.arange(0, cache.KEY_BLOCK)
+    ptrs = (key_ptr + columns * cache.key_width_stride)[None, :] + tokens
+    return tl.load(ptrs, mask=columns[None, :] < cache.KEY_WIDTH, other=0.0)
 
 
 @triton.jit
 def _load_values(
-    value_ptr,  # [num_slots, Dv, block_size] of the KV head
+    cache,  # Cache
+    value_ptr,  # the KV head's, [num_slots, Dv, block_size]
     firsts,  # [runs] int64: where they begin
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-):  # [WIDTH_BLOCK, TILE]
+):  # [VALUE_BLOCK, TILE]
     run: tl.constexpr = TILE // firsts.shape[0]
     tokens = tl.reshape(firsts[:, None] + tl.arange(0, run)[None, :], [TILE])
     tokens = tl.max_contiguous(tl.multiple_of(tokens, run), run)
-    columns = tl.arange(0, WIDTH_BLOCK)
-    ptrs = (value_ptr + columns * BLOCK_SIZE)[:, None] + tokens[None, :]
-    if WIDTH == WIDTH_BLOCK:
+    columns = tl.arange(0, cache.VALUE_BLOCK)
+    ptrs = (value_ptr + columns * cache.BLOCK_SIZE)[:, None] + tokens[None, :]
+    if cache.VALUE_WIDTH == cache.VALUE_BLOCK:
         values = tl.load(ptrs)
     else:
-        values = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0.0)
+        values = tl.load(ptrs, mask=columns[:, None] < cache.VALUE_WIDTH, other=0.0)
     return values
 
 
@@ -221,7 +202,7 @@ def _by_tokens(rows):  # [TILE, N], and back into the order of tokens
 
 @triton.jit
 def _split(x, CACHE_TYPE: tl.constexpr):  # float32 of up to 448, as two codes of float8
-    # By way of float16, two numbers to an instruction: it has the bits of both halves.
+    # By way of float16, two numbers to an instruction: it has the bits of both terms.
     x = x.to(tl.float16)
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float16), CACHE_TYPE)
@@ -236,15 +217,15 @@ def _operand(codes):
 
 @triton.jit
 def _as_columns(upper, lower, CACHE_TYPE: tl.constexpr):  # [N, HEADS] codes -> [N, 16]
-    # Both halves of a head next to each other: one thread has both of a sum, and no thread has one
-    # head more than another.
+    # Both terms of a head next to each other: one thread has both of a sum, and all threads have
+    # as many heads.
     rows: tl.constexpr = upper.shape[0]
     width: tl.constexpr = 2 * upper.shape[1]
     columns = tl.reshape(tl.join(upper, lower), [rows, width])
     if width < 16:
         columns = tl.join(columns, tl.zeros([rows, width], tl.uint8))
         columns = tl.reshape(tl.permute(columns, [0, 2, 1]), [rows, 2 * width])
-    # Codes become float8 last: Triton would look for a layout of what was joined otherwise.
+    # Codes become float8 last: Triton would look for a layout of the joined tensor otherwise.
     return _operand(columns.to(CACHE_TYPE, bitcast=True))
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from batchinfer.kernels.fp8 import FP8
-from batchinfer.kernels.fp8_words import widen_cache
+from batchinfer.kernels.fp8_widen import widen_cache
 
 Words = np.ndarray
 
