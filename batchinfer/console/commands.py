@@ -1,4 +1,4 @@
-"""The group of commands: what it says of options that there are not, and of their values."""
+"""The command group: its errors about unknown options and invalid values."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-_OF_VALUES = (
+_WORDINGS = (
     (re.compile(r"Value error, "), ""),
     (re.compile(r"Input should be a valid integer.*"), "it must be a whole number"),
     (re.compile(r"Input should be a valid number.*"), "it must be a number"),
     (re.compile(r"Input should be greater than or equal to (\S+)"), r"it must be \1 or more"),
     (re.compile(r"Input should be less than or equal to (\S+)"), r"it must be \1 or less"),
 )
-"""Pydantic's words, in which Typer tells of a value, and those of the job file's errors."""
+"""Pydantic's words, which Typer shows for an invalid value, and our own."""
 
 
 class Commands(TyperGroup):
-    """Commands that name one near option, in the words in which Typer names a near command, and
-    what a value must be in those of the job file's errors."""
+    """Words errors about options as for commands and job files: one suggestion, our own terms."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _in_own_words():
@@ -36,14 +35,14 @@ class Commands(TyperGroup):
 def _in_own_words() -> Iterator[None]:
     try:
         yield
-    except Exception as error:
-        # NoSuchOption, whichever copy of Click Typer brings.
+    except Exception as caught:
+        error: Any = caught
+        # By attributes, because Typer may bring its own copy of Click.
         option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-        said: Any = error
-        if option is not None and near:
-            said.message = f"No such option '{option}'. Did you mean '{near[0]}'?"
-            said.possibilities = None
+        if option is not None and near:  # NoSuchOption
+            error.message = f"No such option '{option}'. Did you mean '{near[0]}'?"
+            error.possibilities = None
         elif getattr(error, "param", None) is not None:  # BadParameter
-            for theirs, own in _OF_VALUES:
-                said.message = theirs.sub(own, said.message)
+            for theirs, own in _WORDINGS:
+                error.message = theirs.sub(own, error.message)
         raise

@@ -1,4 +1,4 @@
-"""Values and texts in messages: short, on one line, harmless."""
+"""Values and untrusted text in messages: short, on one line, harmless."""
 
 from __future__ import annotations
 
@@ -11,90 +11,87 @@ from pathlib import Path, PurePath
 from batchinfer.near_names import nearest, unseen_difference
 
 MAX_LINE = 300
-"""Most characters of one line of a message."""
+"""Longest line of a message."""
 _MOST_NAMES = 2000
-"""Of a folder, that are looked at for a near one: it may hold millions."""
+"""Names in a folder that are searched for a similar one: it may hold millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """``text`` on one line of at most ``limit`` characters, control characters escaped."""
+    """Return ``text`` as one line of at most ``limit`` characters, control characters escaped."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-    return "".join(shown)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class where it has none."""
+    """Return the first line of an error's message, or its class if the message is empty."""
     return printable((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def format_value(value: object) -> str:
-    """A job-file value as it would be written there, cut to 60 characters."""
+    """Format a value as in a job file, cut to 60 characters."""
     return printable(json.dumps(value, ensure_ascii=False, default=str), 60)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names with commas, for "one of" sentences."""
+    """Join names with commas."""
     return ", ".join(printable(name, 60) for name in names)
 
 
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
-    """The end of a sentence about an unknown name: the nearest known one, else all of them.
+    """End a sentence about an unknown name with the most similar known name, else with all.
 
     Args:
-        what: says what all of them are.
+        what: describes the known names.
     """
     return near_name(name, known) or f"; {what}: {listed(known) or 'none'}"
 
 
 def near_name(name: str, known: Sequence[str]) -> str:
-    """``did_you_mean`` where all names are shown elsewhere: nothing where none is near."""
+    """End a sentence about an unknown name with a similar known name, if there is one."""
     near = nearest(name, known)
     return f"; did you mean {printable(near, 60)}{unseen_difference(name, near)}?" if near else ""
 
 
 def near_path(path: str | PurePath) -> str:
-    """``near_name`` of a path that is not there, among what its folder holds."""
+    """End a sentence about a missing path with a similar name in its folder, if there is one."""
     wanted = Path(path)
     try:
         names = sorted(entry.name for entry in islice(wanted.parent.iterdir(), _MOST_NAMES))
     except (OSError, ValueError):
         return ""
-    near = nearest(wanted.name, names)
-    if near is None:
+    if (near := nearest(wanted.name, names)) is None:
         return ""
     unseen = unseen_difference(wanted.name, near)
     return f"; did you mean {printable(str(wanted.with_name(near)))}{unseen}?"
 
 
 def counted(count: int, word: str) -> str:
-    """A number of things, with the word for one of them."""
+    """Format a number of things; ``word`` is their singular."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def counted_rows(count: int) -> str:
-    """A number of rows, with the word."""
+    """Format a number of rows."""
     return counted(count, "row")
 
 
 def whole_percent(share: float) -> str:
-    """A share that grows to 1, in whole percent: all is 100%, and nothing less is."""
+    """Format a share in whole percent, rounded down: only all is 100%."""
     return f"{math.floor(100 * share)}%"
 
 
 def size(count: float) -> str:
-    """A number of bytes with its unit."""
+    """Format a number of bytes with the unit that fits."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return (
-                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.3g} {unit}"
-            )
+            is_whole = count >= 100 or unit == "bytes"
+            return f"{count:.0f} {unit}" if is_whole else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:,.3g} TiB"
 
 
 def duration(seconds: float) -> str:
-    """A duration with the unit that fits it."""
+    """Format a duration with the unit that fits."""
     if 0 < seconds < 0.0095:
         return f"{seconds * 1e3:.1f} ms"
     if 0 < seconds < 0.0995:

@@ -1,7 +1,7 @@
-"""A run told of in JSON: one object a line on stderr, and nothing else there or on stdout.
+"""A run's output as JSON: one object per line on stderr, and nothing else there or on stdout.
 
-Whatever libraries and processes that the run starts write to stderr and stdout becomes the text of
-an object as well: both are pipes from then on, which a thread reads.
+Output of libraries and of child processes becomes the text of an object as well: stderr and stdout
+are replaced by pipes, which a thread reads.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from threading import Event, Lock, Thread
 
-from batchinfer.console.display import Level
+from batchinfer.console.display import Display, Level
 from batchinfer.console.format import printable
 from batchinfer.console.meter import Meter
-from batchinfer.console.phases import PhaseView, phase_line
-from batchinfer.console.progress import LINE_EVERY_S, Metered, Progress, StallNotice
+from batchinfer.console.phases import phase_line
+from batchinfer.console.progress import Lines, MeteredProgress, Progress
+from batchinfer.console.terminal import LINE_EVERY_S
 
 PROGRESS_EVERY_S = 10.0
 MOST_OF_LINE = 1 << 16
-"""Bytes of a captured line that are kept in memory; what is longer becomes several objects."""
+"""Most bytes of a captured line in memory; a longer line becomes several objects."""
 _WAIT_S = 2.0
-"""For what has been written to a captured stream to be read."""
+"""Longest wait for the reader of a captured stream."""
 
 
 class JsonLog:
-    """Writer of one JSON object a line.
+    """Writes one JSON object per line.
 
     Args:
-        write: takes a line, all of it at once.
-        clock: seconds since 1970.
+        write: writes a whole line.
+        clock: returns seconds since 1970.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class JsonLog:
         self._last_error = ""
 
     def line(self, event: str, message: str, level: Level = "info", **fields: object) -> bytes:
-        """An object as it is written; of ``fields``, what is no JSON is written as text."""
+        """Return an object as a line; values in ``fields`` that are not JSON become text."""
         at = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         head = {"time": at.replace("+00:00", "Z"), "level": level, "event": event}
         return json.dumps({**head, "message": message, **fields}, default=str).encode() + b"\n"
 
     def emit(self, event: str, message: str, level: Level = "info", **fields: object) -> None:
-        """Write an object; nothing where the reader has gone or the last one is written."""
+        """Write an object, unless the reader has gone or ``end`` was called."""
         line = self.line(event, message, level, **fields)
         if level == "error":
             self._last_error = message
@@ -61,7 +62,7 @@ class JsonLog:
                 self._put(line)
 
     def end(self, exit_code: int, message: str, level: Level) -> None:
-        """Write the last object; of an error, with the last message there was if it has none."""
+        """Write the last object; an error without a message repeats the last one."""
         if level == "error":
             message = message or self._last_error
         line = self.line("exit", message, level, exit_code=exit_code)
@@ -77,7 +78,7 @@ class JsonLog:
 
 
 class CapturedStream:
-    """A stream of this process, and of those it starts, each line of which becomes an object.
+    """A stream of this process and its children, each line of which becomes an object.
 
     Args:
         descriptor: of stdout or stderr.
@@ -93,7 +94,7 @@ class CapturedStream:
         Thread(target=self._read, args=(reader,), daemon=True).start()
 
     def sync(self) -> None:
-        """Wait until all that was written so far is an object."""
+        """Wait until all that was written so far is in the log."""
         os.write(self._writer, b"\n" + self._mark + b"\n")
         self._marked.wait(_WAIT_S)
 
@@ -108,26 +109,26 @@ class CapturedStream:
 
 
 class JsonProgram:
-    """The JSON log of a program, from when it is made to its exit.
+    """The JSON log of a program, which captures its streams until it exits.
 
     Args:
-        keep_stdout: stdout has a result that the caller reads.
+        keep_stdout: leave stdout alone, because the caller reads a result from it.
     """
 
     def __init__(self, *, keep_stdout: bool) -> None:
         self.descriptor = os.dup(2)
-        """Where the log goes."""
+        """The original stderr, which receives the log."""
         self.log = JsonLog(self._write)
         names = {2: "stderr"} if keep_stdout else {2: "stderr", 1: "stdout"}
         self._streams = [CapturedStream(fd, name, self.log) for fd, name in names.items()]
         logging.basicConfig(handlers=[_Records(self.log)], force=True)
 
     def _write(self, line: bytes) -> None:
-        while line:  # a signal may come between
+        while line:  # a signal may interrupt the write
             line = line[os.write(self.descriptor, line) :]
 
     def end(self, exit_code: int, message: str = "") -> None:
-        """Write the last object: the exit code, and what went wrong."""
+        """Write the last object: the exit code and the error."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -137,7 +138,7 @@ class JsonProgram:
 
 
 class _Records(logging.Handler):
-    """Log records of libraries as objects."""
+    """Writes log records of libraries as objects."""
 
     def __init__(self, log: JsonLog) -> None:
         super().__init__()
@@ -149,36 +150,21 @@ class _Records(logging.Handler):
         self._log.emit("log", text, level, logger=record.name)
 
 
-class JsonDisplay:
-    """A run as objects of a log.
-
-    Args:
-        quiet: nothing but errors.
-    """
+class JsonDisplay(Display):
+    """Writes a run as objects of a log; only errors if ``quiet``."""
 
     def __init__(self, log: JsonLog, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
         self._log = log
-        self._quiet = quiet
-        self.phases: PhaseView | None = None if quiet else _JsonPhases(log)
+        self.phases = None if quiet else _JsonPhases(log)
 
     def progress(self, meter: Meter) -> Progress:
-        shown = _JsonProgress(meter, None if self._quiet else self._log)
-        return shown if self._quiet else StallNotice(shown, self._stalled)
+        return MeteredProgress(meter) if self._quiet else _JsonProgress(meter, self._log)
 
-    def say(
-        self,
-        event: str,
-        text: str,
-        level: Level = "info",
-        *,
-        is_result: bool = False,
-        **fields: object,
+    def _write(
+        self, event: str, text: str, level: Level, is_result: bool, fields: dict[str, object]
     ) -> None:
-        if level == "error" or not self._quiet:
-            self._log.emit(event, text, level, **fields)
-
-    def _stalled(self, line: str) -> None:
-        self._log.emit("stalled", line, "warning")
+        self._log.emit(event, text, level, **fields)
 
 
 class _JsonPhases:
@@ -200,21 +186,15 @@ class _JsonPhases:
         self._log.emit(event, text, phase=name, detail=detail, seconds=round(seconds, 3))
 
 
-class _JsonProgress(Metered):
-    def __init__(self, meter: Meter, log: JsonLog | None) -> None:
-        super().__init__(meter)
-        self._log = log
-        self._next_s = PROGRESS_EVERY_S
-
-    def _show_if_due(self) -> None:
-        elapsed = self._meter.elapsed_s
-        if elapsed >= self._next_s:
-            self._next_s = elapsed + PROGRESS_EVERY_S
-            self._emit()
+class _JsonProgress(Lines):
+    def __init__(self, meter: Meter, log: JsonLog) -> None:
+        super().__init__(
+            meter,
+            lambda: log.emit("progress", meter.line, **meter.facts()),
+            PROGRESS_EVERY_S,
+            lambda line: log.emit("stalled", line, "warning"),
+        )
 
     def close(self) -> None:
-        self._emit()
-
-    def _emit(self) -> None:
-        if self._log is not None:
-            self._log.emit("progress", self._meter.line, **self._meter.facts())
+        super().close()
+        self._write()

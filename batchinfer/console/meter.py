@@ -1,11 +1,11 @@
-"""How far a job is, by rows and by tokens, and how long it will take.
+"""Progress of a job by rows and by tokens, and the time left.
 
-While all rows are in flight none is finished: then the tokens of those that run say how far they
-are, against the tokens that a row is expected to draw. That is the mean that running and finished
-rows allow for, tokens drawn / rows finished: the mean of the finished ones alone would be that of
-the short answers, for as long as the long ones still run (it is the maximum-likelihood estimate for
-lifetimes of which some are censored; Epstein and Sobel, "Life testing", 1953). Until a row is
-finished it is the most that a row may draw, and the time left is an upper bound.
+While all rows are in flight none is finished. Their tokens then show the progress, relative to the
+tokens that a row is expected to draw: tokens drawn / rows finished, over running and finished rows.
+(The mean of the finished rows alone would be that of short answers for as long as long ones run.
+This is the maximum-likelihood estimate for censored lifetimes; Epstein and Sobel, "Life testing",
+1953.) Until a row is finished a row is expected to draw the most it may, and the time left is an
+upper bound.
 """
 
 from __future__ import annotations
@@ -16,40 +16,39 @@ from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter, sub
 from typing import Any, Self
 
-from batchinfer.console.format import duration, whole_percent
+from batchinfer.console.format import counted, duration, whole_percent
 from batchinfer.engine.stats import StepStats
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a run, or a worker of it, has done; they add up.
+    """Counts of a run or a worker. They add up, and are never changed.
 
-    None is ever changed, though they are not frozen: several are made in each step, and to make a
-    frozen one takes four times as long.
+    They are not frozen, because each step makes several, and a frozen one takes four times as long.
     """
 
     rows: int = 0
     """Rows finished."""
     failed: int = 0
-    """Of these, rows that ended in an error."""
+    """Finished rows with an error."""
     reused: int = 0
-    """Rows copied from other outputs; none of ``rows``."""
+    """Rows copied from other outputs, not counted in ``rows``."""
     begun: int = 0
     """Rows given to the engine."""
     ended: int = 0
-    """Of these, rows that are finished."""
+    """Rows given to the engine that are finished."""
     most_tokens: int = 0
-    """Most tokens that rows given to the engine may draw."""
+    """Most output tokens of the rows given to the engine."""
     prompt_tokens: int = 0
-    """Prompt tokens of rows given to the engine."""
+    """Prompt tokens of the rows given to the engine."""
     tokens: int = 0
     """Output tokens drawn."""
     kept_tokens: int = 0
-    """Output tokens that earlier runs drew, of rows given to the engine."""
+    """Output tokens of the rows given to the engine that earlier runs drew."""
     settled_tokens: int = 0
-    """Of both, tokens that belong to no row that still runs."""
+    """Tokens of both kinds that belong to no running row."""
     prefill_tokens: int = 0
-    """Tokens computed for prompts, and tokens computed again."""
+    """Tokens computed for prompts, or computed again."""
     preemptions: int = 0
 
     def __add__(self, other: Counts) -> Counts:
@@ -60,7 +59,7 @@ class Counts:
 
     @classmethod
     def lost_with(cls, worker: Counts) -> Self:
-        """What to add when a worker is gone, whose running rows others will begin anew."""
+        """Return what to add when a worker dies and others start its running rows again."""
         running = worker.begun - worker.ended
         return cls(
             begun=-running,
@@ -74,13 +73,13 @@ _values = attrgetter(*(field.name for field in fields(Counts)))
 
 
 class Meter:
-    """Progress of a run, and the pool's use now.
+    """Measures the progress of a run, and the pool's use.
 
     Args:
         total: rows to run.
-        before: rows that earlier runs have finished.
-        draws: whether rows draw tokens; else rows and their own tokens say how fast it is.
-        clock: seconds.
+        before: rows finished by earlier runs.
+        draws: whether rows draw tokens; otherwise rows and input tokens measure the speed.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -96,45 +95,41 @@ class Meter:
         self.draws = draws
         self.counts = Counts()
         self.failed = 0
-        """Rows that ended in an error; counted where rows are written, not where they run."""
+        """Failed rows. The thread that writes rows counts them."""
         self.reused = 0
-        """Rows that were copied from other outputs; counted there too."""
+        """Rows copied from other outputs; counted like ``failed``."""
         self.step: StepStats | None = None
-        """The latest step of an engine here."""
+        """The latest step of this process's engine."""
         self.note = ""
-        """Stands for the pool's use: of several engines, say."""
+        """Replaces the pool's use in texts."""
         self._clock = clock
         self._began = clock()
         self._most_done = 0.0
 
     def begin(self) -> None:
-        """Have the time count from now: what came before was no work on rows."""
+        """Start the clock now: the time before was no work on rows."""
         self._began = self._clock()
 
     def add(self, added: Counts, step: StepStats | None) -> None:
-        """Add what a step has done.
-
-        Args:
-            step: None: the step was not of an engine here.
-        """
-        # An engine draws a token after a prompt that is only read: nobody gets it.
+        """Add the counts of a step; ``step`` is None if another process's engine made it."""
+        # The engine also draws a token after a prompt that is only read, but discards it.
         self.counts += added if self.draws else replace(added, tokens=0)
         if step is not None:
             self.step = step
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the clock started."""
         return max(self._clock() - self._began, 1e-9)
 
     @property
     def rows_finished(self) -> int:
-        """Rows that this run has finished, by computing or by copying them."""
+        """Rows that this run has computed or copied."""
         return self.counts.rows + self.reused
 
     @property
     def rows_running(self) -> int:
-        """Rows that the engine has, and has not finished."""
+        """Unfinished rows in the engine."""
         return max(0, self.counts.begun - self.counts.ended)
 
     @property
@@ -149,22 +144,22 @@ class Meter:
 
     @property
     def pool(self) -> float | None:
-        """Used share of the KV blocks; None where there is no pool, or no step yet."""
+        """Used share of the KV blocks; None without a pool, or before the first step."""
         return None if self.step is None else self.step.pool_use
 
     @property
     def shared(self) -> float:
-        """Share of the used blocks that is shared."""
+        """Share of the used blocks that several rows share."""
         return self.step.kv_blocks_shared / max(self.step.kv_blocks_used, 1) if self.step else 0.0
 
     @property
     def expects_most(self) -> bool:
-        """Whether running rows are expected to draw the most that they may: none is finished."""
+        """Whether running rows are expected to draw the most they may, because none is finished."""
         return self.counts.ended == 0
 
     @property
     def rows_done(self) -> float:
-        """Rows finished, and of those that run the share that is done, as a number of rows."""
+        """Finished rows, plus the finished shares of running rows."""
         if not self.draws:
             return min(float(self.total), max(self.rows_finished, self._rows_read))
         counts, expected = self.counts, self._expected_tokens
@@ -174,14 +169,14 @@ class Meter:
 
     @property
     def _rows_read(self) -> float:
-        """Rows by the tokens of theirs that were computed: an encoder takes long ones first."""
+        """Rows by their computed tokens: an encoder takes long rows first."""
         counts = self.counts
         other = self.rows_finished - counts.ended  # refused, copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)
 
     @property
     def _expected_tokens(self) -> float:
-        """Tokens that a row is expected to draw."""
+        """Expected output tokens of a row."""
         counts = self.counts
         most = counts.most_tokens / max(1, counts.begun)
         if self.expects_most:
@@ -190,14 +185,13 @@ class Meter:
 
     @property
     def rows_share(self) -> float:
-        """Share of the job's rows that is finished, by earlier runs as well."""
+        """Finished share of the job's rows, including earlier runs."""
         whole = self.before + self.total
         return (self.before + self.rows_finished) / whole if whole else 1.0
 
     @property
     def share(self) -> float:
-        """Share of the job's work that is done, that on running rows and earlier runs included; it
-        never falls."""
+        """Finished share of the work, including running rows and earlier runs; never falls."""
         whole = self.before + self.total
         done = (self.before + self.rows_done) / whole if whole else 1.0
         self._most_done = max(self._most_done, done)
@@ -205,7 +199,7 @@ class Meter:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until all rows are finished; None before anything is computed."""
+        """Seconds until all rows are finished; None before the first computed token."""
         expected = self._expected_tokens
         kept = self.counts.kept_tokens / expected if expected else 0.0
         computed = self.rows_done - self.reused - kept
@@ -214,7 +208,7 @@ class Meter:
 
     @property
     def speeds(self) -> list[str]:
-        """Tokens per second, after the rows that cost none; rows where none are drawn."""
+        """Reused rows, if any, and tokens per second; rows and input tokens if none are drawn."""
         speeds = [f"{self.tokens_per_s:,.0f} tokens/s"]
         if not self.draws:
             computed = self.counts.prefill_tokens / self.elapsed_s
@@ -223,27 +217,24 @@ class Meter:
 
     @property
     def rates(self) -> str:
-        """Speed and pool, for the end of a progress bar or line."""
+        """Speeds and the pool's use, for the end of a progress bar or line."""
         pool = "" if self.pool is None else f"pool {self.pool:.0%}, shared {self.shared:.0%}"
         return ", ".join(filter(None, [*self.speeds, self.note or pool]))
 
     @property
     def rows_line(self) -> str:
-        """Rows finished of all, such as ``1,235 of 5,000 rows``."""
+        """Finished rows of all, such as ``1,235 of 5,000 rows``."""
         whole = self.before + self.total
-        return f"{self.before + self.rows_finished:,} of {whole:,} row{'' if whole == 1 else 's'}"
+        return f"{self.before + self.rows_finished:,} of {counted(whole, 'row')}"
 
     @property
     def running_line(self) -> str:
-        """Rows that run or wait to, such as ``256 in the engine``; "": there are none.
-
-        What is done of them is in ``share``.
-        """
+        """Unfinished rows, such as ``256 in the engine``; "" if there are none."""
         return f"{self.rows_running:,} in the engine" if self.rows_running else ""
 
     @property
     def line(self) -> str:
-        """All of it on one line."""
+        """The progress as one line."""
         rows = f"{self.rows_line} ({whole_percent(self.rows_share)})"
         failed = f"{self.failed:,} failed" if self.failed else ""
         work = f"{whole_percent(self.share)} of the work done" if self.rows_running else ""
@@ -252,12 +243,12 @@ class Meter:
 
     @property
     def left(self) -> str:
-        """How long it takes still, such as ``about 12.0 s left``; only where that is known."""
+        """The time left, such as ``about 12.0 s left``; only if ``eta_s`` is known."""
         assert self.eta_s is not None
         return f"{'at most' if self.expects_most else 'about'} {duration(self.eta_s)} left"
 
     def facts(self) -> dict[str, Any]:
-        """All of it by name, for machines; seconds, tokens and rows."""
+        """Return the progress by name, for machines; in rows, tokens and seconds."""
         return {
             "rows_total": self.before + self.total,
             "rows_finished": self.before + self.rows_finished,

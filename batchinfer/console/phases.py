@@ -1,22 +1,24 @@
-"""Phases: the waits of a run that have a name, such as loading the model.
+"""Phases: the named waits of a run, such as loading the model.
 
-Whoever makes others wait says so where that happens, ``with phase("loading the model")``, however
-deep in the call that is; who runs the program makes a ``Phases`` the active one and shows them.
-Where none is active, as in a library, nobody is told.
+Code that makes others wait says so on the spot, ``with phase("loading the model")``, at any depth.
+The program makes a ``Phases`` the active one, which shows and records them. Without one, as in a
+library, phases do nothing.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
 from typing import Protocol, Self
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, printable
+from batchinfer.console.terminal import LINE_EVERY_S, TerminalLine, print_line
 
 SHOWN_AFTER_S = 0.5
-"""Shorter phases are not told of."""
+"""Shorter phases are not shown."""
 _TICK_S = 0.25
 _GIGA = 1e9
 
@@ -25,23 +27,66 @@ class PhaseView(Protocol):
     """Shows phases."""
 
     def lasts(self, name: str, detail: str, seconds: float) -> None:
-        """Show that a phase has lasted so long; called again and again.
+        """Show that a phase has lasted ``seconds``; called again and again.
 
         Args:
-            detail: how far it is; "" where nobody knows.
+            detail: how far it is; "" if unknown.
         """
         ...
 
     def ended(self, name: str, detail: str, seconds: float) -> None:
-        """Show that a phase that ``lasts`` was called for has ended, or makes room for another."""
+        """Show that a phase has ended, or that another one has begun inside it."""
         ...
 
 
+class StatusLine:
+    """Shows the current phase on a line of a terminal, which the next phase takes."""
+
+    def __init__(self) -> None:
+        self._line: TerminalLine | None = None
+
+    def lasts(self, name: str, detail: str, seconds: float) -> None:
+        if self._line is None:
+            self._line = TerminalLine()
+        self._line.show(printable(phase_line(name, detail, seconds)))
+
+    def ended(self, name: str, detail: str, seconds: float) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+class PhaseLines:
+    """Writes a line for each phase that has ended, and a few while a long one lasts."""
+
+    def __init__(
+        self, write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True)
+    ) -> None:
+        self._write = write
+        self._next_s = LINE_EVERY_S
+
+    def lasts(self, name: str, detail: str, seconds: float) -> None:
+        if seconds >= self._next_s:
+            self._next_s = 2 * seconds
+            self._write(f"still {printable(phase_line(name, detail, seconds))}")
+
+    def ended(self, name: str, detail: str, seconds: float) -> None:
+        self._next_s = LINE_EVERY_S
+        self._write(printable(phase_line(name, detail, seconds)))
+
+
+def make_phase_view(*, quiet: bool) -> PhaseView | None:
+    """Return a view on stderr: one line on a terminal, lines elsewhere, None if ``quiet``."""
+    if quiet or sys.stderr is None:
+        return None
+    return StatusLine() if sys.stderr.isatty() else PhaseLines()
+
+
 class Phase:
-    """A wait that goes on, and how far it is.
+    """A wait, and how far it is.
 
     Args:
-        total: what there is to do; 0: not known.
+        total: amount of work; 0: unknown.
         unit: of ``total``: ``bytes``, or what is counted.
     """
 
@@ -51,17 +96,17 @@ class Phase:
         self._lock = RLock()
 
     def advance(self, amount: float) -> None:
-        """Count what is done; from any thread."""
+        """Count finished work. Any thread may call this."""
         with self._lock:
             self._done += amount
 
     def set_share(self, share: float) -> None:
-        """Set how much of all is done, from 0 to 1."""
+        """Set the share of the work that is finished, from 0 to 1."""
         self._done = share * self._total
 
     @property
     def detail(self) -> str:
-        """How far it is, such as ``3.2 of 14.9 GB``; "" where nobody knows."""
+        """How far it is, such as ``3.2 of 14.9 GB``; "" if unknown."""
         if not self._total:
             return ""
         done = min(self._done, self._total)
@@ -71,22 +116,21 @@ class Phase:
 
 
 class Phases:
-    """The phases of a run: what it waits for now, and how long it has waited for what.
+    """The phases of a run: the current one, and the seconds of each so far.
 
-    A phase inside another takes its place while it lasts, so that the times of all add up to no
-    more than has passed.
+    A phase inside another replaces it while it lasts, so that the times of all phases add up to no
+    more than the time that has passed.
 
     Args:
-        view: shows those that last; None: nobody is told.
-        clock: seconds.
+        view: shows phases; None: nothing does.
+        clock: returns seconds.
     """
 
     def __init__(
         self, view: PhaseView | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """How long each has lasted, in the order they began; those that have ended, and the times
-        of one name added up."""
+        """Seconds of the phases that have ended, summed by name, in the order they began."""
         self._view = view
         self._clock = clock
         self._stack: list[Phase] = []
@@ -98,7 +142,7 @@ class Phases:
 
     @property
     def current(self) -> tuple[str, str, float] | None:
-        """Name, how far it is, and seconds of the phase that lasts now; None: there is none."""
+        """Name, detail and seconds of the current phase; None if there is none."""
         with self._lock:
             if not self._stack:
                 return None
@@ -107,17 +151,19 @@ class Phases:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[Phase]:
-        """Have ``phase`` last."""
+        """Make ``phase`` the current one."""
         with self._lock:
-            self._change(lambda: self._stack.append(phase))
+            self._end_current()
+            self._stack.append(phase)
         try:
             yield phase
         finally:
             with self._lock:
-                self._change(lambda: self._stack.remove(phase))
+                self._end_current()
+                self._stack.remove(phase)
 
     def check(self) -> None:
-        """Show the current phase, if it has lasted."""
+        """Show the current phase if it has lasted long enough."""
         with self._lock:
             current = self.current
             if current is None or self._view is None or self._closed.is_set():
@@ -140,16 +186,14 @@ class Phases:
         if self._thread is not None:
             self._thread.join()
 
-    def _change(self, change: Callable[[], None]) -> None:
-        """End what lasts, and begin what is on top after a change."""
-        now = self._clock()
-        if self._stack:
-            phase, seconds = self._stack[-1], now - self._began_s
-            self.seconds[phase.name] = self.seconds.get(phase.name, 0.0) + seconds
+    def _end_current(self) -> None:
+        """Count the time of the current phase up to now, and end its display."""
+        if (current := self.current) is not None:
+            name, _, seconds = current
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             if self._view is not None and (self._is_shown or seconds >= SHOWN_AFTER_S):
-                self._view.ended(phase.name, phase.detail, seconds)
-        change()
-        self._began_s, self._is_shown = now, False
+                self._view.ended(*current)
+        self._began_s, self._is_shown = self._clock(), False
 
     def _run(self) -> None:
         while not self._closed.wait(_TICK_S):
@@ -157,17 +201,17 @@ class Phases:
 
 
 _active: list[Phases] = []
-"""The last one is told."""
+"""The last one is in use."""
 
 
 def active_phases() -> Phases | None:
-    """The phases that are told of; None where nobody is."""
+    """Return the phases in use, if any."""
     return _active[-1] if _active else None
 
 
 @contextmanager
 def phase(name: str, total: float = 0, unit: str = "") -> Iterator[Phase]:
-    """Tell the active phases that what is done inside is waited for; as for ``Phase``."""
+    """Record the time inside as a phase; arguments as for ``Phase``."""
     begun, active = Phase(name, total, unit), active_phases()
     if active is None:
         yield begun
@@ -177,5 +221,5 @@ def phase(name: str, total: float = 0, unit: str = "") -> Iterator[Phase]:
 
 
 def phase_line(name: str, detail: str, seconds: float) -> str:
-    """A phase on one line."""
+    """Format a phase as one line."""
     return f"{name}{detail and ': '}{detail}, {duration(seconds)}"

@@ -1,171 +1,215 @@
-"""Progress of a running job: counted, and told of in a line now and then."""
+"""Progress of a running job: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, repeat
 from threading import Event, Lock, Thread
 from typing import Protocol
 
-from tqdm import tqdm
+from tqdm.utils import disp_len
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, whole_percent
 from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.terminal import (
+    LINE_EVERY_S,
+    TerminalLine,
+    columns,
+    has_drawing_characters,
+    print_line,
+    styled,
+)
 from batchinfer.engine.stats import StepStats
 
-LINE_EVERY_S = 30.0
+_DRAW_EVERY_S = 0.1
+_LEAST_CELLS, _MOST_CELLS = 8, 28
 
 
 class Progress(Protocol):
-    """Display of a job's progress, updated with each step."""
+    """Receives a job's progress."""
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        """Add what a step has done, and show the pool's use."""
-        ...
+        """Add the counts of a step, and show the pool's use."""
 
     def fail(self, rows: int) -> None:
-        """Count rows that ended in an error; from the thread that writes them."""
-        ...
+        """Count failed rows. The thread that writes rows calls this."""
 
     def reuse(self, rows: int) -> None:
-        """Add rows that were copied from another output; call it from any thread."""
-        ...
+        """Count rows copied from another output. Any thread may call this."""
 
     def note(self, text: str) -> None:
-        """Show ``text`` where the pool's use of one engine would be: of several, say."""
-        ...
+        """Show ``text`` in place of the pool's use, for example about several engines."""
 
     def close(self) -> None:
-        """End the display and leave the screen in order."""
-        ...
+        """Show nothing more, and leave the screen in order."""
 
 
-def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Print a line; whoever closed the stream has read enough."""
-    name = "stderr" if to_stderr else "stdout"
-    stream = getattr(sys, name)
-    try:
-        if stream is not None and stream.isatty():
-            tqdm.write(text, file=stream)  # above what is written anew in its place
-        else:
-            print(text, file=stream, flush=True)
-    except (OSError, ValueError):
-        setattr(sys, name, None)  # Python flushes once more at exit; give it nothing to fail on
-
-
-class Metered:
-    """What displays of progress have in common: they count with a meter, and show it when due."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._lock = Lock()  # steps are told by one thread, rows that are copied by another
-
-    def update(self, added: Counts, stats: StepStats | None) -> None:
-        """Add what a step has done."""
-        with self._lock:
-            self._meter.add(added, stats)
-            self._show_if_due()
-
-    def fail(self, rows: int) -> None:
-        """Count rows that ended in an error."""
-        self._meter.failed += rows
-
-    def reuse(self, rows: int) -> None:
-        """Add rows that were copied."""
-        with self._lock:
-            self._meter.reused += rows
-            self._show_if_due()
-
-    def note(self, text: str) -> None:
-        """Show a text in place of the pool's use."""
-        self._meter.note = text
-
-    def close(self) -> None:
-        """Show nothing any more."""
-
-    def _show_if_due(self) -> None: ...
-
-
-class Lines(Metered):
-    """Progress as a plain line every ``LINE_EVERY_S`` seconds.
+class MeteredProgress(Progress):
+    """Counts progress with a meter. Subclasses also show it.
 
     Args:
-        meter: counts, and is shown.
-        write: takes a line.
+        warn: receives a line if no step has ended for 30 s, then for twice as long; None: nothing.
+        clock: returns seconds.
     """
 
     def __init__(
         self,
         meter: Meter,
-        write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True),
-    ) -> None:
-        super().__init__(meter)
-        self._write = write
-        self._next_s = LINE_EVERY_S
-
-    def _show_if_due(self) -> None:
-        elapsed = self._meter.elapsed_s
-        if elapsed >= self._next_s:
-            self._next_s = elapsed + LINE_EVERY_S
-            self._write(self._meter.line)
-
-
-class StallNotice:
-    """Progress that also says when no step ends: after 30 seconds, then after twice as many.
-
-    Args:
-        progress: shows the steps.
-        write: takes a line.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        write: Callable[[str], object],
+        warn: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._progress = progress
-        self._write = write
+        self.meter = meter
+        self._warn = warn
         self._clock = clock
-        self._note_step()
+        self._lock = Lock()  # one thread counts steps, another copies rows
         self._closed = Event()
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._note_step()
+        if warn is not None:
+            self._thread.start()
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        self._progress.update(added, stats)
+        with self._lock:
+            self.meter.add(added, stats)
+            self._show_if_due()
         self._note_step()
 
     def fail(self, rows: int) -> None:
-        self._progress.fail(rows)
+        self.meter.failed += rows
 
     def reuse(self, rows: int) -> None:
-        self._progress.reuse(rows)
+        with self._lock:
+            self.meter.reused += rows
+            self._show_if_due()
         self._note_step()
 
     def note(self, text: str) -> None:
-        self._progress.note(text)
+        self.meter.note = text
 
-    def _note_step(self) -> None:
-        self._last_s, self._patience_s = self._clock(), LINE_EVERY_S
-
-    def _run(self) -> None:
-        while not self._closed.wait(LINE_EVERY_S):
-            self.check()
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def check(self) -> None:
-        """Say that no step has ended for a while, if that is so."""
+        """Warn if no step has ended for a while."""
         waited = self._clock() - self._last_s
-        if waited >= self._patience_s:
+        if self._warn is not None and waited >= self._patience_s:
             self._patience_s *= 2
-            self._write(
+            self._warn(
                 f"no step has ended for {duration(waited)}; if that is long for this model, see "
                 "whether its threads have cores: other processes, OMP_NUM_THREADS, cgroup limits"
             )
 
+    def _show_if_due(self) -> None: ...
+
+    def _note_step(self) -> None:
+        self._last_s, self._patience_s = self._clock(), LINE_EVERY_S
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LINE_EVERY_S):
+            self.check()
+
+
+class Lines(MeteredProgress):
+    """Writes a plain line every ``every_s`` seconds."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        write: Callable[[], object],
+        every_s: float,
+        warn: Callable[[str], object] | None = None,
+    ) -> None:
+        super().__init__(meter, warn)
+        self._write = write
+        self._every_s = self._next_s = every_s
+
+    def _show_if_due(self) -> None:
+        elapsed = self.meter.elapsed_s
+        if elapsed >= self._next_s:
+            self._next_s = elapsed + self._every_s
+            self._write()
+
+
+class Bar(MeteredProgress):
+    """Rewrites a line of a terminal."""
+
+    def __init__(self, meter: Meter, warn: Callable[[str], object] | None = None) -> None:
+        super().__init__(meter, warn)
+        self._line: TerminalLine | None = None
+        self._drawn_s = -math.inf
+
+    def _show_if_due(self) -> None:
+        now = time.monotonic()
+        if now - self._drawn_s >= _DRAW_EVERY_S:
+            self._drawn_s = now
+            if self._line is None:  # not before: until now a phase may have the line
+                self._line = TerminalLine()
+            self._line.show(bar_line(self.meter, columns()))
+
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._progress.close()
+        super().close()
+        if self._line is not None:
+            self._line.close(last_line(self.meter, columns()))
+
+
+def make_progress(meter: Meter, *, quiet: bool) -> Progress:
+    """Return a display on stderr: a bar on a terminal, lines elsewhere, nothing if ``quiet``."""
+    if quiet or sys.stderr is None:
+        return MeteredProgress(meter)
+    write = partial(print_line, to_stderr=True)
+    if sys.stderr.isatty():
+        return Bar(meter, write)
+    return Lines(meter, lambda: write(meter.line), LINE_EVERY_S, write)
+
+
+def bar_line(meter: Meter, width: int) -> str:
+    """Return the progress in at most ``width`` columns, with the most important facts first."""
+    cells = max(_LEAST_CELLS, min(width // 6, _MOST_CELLS))
+    line = f"{whole_percent(meter.share):>4} {draw_bar(meter.share, cells)}"
+    return _filled(line, zip(chain(["  ", " "], repeat(", ")), _facts(meter), strict=False), width)
+
+
+def last_line(meter: Meter, width: int) -> str:
+    """Return the progress at the end of a run, with speeds if there is room."""
+    is_done = meter.rows_finished == meter.total
+    share = "" if is_done else f" ({whole_percent(meter.rows_share)})"
+    mine = f", {meter.rows_finished:,} of them" if meter.before else ""
+    failed = f", {styled(f'{meter.failed:,} failed', 'bad')}" if meter.failed else ""
+    line = f"{meter.rows_line}{share}{mine} in {duration(meter.elapsed_s)}{failed}"
+    return _filled(line, [(", ", speed) for speed in meter.speeds], width)
+
+
+def draw_bar(share: float, cells: int) -> str:
+    """Draw a bar that is readable without colors: the finished part is heavier."""
+    full = math.floor(cells * min(max(share, 0.0), 1.0))
+    done, left = ("━", "─") if has_drawing_characters() else ("#", ".")
+    return styled(done * full, "bar") + styled(left * (cells - full), "dim")
+
+
+def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
+    """Append as many texts, each after its separator, as fit."""
+    for separator, text in texts:
+        longer = f"{line}{separator}{text}"
+        if disp_len(longer) > width:
+            break
+        line = longer
+    return line
+
+
+def _facts(meter: Meter) -> Iterator[str]:
+    yield meter.rows_line
+    yield "finished"  # the bar's share counts work on running rows as well
+    if meter.failed:
+        yield styled(f"{meter.failed:,} failed", "bad")
+    if meter.eta_s is not None:
+        yield meter.left
+    if meter.rows_running:
+        yield meter.running_line
+    yield from meter.rates.split(", ")
+    yield f"{duration(meter.elapsed_s)} so far"

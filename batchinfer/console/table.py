@@ -1,4 +1,4 @@
-"""Facts about a job: a table on a terminal, plain lines elsewhere."""
+"""Facts about a job, as a table on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,39 +22,36 @@ _STYLES = {"good": "green", "bad": "red", "": "bold"}
 
 @dataclass(frozen=True)
 class SummaryLine:
-    """A fact with its label. Texts of unknown content are ``printable`` already."""
+    """A fact with its label. Untrusted text in it is ``printable``."""
 
     label: str
     value: str
-    """What is to be seen first."""
     note: str = ""
-    """How the line goes on, its comma or bracket included."""
+    """The rest of the line, including its comma or parenthesis."""
     share: float | None = None
-    """Drawn as a bar on a terminal; from 0 to 1."""
+    """Drawn as a bar on a terminal, from 0 to 1."""
     tone: str = ""
     """``good``, ``bad`` or neither."""
 
     @property
     def line(self) -> str:
-        """The fact as a plain line."""
+        """The fact as plain text."""
         return f"{self.label:<9}{self.value}{self.note}"
 
 
 def plain(facts: Iterable[SummaryLine]) -> Iterator[str]:
-    """The facts as plain lines."""
+    """Return the facts as plain lines."""
     return (fact.line for fact in facts)
 
 
 def render_table(
     title: str, facts: Iterable[SummaryLine], lines: Iterable[str] | None = None
 ) -> str:
-    """Facts for stdout: a table if it is a terminal, else plain lines.
-
-    ``NO_COLOR`` is respected.
+    """Return facts for stdout: a table if it is a terminal, else plain lines. Respects NO_COLOR.
 
     Args:
-        title: what they are about; ``printable`` already.
-        lines: the plain lines, where they say the same in another way.
+        title: ``printable``.
+        lines: other plain lines with the same content.
     """
     if not draws_tables(sys.stdout):
         return "\n".join(plain(facts) if lines is None else lines)
@@ -68,7 +65,7 @@ def render_table(
 
 
 def table_panel(title: str, facts: Iterable[SummaryLine]) -> Panel:
-    """The table of ``render_table``, to be drawn by rich."""
+    """Return the table of ``render_table`` for rich."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -78,14 +75,14 @@ def table_panel(title: str, facts: Iterable[SummaryLine]) -> Panel:
     table.add_column(max_width=46)
     table.add_column(style="dim")
     for fact in facts:
-        table.add_row(Text(fact.label), _value(fact), Text(_beside(fact.note)))
+        table.add_row(Text(fact.label), _value(fact), Text(_without_joint(fact.note)))
     return Panel(
         table, title=Text(title, style="bold"), title_align="left", border_style="dim", expand=False
     )
 
 
 def draws_tables(stream: TextIO | None) -> bool:
-    """Whether ``stream`` is a terminal that moves its cursor and has more than ASCII."""
+    """Return whether ``stream`` is a terminal that can move its cursor and show more than ASCII."""
     try:
         is_terminal = stream is not None and stream.isatty()
         encoding = getattr(stream, "encoding", None) or ""
@@ -94,8 +91,8 @@ def draws_tables(stream: TextIO | None) -> bool:
     return is_terminal and os.environ.get("TERM") != "dumb" and "utf" in encoding.lower()
 
 
-def _beside(note: str) -> str:
-    """A note for a column of its own: without what joined it to the text before."""
+def _without_joint(note: str) -> str:
+    """Remove the punctuation that joined a note to the text before it."""
     text = note.strip(",;: ")
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
@@ -107,5 +104,6 @@ def _value(fact: SummaryLine) -> Text:
     if fact.share is None:
         return Text.assemble(value)
     full = math.floor(_BAR_CELLS * min(max(fact.share, 0.0), 1.0))
-    empty = _BAR_CELLS - full  # a lighter line: without colours it is to be told from the other
-    return Text.assemble(("━" * full, "cyan"), ("─" * empty, "dim"), " ", value)
+    # The lighter line keeps the parts distinct without colors.
+    bar = ("━" * full, "cyan"), ("─" * (_BAR_CELLS - full), "dim")
+    return Text.assemble(*bar, " ", value)

@@ -1,4 +1,4 @@
-"""Fixtures for what is shown."""
+"""Fixtures for output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ import pytest
 from batchinfer.console import phases
 
 
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def waits_are_told(monkeypatch: pytest.MonkeyPatch, no_waits_are_told: None) -> None:
-    """As where no test runs."""
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def phases_are_shown(monkeypatch: pytest.MonkeyPatch, no_waits_are_told: None) -> None:
+    """Show phases as outside of tests."""
     monkeypatch.setattr(phases, "SHOWN_AFTER_S", 0.5)

@@ -19,7 +19,7 @@ from batchinfer.console.format import duration, size, whole_percent
         (7500.0, "2 h 05 min"),
     ],
 )
-def test_a_duration_that_is_not_nothing_is_not_shown_as_nothing(seconds: float, shown: str) -> None:
+def test_duration_has_the_unit_that_fits(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
@@ -33,10 +33,10 @@ def test_a_duration_that_is_not_nothing_is_not_shown_as_nothing(seconds: float, 
         (5 << 40, "5 TiB"),
     ],
 )
-def test_a_size_has_the_unit_that_fits(count: int, shown: str) -> None:
+def test_size_has_the_unit_that_fits(count: int, shown: str) -> None:
     assert size(count) == shown
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.0, "0%"), (0.9999, "99%"), (1.0, "100%")])
-def test_only_all_is_all(share: float, shown: str) -> None:
+def test_whole_percent_rounds_down(share: float, shown: str) -> None:
     assert whole_percent(share) == shown

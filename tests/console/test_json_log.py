@@ -1,4 +1,4 @@
-"""``--log-format json``: every line of the program is an object, whatever wrote it."""
+"""``--log-format json``: every line that the program writes is an object."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.phases import Phase, Phases
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run import run_job
+from tests.console.conftest import Clock
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -65,7 +66,7 @@ def objects(text: str) -> list[dict[str, Any]]:
         ("signal", ExitCode.INTERRUPTED),
     ],
 )
-def test_every_line_of_a_program_is_an_object(tmp_path: Path, how: str, code: ExitCode) -> None:
+def test_every_line_of_output_is_an_object(tmp_path: Path, how: str, code: ExitCode) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "", "two\x1b[2J"]})
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), how],
@@ -93,21 +94,20 @@ def test_every_line_of_a_program_is_an_object(tmp_path: Path, how: str, code: Ex
         assert ended["summary"]["rows"]["error"] == 1
 
 
-@pytest.mark.usefixtures("waits_are_told")
-def test_the_events_of_a_run() -> None:
+@pytest.mark.usefixtures("phases_are_shown")
+def test_events_of_phases_and_progress(clock: Clock) -> None:
     lines: list[bytes] = []
     display = JsonDisplay(JsonLog(lines.append, clock=lambda: 1_700_000_000.25))
-    now = [0.0]
-    phases = Phases(display.phases, clock=lambda: now[0])
+    phases = Phases(display.phases, clock=clock)
     with phases.during(Phase("loading the model", 4e9, "bytes")) as loading:
         for _ in range(40):
-            now[0] += 1
+            clock.now += 1
             phases.check()
         loading.advance(2e9)
-    meter = Meter(100, before=20, clock=lambda: now[0])
+    meter = Meter(100, before=20, clock=clock)
     progress = display.progress(meter)
     for _ in range(25):
-        now[0] += 1
+        clock.now += 1
         progress.update(Counts(rows=1, begun=1, ended=1, tokens=7, settled_tokens=7), None)
     progress.fail(2)
     progress.close()
@@ -122,7 +122,7 @@ def test_the_events_of_a_run() -> None:
     assert (last["output_tokens"], last["tokens_per_s"], last["eta_s"]) == (175, 7.0, 75.0)
 
 
-def test_only_errors_if_quiet(tmp_path: Path) -> None:
+def test_quiet_log_has_only_errors(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", ""]})
     lines: list[bytes] = []
     display = JsonDisplay(JsonLog(lines.append), quiet=True)
@@ -131,7 +131,7 @@ def test_only_errors_if_quiet(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in lines] == ["too_many_errors"]
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_broken_pipe_is_no_error() -> None:
     def write(line: bytes) -> None:
         raise BrokenPipeError
 
@@ -141,7 +141,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     log.emit("two", "lines")
 
 
-def test_a_line_without_an_end_is_told_in_pieces() -> None:
+def test_endless_line_becomes_several_objects() -> None:
     lines: list[bytes] = []
     descriptor = os.open(os.devnull, os.O_WRONLY)
     captured = CapturedStream(descriptor, "stderr", JsonLog(lines.append))

@@ -1,4 +1,4 @@
-"""How far a job is while its rows run, and how long it takes."""
+"""Progress while rows run, and the time left."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from random import Random
 import pytest
 
 from batchinfer.console.meter import Counts, Meter
+from tests.console.conftest import Clock
 from tests.console.steps import a_step
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_tokens_count_before_a_row_is_finished() -> None:
-    clock = Clock()
+def test_tokens_count_before_a_row_is_finished(clock: Clock) -> None:
     meter = Meter(500, clock=clock)
     assert meter.eta_s is None
     meter.add(Counts(begun=500, most_tokens=500 * 32_000), None)
@@ -31,8 +24,7 @@ def test_tokens_count_before_a_row_is_finished() -> None:
     assert meter.tokens_per_s == pytest.approx(4000)
 
 
-def test_short_answers_that_are_finished_first_do_not_stand_for_the_others() -> None:
-    clock = Clock()
+def test_short_answers_that_finish_first_do_not_stand_for_the_others(clock: Clock) -> None:
     meter = Meter(500, clock=clock)
     clock.now = 10.0
     meter.add(Counts(begun=500, most_tokens=500 * 32_000, tokens=500 * 100), None)
@@ -41,8 +33,7 @@ def test_short_answers_that_are_finished_first_do_not_stand_for_the_others() -> 
     assert meter.share < 0.01  # by the mean of the finished one, all would be done
 
 
-def test_rows_of_runs_before_count_in_the_share_and_not_in_the_time() -> None:
-    clock = Clock()
+def test_rows_of_earlier_runs_count_in_the_share_but_not_in_the_time(clock: Clock) -> None:
     meter = Meter(3_800, before=1_200, clock=clock)
     clock.now = 60.0
     meter.add(Counts(rows=380), None)
@@ -53,12 +44,10 @@ def test_rows_of_runs_before_count_in_the_share_and_not_in_the_time() -> None:
     assert Meter(0).share == 1.0
 
 
-def test_tokens_that_earlier_runs_drew_count_in_the_share_and_not_in_the_time() -> None:
-    clock = Clock()
+def test_tokens_of_earlier_runs_count_in_the_share_but_not_in_the_time(clock: Clock) -> None:
     meter = Meter(10, before=10, clock=clock)
     clock.now = 8.0
-    kept = Counts(begun=10, most_tokens=1000, kept_tokens=600)
-    meter.add(kept, None)
+    meter.add(Counts(begun=10, most_tokens=1000, kept_tokens=600), None)
     assert meter.share == pytest.approx(0.5 + 0.5 * 0.6)
     assert (meter.tokens_per_s, meter.eta_s) == (0.0, None)
     meter.add(Counts(tokens=200), None)
@@ -66,12 +55,9 @@ def test_tokens_that_earlier_runs_drew_count_in_the_share_and_not_in_the_time() 
     assert (meter.tokens_per_s, meter.eta_s) == (25.0, pytest.approx(8.0))
     meter.add(Counts(rows=8, ended=8, settled_tokens=640), None)  # each drew 80
     assert meter.share == pytest.approx(0.5 + 0.5 * (0.8 + 160 / 1000))
-    lost = Meter(10, clock=clock)
-    lost.add(kept + Counts.lost_with(kept), None)
-    assert (lost.rows_running, lost.rows_done) == (0, 0.0)
 
 
-def test_any_counts_leave_it_between_nothing_and_all() -> None:
+def test_any_counts_keep_the_share_between_nothing_and_all() -> None:
     random = Random(7)
     for _ in range(200):
         meter, last = Meter(random.randrange(1, 50), before=random.randrange(3)), 0.0
@@ -80,24 +66,17 @@ def test_any_counts_leave_it_between_nothing_and_all() -> None:
         meter.add(Counts(begun=len(left), most_tokens=400 * len(left)), None)
         while left:
             finished = [row for row, tokens in left.items() if tokens <= 0]
-            drawn = sum(lengths[row] for row in finished)
+            drawn, rows = sum(lengths[row] for row in finished), len(finished)
             left = {row: tokens - 1 for row, tokens in left.items() if tokens > 0}
-            meter.add(
-                Counts(
-                    rows=len(finished),
-                    ended=len(finished),
-                    settled_tokens=drawn,
-                    tokens=len(left),
-                ),
-                None,
-            )
+            added = Counts(rows=rows, ended=rows, settled_tokens=drawn, tokens=len(left))
+            meter.add(added, None)
             assert last <= meter.share <= 1.0
             assert meter.eta_s is None or meter.eta_s >= 0
             last = meter.share
         assert (meter.share, meter.eta_s, meter.rows_running) == (1.0, 0.0, 0)
 
 
-def test_rows_of_a_worker_that_is_gone_run_no_more() -> None:
+def test_rows_of_a_dead_worker_no_longer_run() -> None:
     worker = Counts(rows=3, begun=10, ended=3, most_tokens=1000, tokens=500, settled_tokens=300)
     meter = Meter(10)
     meter.add(worker, None)
@@ -108,8 +87,7 @@ def test_rows_of_a_worker_that_is_gone_run_no_more() -> None:
     assert meter.counts - worker == Counts.lost_with(worker)
 
 
-def test_loading_is_no_time_of_rows() -> None:
-    clock = Clock()
+def test_time_before_the_clock_starts_does_not_count(clock: Clock) -> None:
     meter = Meter(10, clock=clock)
     clock.now = 60.0
     meter.begin()
@@ -126,8 +104,7 @@ def test_loading_is_no_time_of_rows() -> None:
         (False, 0, "2.5 rows/s, 400 input tokens/s"),
     ],
 )
-def test_rates_are_of_what_a_job_does(draws: bool, blocks: int, rates: str) -> None:
-    clock = Clock()
+def test_rates_suit_the_job(clock: Clock, draws: bool, blocks: int, rates: str) -> None:
     meter = Meter(50, draws=draws, clock=clock)
     clock.now = 4.0
     done = Counts(rows=10, begun=20, ended=10, tokens=120, prefill_tokens=1600)
@@ -142,10 +119,9 @@ def test_rates_are_of_what_a_job_does(draws: bool, blocks: int, rates: str) -> N
     assert meter.rates == f"{', '.join(meter.speeds)}, 2 of 2 workers up"
 
 
-def test_long_texts_that_are_read_first_do_not_stand_for_short_ones() -> None:
-    clock = Clock()
+def test_long_texts_that_are_read_first_do_not_stand_for_short_ones(clock: Clock) -> None:
     meter = Meter(1000, before=200, draws=False, clock=clock)
-    meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # of 20 tokens each
+    meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # 20 tokens each
     meter.add(Counts(rows=5), None)  # refused
     clock.now = 10.0
     meter.add(Counts(rows=10, ended=10, prefill_tokens=1_000), None)

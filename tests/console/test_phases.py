@@ -1,4 +1,4 @@
-"""Waits that have a name: what is shown of them, and how their times add up."""
+"""Phases: their display, and the sums of their times."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.console.phase_views import PhaseLines, StatusLine, make_phase_view
-from batchinfer.console.phases import Phase, Phases, active_phases, phase
+from batchinfer.console.phases import (
+    Phase,
+    PhaseLines,
+    Phases,
+    StatusLine,
+    active_phases,
+    make_phase_view,
+    phase,
+)
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run import run_job
 from batchinfer.job.stats.recorder import read_run
 from batchinfer.job.storage.filesystem import LocalFiles
+from tests.console.conftest import Clock
 from tests.console.terminal import PseudoTerminal, screen
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
-pytestmark = pytest.mark.usefixtures("waits_are_told")
+pytestmark = pytest.mark.usefixtures("phases_are_shown")
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_times_add_up_to_what_has_passed() -> None:
-    clock = Clock()
+def test_times_of_nested_phases_add_up_to_the_time_that_passed(clock: Clock) -> None:
     phases = Phases(clock=clock)
     with phases, phase("loading"):
         clock.now += 2
@@ -42,8 +42,8 @@ def test_times_add_up_to_what_has_passed() -> None:
     assert active_phases() is None
 
 
-def test_lines_of_those_that_last() -> None:
-    clock, lines = Clock(), list[str]()
+def test_long_phases_get_lines(clock: Clock) -> None:
+    lines = list[str]()
     phases = Phases(PhaseLines(lines.append), clock)
     with phases.during(Phase("reading inputs")):
         clock.now += 0.4
@@ -64,8 +64,7 @@ def test_lines_of_those_that_last() -> None:
     ]
 
 
-def test_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+def test_terminal_shows_phases_on_one_line(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     with PseudoTerminal(monkeypatch) as terminal:
         phases = Phases(StatusLine(), clock)
         for name in ("reading inputs", "loading the model\x1b[2J\n"):
@@ -86,7 +85,7 @@ def test_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen(terminal.text) == []  # the next to write has the line
 
 
-def test_nothing_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_depends_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_phase_view(quiet=True) is None
     monkeypatch.setattr(sys, "stderr", StringIO())
     assert isinstance(make_phase_view(quiet=False), PhaseLines)
@@ -94,8 +93,8 @@ def test_nothing_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert make_phase_view(quiet=False) is None
 
 
-def test_a_thread_shows_a_phase_while_it_lasts() -> None:
-    clock, lines = Clock(), list[str]()
+def test_thread_shows_a_phase_while_it_lasts(clock: Clock) -> None:
+    lines = list[str]()
     with Phases(PhaseLines(lines.append), clock), phase("loading the model"):
         clock.now = 31.0
         while not lines:
@@ -103,7 +102,7 @@ def test_a_thread_shows_a_phase_while_it_lasts() -> None:
     assert lines == ["still loading the model, 31.0 s", "loading the model, 31.0 s"]
 
 
-def test_a_run_records_its_phases(tmp_path: Path) -> None:
+def test_run_records_its_phases(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"], "id": [1, 2]})
     spec = job(tmp_path)
     spec = spec.model_copy(update={"input": spec.input.model_copy(update={"id_column": "id"})})

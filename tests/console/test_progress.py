@@ -1,96 +1,108 @@
+"""Progress on a terminal and elsewhere, and the last lines of a run."""
+
 from __future__ import annotations
 
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchinfer.console.bar import bar_line, draw_bar, last_line, make_progress
 from batchinfer.console.meter import Counts, Meter
-from batchinfer.console.progress import Lines, StallNotice, print_line
+from batchinfer.console.progress import (
+    Lines,
+    MeteredProgress,
+    bar_line,
+    draw_bar,
+    last_line,
+    make_progress,
+)
 from batchinfer.console.table import plain as plain_lines
+from batchinfer.console.terminal import LINE_EVERY_S, print_line
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.reporter import summary_facts, too_many_errors
 from batchinfer.job.run.run import run_job
+from tests.console.conftest import Clock
 from tests.console.steps import a_step
 from tests.console.terminal import PseudoTerminal, screen
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
 HALF_FULL = a_step(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)
+POOL = "pool 50%, shared 40%"
 
 
-def test_a_line_every_thirty_seconds() -> None:
-    now, lines = [0.0], []
-    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
+def lines_into(lines: list[str], clock: Callable[[], float]) -> Lines:
+    meter = Meter(200, clock=clock)
+    return Lines(meter, lambda: lines.append(meter.line), LINE_EVERY_S)
+
+
+def test_line_every_thirty_seconds(clock: Clock) -> None:
+    lines: list[str] = []
+    progress = lines_into(lines, clock)
     for second in range(0, 95, 5):
-        now[0] = float(second)
+        clock.now = float(second)
         progress.update(Counts(rows=5, ended=5, tokens=50, settled_tokens=50), HALF_FULL)
     assert lines == [
-        "35 of 200 rows (17%), 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
-        "65 of 200 rows (32%), 11 tokens/s, pool 50%, shared 40%, about 2 min 05 s left",
-        "95 of 200 rows (47%), 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
+        f"35 of 200 rows (17%), 12 tokens/s, {POOL}, about 2 min 21 s left",
+        f"65 of 200 rows (32%), 11 tokens/s, {POOL}, about 2 min 05 s left",
+        f"95 of 200 rows (47%), 11 tokens/s, {POOL}, about 1 min 39 s left",
     ]
 
 
-def test_a_note_stands_where_the_pool_would() -> None:
-    now, lines = [0.0], []
-    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
+def test_note_replaces_the_pool_and_nothing_is_guessed_before_a_row_is_finished(
+    clock: Clock,
+) -> None:
+    lines: list[str] = []
+    progress = lines_into(lines, clock)
+    clock.now = 31.0
+    progress.update(Counts(tokens=62), HALF_FULL)
     progress.note("3 of 4 workers up, their pools 50%")
-    now[0] = 31.0
-    progress.update(Counts(rows=0, tokens=62), None)
-    assert lines == ["0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, their pools 50%"]
-
-
-def test_rows_that_are_reused_are_done_and_say_nothing_of_the_speed() -> None:
-    now, lines = [0.0], []
-    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
-    progress.reuse(100)
-    now[0] = 40.0
-    progress.update(Counts(rows=40, ended=40, tokens=400, settled_tokens=400), HALF_FULL)
-    now[0] = 80.0
-    progress.reuse(20)
-    pool = "pool 50%, shared 40%"
+    clock.now = 62.0
+    progress.update(Counts(tokens=62), None)
     assert lines == [
-        f"140 of 200 rows (70%), 100 rows reused, 10 tokens/s, {pool}, about 1 min 00 s left",
-        f"160 of 200 rows (80%), 120 rows reused, 5 tokens/s, {pool}, about 1 min 20 s left",
+        f"0 of 200 rows (0%), 2 tokens/s, {POOL}",
+        "0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, their pools 50%",
     ]
 
 
-def test_no_guess_before_a_row_is_finished() -> None:
-    now, lines = [0.0], []
-    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
-    now[0] = 31.0
-    progress.update(Counts(rows=0, tokens=0), HALF_FULL)
-    assert lines == ["0 of 200 rows (0%), 0 tokens/s, pool 50%, shared 40%"]
+def test_reused_rows_are_finished_but_do_not_count_in_the_speed(clock: Clock) -> None:
+    lines: list[str] = []
+    progress = lines_into(lines, clock)
+    progress.reuse(100)
+    clock.now = 40.0
+    progress.update(Counts(rows=40, ended=40, tokens=400, settled_tokens=400), HALF_FULL)
+    clock.now = 80.0
+    progress.reuse(20)
+    assert lines == [
+        f"140 of 200 rows (70%), 100 rows reused, 10 tokens/s, {POOL}, about 1 min 00 s left",
+        f"160 of 200 rows (80%), 120 rows reused, 5 tokens/s, {POOL}, about 1 min 20 s left",
+    ]
 
 
-def test_a_step_that_does_not_end_is_told_of_ever_more_rarely() -> None:
-    now, lines = [0.0], []
-    progress = StallNotice(
-        Lines(Meter(200, clock=lambda: now[0]), lines.append), lines.append, lambda: now[0]
-    )
-    told = []
+def test_warnings_about_a_step_that_does_not_end_become_rarer(clock: Clock) -> None:
+    lines: list[str] = []
+    progress = MeteredProgress(Meter(200, clock=clock), lines.append, clock)
+    warned = []
     for second in range(0, 400, 15):
-        now[0] = float(second)
+        clock.now = float(second)
         progress.check()
-        if len(lines) > len(told):
-            told.append(second)
-    assert told == [30, 60, 120, 240]
+        if len(lines) > len(warned):
+            warned.append(second)
+    assert warned == [30, 60, 120, 240]
     assert lines[2].startswith("no step has ended for 2 min 00 s; ")
-    lines.clear()
-    progress.update(Counts(rows=5, ended=5, tokens=50, settled_tokens=50), HALF_FULL)
-    now[0] += 29
+    progress.update(Counts(rows=5), HALF_FULL)
+    clock.now += 29
     progress.check()
     progress.close()
-    assert [line.partition(",")[0] for line in lines] == ["5 of 200 rows (2%)"]
+    assert len(lines) == 4
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
     with PseudoTerminal(monkeypatch) as terminal:
         progress = make_progress(Meter(10, before=5), quiet=quiet)
         progress.update(Counts(rows=5, ended=5, tokens=30), HALF_FULL)
@@ -110,15 +122,6 @@ def plain(text: str) -> str:
     return re.sub("\x1b\\[[0-9;]*m", "", text)
 
 
-def a_meter(**counts: int) -> Meter:
-    """One that has run for ten seconds."""
-    now = [0.0]
-    meter = Meter(2048, before=1000, clock=lambda: now[0])
-    now[0] = 10.0
-    meter.add(Counts(**counts), HALF_FULL)
-    return meter
-
-
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
@@ -128,15 +131,17 @@ def a_meter(**counts: int) -> Meter:
         (
             159,
             " 50% #############.............  1,524 of 3,048 rows finished, 7 failed, "
-            "about 29.1 s left, 524 tokens/s, pool 50%, shared 40%, 10.0 s so far",
+            f"about 29.1 s left, 524 tokens/s, {POOL}, 10.0 s so far",
         ),
     ],
 )
-def test_a_bar_fits_its_terminal_and_needs_no_colour(
-    monkeypatch: pytest.MonkeyPatch, columns: int, line: str
+def test_bar_fits_its_terminal_and_needs_no_color(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, columns: int, line: str
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    meter = a_meter(rows=524, ended=524, tokens=5240, settled_tokens=5240)
+    meter = Meter(2048, before=1000, clock=clock)
+    clock.now = 10.0
+    meter.add(Counts(rows=524, ended=524, tokens=5240, settled_tokens=5240), HALF_FULL)
     meter.failed = 7
     found = bar_line(meter, columns)
     assert line.startswith(found)
@@ -144,62 +149,44 @@ def test_a_bar_fits_its_terminal_and_needs_no_colour(
     assert columns < 30 or found == line
 
 
-def summary_of_a_job(workers: int, *, found: float, planned: float) -> dict[str, Any]:
-    """What the last lines read of a ``summary.json``."""
+def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
+    """Return the last lines of a run, from what they read of a ``summary.json``."""
     kv = dict.fromkeys(("mean_utilization", "peak_utilization", "mean_waste"), 0.5)
     kv |= dict.fromkeys(("contiguous_waste", "sharing_saving"), 0.5)
-    return {
+    summary: dict[str, Any] = {
         "rows": {"ok": 4, "error": 0, "error_codes": {}, "control_text": 0, "reused": 0},
         "tokens": {"prompt": 100, "output": 10},
         "time_s": {"wall": 2.0, "load": 1.0},
         "throughput": {"output_tokens_per_s": 5.0},
         "workers": workers,
         "kv": {**kv, "num_blocks": 64, "block_size": 16, "prefix_hit_rate": found},
-        "sharing": {"deduplicated_rows": 0, "planned_rate": planned},
+        "sharing": {"deduplicated_rows": 0, "planned_rate": 0.5},
         "accept": {"samples_tried": 0},
         "out_of_memory": {"count": 0},
     }
+    return list(plain_lines(summary_facts(summary, Path("out"))))
 
 
-def test_a_pool_of_several_workers_is_said_to_be_of_each() -> None:
-    alone, fleet = (
-        list(plain_lines(summary_facts(summary_of_a_job(n, found=0.4, planned=0.5), Path("out"))))
-        for n in (1, 2)
-    )
-    assert "pool     64 blocks of 16 tokens, 50.0% used on average, 50.0% at most" in alone
-    assert (
-        "pool     64 blocks of 16 tokens on each of 2 workers, 50.0% used on average, 50.0% at most"
-        in fleet
-    )
+@pytest.mark.parametrize(("workers", "where"), [(1, ""), (2, " on each of 2 workers")])
+def test_summary_says_whose_pool_it_is(workers: int, where: str) -> None:
+    pool = f"pool     64 blocks of 16 tokens{where}, 50.0% used on average, 50.0% at most"
+    assert pool in summary_lines(workers)
 
 
-def test_no_more_is_found_than_rows_have_in_common() -> None:
-    less, more = (
-        " ".join(plain_lines(summary_facts(summary_of_a_job(2, found=f, planned=0.5), Path("o"))))
-        for f in (0.4, 0.6)
-    )
-    assert "40.0% of the prompt tokens were there already, of 50.0% that rows have" in less
-    assert "60.0% of the prompt tokens were there already files" in more
+@pytest.mark.parametrize(("found", "rest"), [(0.4, ", of 50.0% that rows have"), (0.6, " files")])
+def test_summary_never_finds_more_than_rows_have_in_common(found: float, rest: str) -> None:
+    lines = " ".join(summary_lines(2, found=found))
+    assert f"{found:.1%} of the prompt tokens were there already{rest}" in lines
 
 
-def test_work_on_rows_in_the_engine_is_no_share_of_finished_rows(
-    monkeypatch: pytest.MonkeyPatch,
+def test_work_on_unfinished_rows_is_separate_from_finished_rows(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    now = [0.0]
-    meter = Meter(2048, clock=lambda: now[0])
-    now[0] = 10.0
-    meter.add(
-        Counts(
-            rows=50,
-            ended=50,
-            begun=950,
-            most_tokens=9500,
-            tokens=50 * 10 + 900 * 5,
-            settled_tokens=500,
-        ),
-        None,
-    )
+    meter = Meter(2048, clock=clock)
+    clock.now = 10.0
+    started = Counts(begun=950, most_tokens=9500, tokens=50 * 10 + 900 * 5)
+    meter.add(started + Counts(rows=50, ended=50, settled_tokens=500), None)
     rows = "50 of 2,048 rows (2%), 900 in the engine, 24% of the work done, 500 tokens/s"
     assert meter.line.startswith(rows)
     bar = bar_line(meter, 111)
@@ -207,20 +194,16 @@ def test_work_on_rows_in_the_engine_is_no_share_of_finished_rows(
     assert ", 900 in the engine" in bar
 
 
-@pytest.mark.parametrize("no_colour", ["", "1"])
-def test_what_is_done_differs_from_what_is_left_without_colour(
-    monkeypatch: pytest.MonkeyPatch, no_colour: str
-) -> None:
-    monkeypatch.setenv("NO_COLOR", no_colour)
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_bar_is_readable_without_color(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
     with PseudoTerminal(monkeypatch):
         bars = [draw_bar(share, 4) for share in (0.0, 0.49, 0.999, 1.0)]
     assert [plain(bar) for bar in bars] == ["────", "━───", "━━━─", "━━━━"]
-    assert all(("\x1b" in bar) != bool(no_colour) for bar in bars)
+    assert all(("\x1b" in bar) != bool(no_color) for bar in bars)
 
 
-def test_nothing_is_left_of_what_a_terminal_writes_at_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_leaves_nothing_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     with PseudoTerminal(monkeypatch) as terminal:
         progress = make_progress(Meter(100, before=50), quiet=False)
         for event in ("step", "^C", "step", "line", "step", "^C"):
@@ -232,16 +215,15 @@ def test_nothing_is_left_of_what_a_terminal_writes_at_ctrl_c(
                 sys.stderr.write(event)  # where the cursor is, as the terminal does
         progress.close()
         print_line("stopped", to_stderr=True)
-    shown = screen(plain(terminal.text))
-    assert shown[0] == "a line"
-    assert shown[1].startswith("65 of 150 rows (43%), 15 of them in ")
-    assert shown[2:] == ["stopped"]
+    first, last, *rest = screen(plain(terminal.text))
+    assert first == "a line"
+    assert last.startswith("65 of 150 rows (43%), 15 of them in ")
+    assert rest == ["stopped"]
 
 
-def test_the_last_line_is_never_cut() -> None:
-    now = [0.0]
-    meter = Meter(5_847, before=153, draws=False, clock=lambda: now[0])
-    now[0] = 51.3
+def test_last_line_leaves_out_speeds_that_do_not_fit(clock: Clock) -> None:
+    meter = Meter(5_847, before=153, draws=False, clock=clock)
+    clock.now = 51.3
     meter.add(Counts(rows=5_847, prefill_tokens=187_600), None)
     done = "6,000 of 6,000 rows, 5,847 of them in 51.3 s"
     assert last_line(meter, 40) == done
@@ -249,41 +231,35 @@ def test_the_last_line_is_never_cut() -> None:
     assert last_line(meter, 99) == f"{done}, 114.0 rows/s, 3,657 input tokens/s"
 
 
-def test_what_has_not_begun_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_a_step_or_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with PseudoTerminal(monkeypatch) as terminal:
         make_progress(Meter(10), quiet=False).close()
     assert terminal.text == ""
+    for stderr in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        progress = make_progress(Meter(10), quiet=False)
+        progress.update(Counts(rows=10, tokens=30), HALF_FULL)
+        progress.close()
+        assert stderr is None or stderr.getvalue() == ""
 
 
-def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    progress = make_progress(Meter(10), quiet=False)
-    progress.update(Counts(rows=10, tokens=30), HALF_FULL)
-    progress.close()
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
-
-
-def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    make_progress(Meter(10), quiet=False).update(Counts(rows=1, tokens=1), None)
-
-
-def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     print_line("hello")
 
 
-def test_too_many_errors_says_which() -> None:
+def test_too_many_errors_are_counted_by_code() -> None:
     rows: dict[str, Any] = {"total": 100, "error": 5, "error_codes": {"empty_prompt": 5}}
     message = too_many_errors(rows, 0.01, Path("/out"))
-    assert "5 of 100 rows failed" in message
-    assert "empty_prompt 5" in message
-    assert "/out" in message
+    for text in ("5 of 100 rows failed", "empty_prompt 5", "/out"):
+        assert text in message
 
 
-def test_a_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_and_resumed_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [str(n) for n in range(25)]})
     spec = job(tmp_path)
     with PseudoTerminal(monkeypatch, "stdout", "stderr") as terminal:
@@ -296,5 +272,5 @@ def test_a_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ends[0].startswith("25 of 25 rows in ")
     assert ends[1].startswith("25 of 25 rows, 10 of them in ")
     assert "15 of 25 rows were finished before" in shown
-    assert "\r 60% " in plain(terminal.text)  # where the second begins
+    assert "\r 60% " in plain(terminal.text)  # where the second run starts
     assert "100%" not in "".join(shown)

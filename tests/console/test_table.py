@@ -1,4 +1,4 @@
-"""Tables on a terminal, plain lines elsewhere; texts of a job's do nothing on either."""
+"""Tables on a terminal, plain lines elsewhere; untrusted text does nothing on either."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ rows     5 of 10 (50%), 1 failed
 waste    1.0% of the used blocks (or [bold]70%[/bold])
 errors   empty 1: row 3
 state    finished"""
-COLOUR = re.compile("\x1b\\[[0-9;]*m")
+COLOR = re.compile("\x1b\\[[0-9;]*m")
 
 
 class Terminal(io.TextIOWrapper):
@@ -51,7 +51,7 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-def test_plain_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n".join(plain(FACTS)) == PLAIN
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert render_table("title", FACTS) == PLAIN
@@ -61,7 +61,7 @@ def test_plain_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "term"), [("ascii", "xterm"), ("utf-8", "dumb")])
-def test_plain_lines_on_a_terminal_that_draws_nothing(
+def test_facts_are_plain_lines_on_a_simple_terminal(
     monkeypatch: pytest.MonkeyPatch, encoding: str, term: str
 ) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal(encoding))
@@ -69,11 +69,11 @@ def test_plain_lines_on_a_terminal_that_draws_nothing(
     assert render_table("title", FACTS) == PLAIN
 
 
-def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     text = render_table("title", FACTS)
-    assert COLOUR.search(text)
-    lines = COLOUR.sub("", text).splitlines()
+    assert COLOR.search(text)
+    lines = COLOR.sub("", text).splitlines()
     assert max(map(len, lines)) <= 80
     assert "title" in lines[0]
     assert "━━━━━━━━──────── 5 of 10 (50%)" in lines[1]
@@ -83,14 +83,14 @@ def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(lines) == 6
 
 
-def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
-    codes = ";".join(found[2:-1] for found in COLOUR.findall(render_table("title", FACTS)))
+    codes = ";".join(found[2:-1] for found in COLOR.findall(render_table("title", FACTS)))
     assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are no colours
 
 
-def test_names_cannot_move_the_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_cannot_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     monkeypatch.chdir(tmp_path)
     evil = Path("\x1b[2J[red]\u202e")
@@ -103,12 +103,14 @@ def test_names_cannot_move_the_cursor(tmp_path: Path, monkeypatch: pytest.Monkey
     terminal.flush()
     said = terminal.buffer.getvalue().decode()  # type: ignore[attr-defined]
     assert "job ended" in said
-    assert "\\x1b[2J[red]" in re.sub(r"[│\s]", "", COLOUR.sub("", said))
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", COLOUR.sub("", said))
+    assert "\\x1b[2J[red]" in re.sub(r"[│\s]", "", COLOR.sub("", said))
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", COLOR.sub("", said))
     assert "\x1b[31m.parquet" not in said
 
 
-def test_json_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_summary_is_alone_on_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"]})
     for _ in range(2):  # the second has nothing to do
         assert run_job(job(tmp_path), build=FakeBuild(), as_json=True) is ExitCode.OK

@@ -12,8 +12,8 @@ from typing import Any
 from batchinfer.console.display import Display
 from batchinfer.console.format import counted, counted_rows, duration, printable
 from batchinfer.console.phases import phase
-from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
+from batchinfer.console.terminal import print_line
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import WatchedRun

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import PurePath
 
-from batchinfer.console.display import Display, TextDisplay
+from batchinfer.console.display import Display
 from batchinfer.console.phases import Phases
 from batchinfer.errors import ExitCode
 from batchinfer.job.job import BuildEngine
@@ -80,7 +80,7 @@ def run_job(
         "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, shard
     )
     refuse_combinations(options, has_fleet=fleet is not None)
-    display = display or TextDisplay(quiet=quiet, result_on_stdout=not as_json)
+    display = display or Display(quiet=quiet, result_on_stdout=not as_json)
     with ExitStack() as stack:
         phases = stack.enter_context(Phases(display.phases))
         watched = WatchedRun(spec.name, phases)

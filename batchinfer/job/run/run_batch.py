@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from batchinfer.config.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
-from batchinfer.console.display import TextDisplay
+from batchinfer.console.display import Display
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.input.formats.openai_prompts import (
@@ -124,7 +124,7 @@ def run_batch(options: BatchOptions) -> ExitCode:
     """
     job, output = batch_job(options), _output_file(options)
     is_open = is_open_file(output)
-    display = TextDisplay(quiet=options.quiet, result_on_stdout=not is_open)
+    display = Display(quiet=options.quiet, result_on_stdout=not is_open)
     code = run_job(
         job,
         overwrite=options.overwrite,

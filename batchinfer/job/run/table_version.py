@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from batchinfer.console.format import printable
-from batchinfer.console.progress import print_line
+from batchinfer.console.terminal import print_line
 from batchinfer.errors import JobError
 from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import identified, open_input, open_job

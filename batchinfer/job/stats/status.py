@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import duration, printable, whole_percent
 from batchinfer.console.phases import phase_line
-from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, draws_tables, plain, table_panel
+from batchinfer.console.terminal import print_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir

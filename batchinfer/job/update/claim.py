@@ -8,7 +8,7 @@ from dataclasses import replace
 from threading import Event
 
 from batchinfer.console.format import printable
-from batchinfer.console.progress import print_line
+from batchinfer.console.terminal import print_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir

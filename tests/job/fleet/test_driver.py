@@ -12,8 +12,8 @@ from threading import Event
 import numpy as np
 import pytest
 
-from batchinfer.console.bar import make_progress
 from batchinfer.console.meter import Meter
+from batchinfer.console.progress import make_progress
 from batchinfer.errors import DeviceError, JobError, ModelError, RowError, StorageError
 from batchinfer.job.fleet.boots import FleetSize
 from batchinfer.job.fleet.driver import FleetDriver

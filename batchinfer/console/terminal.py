@@ -1,0 +1,91 @@
+"""Output on a terminal: whole lines, one line that is rewritten in place, colors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from tqdm.utils import disp_len, disp_trim
+
+LINE_EVERY_S = 30.0
+"""Seconds between lines about something that lasts, where no line can be rewritten."""
+_UNKNOWN_COLUMNS = 80
+_SGR = {"good": "32", "bad": "31", "bar": "36", "dim": "2"}
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """Print a line. A closed stream is no error: its reader has seen enough."""
+    name = "stderr" if to_stderr else "stdout"
+    stream = getattr(sys, name)
+    try:
+        if stream is not None and stream.isatty():
+            tqdm.write(text, file=stream)  # above the line that is rewritten
+        else:
+            print(text, file=stream, flush=True)
+    except (OSError, ValueError):
+        setattr(sys, name, None)  # Python flushes once more at exit; give it nothing to fail on
+
+
+class TerminalLine:
+    """A line of stderr that is rewritten in place, and never wraps.
+
+    The cursor rests at its beginning. Text that the terminal itself writes there, such as the
+    ``^C`` of Ctrl-C, is overwritten the next time, and does not begin a new line.
+    """
+
+    def __init__(self) -> None:
+        self._line: Any = _Line(bar_format="{desc}", leave=False, dynamic_ncols=True)
+
+    def show(self, text: str) -> None:
+        """Replace the line's text, cut to the terminal's width."""
+        self._line.set_description_str(disp_trim(text, columns()))
+
+    def close(self, last: str = "") -> None:
+        """Leave ``last`` on the screen. Without it, the next text takes the line."""
+        self._line.close()
+        if last:
+            tqdm.write(disp_trim(last, columns()), file=sys.stderr)
+
+
+class _Line(tqdm):  # type: ignore[misc]
+    """tqdm's line, with the cursor at its beginning."""
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        last = 0
+
+        def print_status(text: str) -> None:
+            nonlocal last
+            length = disp_len(text)
+            file.write(f"\r{text}{' ' * (last - length)}\r")
+            file.flush()
+            last = length
+
+        return print_status
+
+
+def columns() -> int:
+    """Return the columns of a line of stderr that does not wrap: some terminals wrap a full one."""
+    found = 0
+    with suppress(OSError, ValueError):
+        found = os.get_terminal_size(sys.stderr.fileno()).columns
+    return (found or _UNKNOWN_COLUMNS) - 1
+
+
+def has_drawing_characters() -> bool:
+    """Return whether stderr can show more than ASCII."""
+    encoding = getattr(sys.stderr, "encoding", None) or ""
+    return "utf" in encoding.lower() and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, style: str) -> str:
+    """Style ``text`` as ``good``, ``bad``, ``bar`` or ``dim``, unless NO_COLOR is set.
+
+    See https://no-color.org.
+    """
+    has_color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\x1b[{_SGR[style]}m{text}\x1b[0m" if has_color else text
