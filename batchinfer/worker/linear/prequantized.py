@@ -26,7 +26,7 @@ from batchinfer.worker.linear.prequantized_experts import in_layers, keep_prequa
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantization import saved_section
 from batchinfer.worker.model.quantized.checkpoint import Dequantized, dequantized_tensors
-from batchinfer.worker.model.quantized.choose import choose_format
+from batchinfer.worker.model.quantized.formats import choose_format
 from batchinfer.worker.model.quantized.low_bit import (
     BlockWeight,
     IntegerWeight,

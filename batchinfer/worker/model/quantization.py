@@ -16,7 +16,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import text_config
 from batchinfer.errors import ModelError, install_command, one_line
-from batchinfer.worker.model.quantized.choose import METHODS, choose_format
+from batchinfer.worker.model.quantized.formats import METHODS, choose_format
 
 _SAVED_TYPES = (
     "Int8WeightOnlyConfig",

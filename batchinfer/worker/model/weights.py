@@ -18,8 +18,7 @@ from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize, saved_section
 from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
-from batchinfer.worker.model.quantized.choose import choose_format
-from batchinfer.worker.model.quantized.format import Format
+from batchinfer.worker.model.quantized.formats import Format, choose_format
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.text_half import causal_class, is_wrapper, read_text_half
 

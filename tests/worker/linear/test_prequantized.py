@@ -40,7 +40,7 @@ from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.model.quantized.checkpoint import Dequantized, dequantized_tensors
-from batchinfer.worker.model.quantized.choose import choose_format
+from batchinfer.worker.model.quantized.formats import choose_format
 from batchinfer.worker.model.quantized.low_bit import IntegerWeight
 from batchinfer.worker.model.weights import load_weights
 from tests.models import make_checkpoint

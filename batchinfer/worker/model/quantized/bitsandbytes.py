@@ -2,7 +2,7 @@
 
 From bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
 ``int8_vectorwise_dequant``): a 4-bit weight is a flat row of bytes, the upper half first, which are
-places in a table; so many numbers in a row share a scale. What is no tensor stands in one as JSON.
+places in a table; runs of ``blocksize`` numbers share a scale. Other values are JSON in a tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.low_bit import IntegerWeight, TableWeight
 from batchinfer.worker.model.quantized.stored import (
+    FLOATS,
     Quantized,
     Stored,
     Tensors,
@@ -29,11 +30,10 @@ from batchinfer.worker.model.quantized.stored import (
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _NESTED = (".nested_absmax", ".nested_quant_map")
 _ONE_127TH = 7.874015718698502e-3  # the library's own number
-_FLOATS = ("F32", "F16", "BF16")
 
 
 class BitsAndBytes:
-    """Both layouts, which a checkpoint's tensors tell apart."""
+    """Both layouts; a checkpoint's tensors show which."""
 
     name = "bitsandbytes"
     ends: Mapping[str, str] = {
@@ -52,7 +52,7 @@ class BitsAndBytes:
 
 @dataclass(frozen=True)
 class _State:
-    """What a 4-bit weight's JSON says of it."""
+    """A 4-bit weight's JSON."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -65,7 +65,7 @@ class _State:
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether it is [out, in], and no run of numbers with a scale is of two outputs."""
+        """Whether it is [out, in], and no run that shares a scale crosses two outputs."""
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 
@@ -74,14 +74,14 @@ def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     codes, scales, table = (part_of(name, parts, end) for end in ends)
     state = _state(next((parts[end] for end in _STATES if end in parts), None), name)
     num_scales = -(-state.size // state.blocksize)
-    check_part(table, (16,), *_FLOATS)
+    check_part(table, (16,), *FLOATS)
     if state.nested_blocksize is not None:
         nested, nested_table = (part_of(name, parts, end) for end in _NESTED)
         check_part(scales, (num_scales,), "U8")
-        check_part(nested, (-(-num_scales // state.nested_blocksize),), *_FLOATS)
-        check_part(nested_table, (256,), *_FLOATS)
+        check_part(nested, (-(-num_scales // state.nested_blocksize),), *FLOATS)
+        check_part(nested_table, (256,), *FLOATS)
     else:
-        check_part(scales, (num_scales,), *_FLOATS)
+        check_part(scales, (num_scales,), *FLOATS)
     if codes.dtype == "U8":
         check_part(codes, (-(-state.size // 2), 1), "U8")
     kept = {end: parts[end] for end in (*ends, *_NESTED) if end in parts}
@@ -102,7 +102,6 @@ def _dequantize_table(state: _State, name: str, tensors: Tensors) -> torch.Tenso
 
 
 def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
-    """A weight whose outputs are whole runs."""
     codes = _bytes(state, name, tensors)
     halves = torch.stack([codes >> 4, codes & 15], dim=1).flatten()[: state.size]
     scales = _scales(state, tensors).view(state.shape[0], -1)
@@ -110,7 +109,7 @@ def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
 
 
 def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
-    """Two codes in each, the first in the upper half."""
+    """Bytes of two codes each, the first in the upper half."""
     codes = tensors[""].contiguous().view(torch.uint8).flatten()  # saved as bfloat16 or the like
     if 2 * len(codes) < state.size:
         raise ModelError(
@@ -121,7 +120,6 @@ def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
 
 
 def _scales(state: _State, tensors: Tensors) -> torch.Tensor:
-    """A scale for each block, in float32."""
     scales = tensors[".absmax"]
     if state.nested_blocksize is None:
         return scales.float()
@@ -131,7 +129,7 @@ def _scales(state: _State, tensors: Tensors) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Multiply each run of ``blocksize`` numbers by its scale; the last may be shorter."""
+    """Multiply each run of ``blocksize`` numbers by its scale; the last run may be shorter."""
     return values * scales.repeat_interleave(blocksize)[: len(values)]
 
 
@@ -161,7 +159,7 @@ def _state(stored: Stored | None, name: str) -> _State:
 def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     codes, scales = part_of(name, parts, ""), part_of(name, parts, ".SCB")
     check_part(codes, (*codes.shape[:1], *codes.shape[1:2]), "I8")
-    check_part(scales, codes.shape[:1], *_FLOATS)
+    check_part(scales, codes.shape[:1], *FLOATS)
     layout = parts.get(".weight_format")
     numbers = [] if layout is None else layout.read().flatten().tolist()
     if layout is not None and any(numbers):

@@ -1,4 +1,4 @@
-"""Weight files with quantized weights, seen as if they had been saved in floating point."""
+"""Weight files with quantized weights, read as if they had been saved in floating point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from batchinfer.worker.model.quantized.format import Format
+from batchinfer.worker.model.quantized.formats import Format
 from batchinfer.worker.model.quantized.stored import Quantized, Stored, stored_tensors
 
 _OF_ROWS = (
@@ -17,20 +17,16 @@ _OF_ROWS = (
     *(".output_scale", ".output_zero_point", "activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
-"""Ends of names of what rounds rows, or KV: both keep their dtype here."""
+"""Ends of the names of scales for activations or KV: both keep their dtype here."""
 
 
 @dataclass(frozen=True)
 class Dequantized:
-    """A quantized weight that is dequantized each time it is indexed.
-
-    Args:
-        weight: as it is saved.
-        dtype: that it will be loaded in.
-    """
+    """A quantized weight that is dequantized each time it is indexed."""
 
     weight: Quantized
     dtype: torch.dtype
+    """That it will be loaded in."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.weight.read(self.dtype)[index]
@@ -39,16 +35,15 @@ class Dequantized:
 def dequantized_tensors(
     paths: Iterable[Path], saved_as: Format, dtype: torch.dtype
 ) -> dict[str, Stored | Dequantized]:
-    """The tensors of weight files under the names that they have in a checkpoint that is not
-    quantized. Headers are read and checked, numbers when a tensor is indexed.
+    """The tensors of safetensors files by the names that they have in an unquantized checkpoint.
+
+    Reads and checks headers now, numbers when a tensor is indexed.
 
     Args:
-        paths: the safetensors files.
-        saved_as: their format.
         dtype: that the weights will be loaded in.
 
     Raises:
-        ModelError: a weight's tensors are not all there, or do not go together.
+        ModelError: some of a weight's tensors are missing, or do not match.
     """
     weights: dict[str, dict[str, Stored]] = {}
     for tensor in (each for path in paths for each in stored_tensors(path)):
@@ -63,17 +58,17 @@ def dequantized_tensors(
 
 
 def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
-    """Names of biases of 0 beside dequantized weights: GPTQ tools save them for layers that have
-    none, so that a model without them is whole."""
-    names = (name.removesuffix("weight") + "bias" for name in tensors if _is_linear(tensors[name]))
+    """Names of all-zero biases of dequantized layers. GPTQ tools save them for layers that have no
+    bias, so a model may do without them."""
+    names = (
+        name.removesuffix("weight") + "bias"
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Dequantized) and len(tensor.weight.shape) == 2
+    )
     return {name for name in names if name in tensors and not tensors[name][...].any()}
 
 
-def _is_linear(tensor: Stored | Dequantized) -> bool:
-    return isinstance(tensor, Dequantized) and len(tensor.weight.shape) == 2
-
-
 def _place(name: str, ends: Mapping[str, str]) -> tuple[str, str]:
-    """The weight that a tensor stands for, and the end of its name by which it does."""
+    """The weight that a tensor belongs to, and the end of its name that says so."""
     end = max((end for end in ends if name.endswith(end)), key=len, default="")
     return (name.removesuffix(end) + ends[end], end) if end else (name, "")

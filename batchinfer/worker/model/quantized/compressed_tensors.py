@@ -25,10 +25,12 @@ from batchinfer.worker.model.quantized.low_bit import (
     words_for,
 )
 from batchinfer.worker.model.quantized.stored import (
+    FLOATS,
     Quantized,
     Stored,
     Tensors,
     check_part,
+    experts_and_matrix,
     part_of,
 )
 
@@ -37,8 +39,7 @@ _FORMATS = (
     *("mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
-"""Seconds in which a pattern must match a name: whoever wrote it could have it run for ever."""
-_FLOATS = ("BF16", "F16", "F32")
+"""Seconds in which a pattern must match a name: a hostile one could run forever."""
 _PACKED, _SCALE, _ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
 _SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
 
@@ -55,9 +56,9 @@ class _Scheme:
     has_zeros: bool
 
     def rank(self, module: str) -> int:
-        """How closely it names a module: by name, by pattern, by kind of module; 3: not at all.
+        """How closely it names a module: 0 by name, 1 by pattern, 2 by module class, 3 not at all.
 
-        Kinds are not compared: what is saved quantized is a linear layer.
+        Classes are not compared: only linear layers are saved quantized.
         """
         if module in self.targets:
             return 0
@@ -67,14 +68,7 @@ class _Scheme:
 
 
 class CompressedTensors:
-    """A checkpoint of compressed-tensors.
-
-    Args:
-        saved: config.json's ``quantization_config``.
-
-    Raises:
-        ModelError: naming the key that cannot be read.
-    """
+    """A checkpoint of compressed-tensors."""
 
     ends: Mapping[str, str] = dict.fromkeys((_PACKED, _SCALE, _ZEROS, _SHAPE, _GROUP_OF), ".weight")
 
@@ -118,7 +112,7 @@ class CompressedTensors:
 
 
 def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What stands at a key; empty where nothing does."""
+    """The object at a key; empty where it is missing."""
     value = saved.get(key) or {}
     if not isinstance(value, Mapping):
         raise refused(key, value, "it must be an object")
@@ -126,7 +120,7 @@ def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _scheme(key: str, group: Any) -> _Scheme:
-    """A group of ``config_groups``, checked."""
+    """Check a group of ``config_groups``."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     targets = group.get("targets") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or not isinstance(targets, list):
@@ -155,7 +149,7 @@ def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Q
     saved_shape = part_of(name, parts, _SHAPE)
     check_part(saved_shape, (len(words.shape),), "I64", "I32")
     shape = tuple(map(int, saved_shape.read().tolist()))
-    *experts, height, width = (1, 1, *shape)[-max(len(shape), 2) :]
+    *experts, height, width = experts_and_matrix(shape)
     check_part(words, (*shape[:-1], words_for(width, scheme.bits)), "I32")
     groups = _check_scales(scales, (*experts, height, width), scheme)
     kept = {end: part for end, part in parts.items() if end != _SHAPE}
@@ -172,7 +166,7 @@ def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Q
 def _int8_weight(
     numbers: Stored, scales: Stored, zeros: Stored | None, scheme: _Scheme
 ) -> Quantized:
-    *experts, height, width = (1, 1, *numbers.shape)[-max(len(numbers.shape), 2) :]
+    *experts, height, width = experts_and_matrix(numbers.shape)
     check_part(numbers, (*experts, height, width), "I8")
     _check_scales(scales, (*experts, height, width), scheme)
     parts = {_PACKED: numbers, _SCALE: scales}
@@ -183,7 +177,7 @@ def _int8_weight(
 
 
 def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> int:
-    """Check the scales of a weight of a shape; returns how many a row has."""
+    """Check the scales of a weight; returns how many a row has."""
     *experts, height, width = shape
     if scheme.group_size and width > scheme.group_size and width % scheme.group_size:
         raise ModelError(
@@ -193,7 +187,7 @@ def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> in
     groups = -(-width // (scheme.group_size or max(width, 1)))
     whole = ((*experts, 1, 1), (*experts, 1), (1,), ())
     if scheme.group_size is not None or scales.shape not in whole:
-        check_part(scales, (*experts, height, groups), *_FLOATS)
+        check_part(scales, (*experts, height, groups), *FLOATS)
     return groups
 
 

@@ -1,4 +1,4 @@
-"""Values of config.json's ``quantization_config``, and what is said of those that do not go."""
+"""Checked values of config.json's ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 from batchinfer.errors import ModelError
 
-SECTION = "quantization_config"
 _MOST_SHOWN = 60
 
 
 def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any = None) -> Any:
-    """The value of a key, one of those that can be read.
+    """The value of a key, one of the ``known`` ones.
 
     Args:
         saved: the section, or an object in it.
-        key: in ``saved``; dotted where that is an object in the section.
-        known: values that can be read.
+        key: in ``saved``; dotted where ``saved`` is an object in the section.
         default: where there is no such key.
 
     Raises:
-        ModelError: naming the key and the values that can be read.
+        ModelError: naming the key and the known values.
     """
     value = saved.get(key.rpartition(".")[2], default)
     if not any(type(value) is type(each) and value == each for each in known):
-        raise refused(key, value, f"{_listed(known)} can be read")
+        *others, last = map(str, known)
+        listed = f"{', '.join(others)} and {last}" if others else last
+        raise refused(key, value, f"{listed} can be read")
     return value
 
 
@@ -59,15 +59,10 @@ def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 
 def refused(key: str, value: object, why: str) -> ModelError:
-    """The error for a value that cannot be read."""
+    """The error for a value that is not supported."""
     shown = str(value)
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
     return ModelError(
-        f"not yet: {SECTION}.{key} in config.json is {shown}; {why}; use the checkpoint it was "
-        "made from, or one quantized in a way that is read"
+        f"not yet: quantization_config.{key} in config.json is {shown}; {why}; use the checkpoint "
+        "it was made from, or one quantized in a way that is supported"
     )
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    names = [str(value) for value in values]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

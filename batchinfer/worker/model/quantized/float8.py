@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from batchinfer.worker.model.quantized.low_bit import BlockWeight
 from batchinfer.worker.model.quantized.stored import (
@@ -17,6 +16,7 @@ from batchinfer.worker.model.quantized.stored import (
     Stored,
     Tensors,
     check_part,
+    experts_and_matrix,
     part_of,
 )
 
@@ -26,18 +26,14 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Float8:
-    """Weights of float8, each with a tensor of scales.
-
-    Args:
-        name: the format's.
-        scale_ends: what follows a weight's name in that of its scales, by what wrote it.
-        block: rows and columns that share a scale; None: a scale for each row or for all of them,
-            as the shape of the scales says.
-    """
+    """Weights of float8, each with a tensor of scales."""
 
     name: str
     scale_ends: tuple[str, ...]
+    """Ends that the names of scales may have, by what wrote them."""
     block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; None: one scale for each row or for the whole weight, as
+    the shape of the scales says."""
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -52,17 +48,12 @@ class Float8:
 
 
 def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantized:
-    """A weight of float8 and its scales, checked.
-
-    Args:
-        codes: [..., out, in], of experts with their dimension first.
-        scales: [..., ceil(out / block[0]), ceil(in / block[1])].
-        block: as in ``Float8``.
+    """A weight of ``codes`` [..., out, in], experts first, and its scales, as in ``Float8``.
 
     Raises:
-        ModelError: their shapes or dtypes do not go together.
+        ModelError: their shapes or dtypes do not match.
     """
-    *experts, height, width = (1, 1, *codes.shape)[-max(len(codes.shape), 2) :]
+    *experts, height, width = experts_and_matrix(codes.shape)
     check_part(codes, (*experts, height, width), *FLOAT8)
     if block is None:
         per_row = scales.shape in ((*experts, height, 1), (*experts, height))
@@ -71,11 +62,9 @@ def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) 
     else:
         shape = (*experts, -(-height // block[0]), -(-width // block[1]))
     check_part(scales, shape, *_SCALES)
-    by_block = partial(_by_block, block=block)
-    parts = {"": codes, "scales": scales}
-    return Quantized.of_low_bit(codes.shape, parts, by_block)
 
+    def by_block(tensors: Tensors) -> BlockWeight:
+        codes, scales = tensors[""], tensors["scales"].float()
+        return BlockWeight(codes, scales.reshape(-(-len(codes) // block[0]), -1), block)
 
-def _by_block(tensors: Tensors, block: tuple[int, int]) -> BlockWeight:
-    codes, scales = tensors[""], tensors["scales"].float()
-    return BlockWeight(codes, scales.reshape(-(-len(codes) // block[0]), -1), block)
+    return Quantized.of_low_bit(codes.shape, {"": codes, "scales": scales}, by_block)

@@ -1,4 +1,4 @@
-"""Weights of few bits as they are saved: integers, places in a table, or float8 in blocks."""
+"""Low-bit weights as they are saved: integers, places in a table, or float8 in blocks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,8 @@ def words_for(count: int, bits: int) -> int:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers in 32-bit words along the last dimension, the lowest bits first.
-
-    Args:
-        words: [..., n] int32.
-        bits: of a number: 2, 4 or 8.
-
-    Returns:
-        [..., n * 32 / bits] uint8.
-    """
+    """The numbers of 2, 4 or 8 ``bits`` in int32 words [..., n], the lowest bits first, as uint8
+    [..., n * 32 / bits]."""
     # Little-endian, as all hosts torch runs on.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
@@ -36,15 +29,10 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
-    """Check the group of each input.
-
-    Args:
-        name: of the weight.
-        group_of: [in].
-        groups: how many there are.
+    """Check the groups [in] of a weight's inputs, out of so many ``groups``.
 
     Raises:
-        ModelError: one is not there.
+        ModelError: an input's group does not exist.
     """
     first, last = int(group_of.min()), int(group_of.max())
     if not 0 <= first <= last < groups:
@@ -56,21 +44,13 @@ def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight as (numbers - zeros) * scales: what a kernel of few bits takes.
-
-    Args:
-        bits: of a number.
-        numbers: [out, in] int8 or uint8.
-        scales: [out or 1, groups]; a group is so many neighbouring inputs.
-        zeros: as ``scales``, of the same range as ``numbers``; None: 0.
-        group_of: [in] the group of each input; None: groups are equal and follow each other.
-    """
+    """A weight as (numbers - zeros) * scales."""
 
     bits: int
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    group_of: torch.Tensor | None = None
+    numbers: torch.Tensor  # [out, in] int8 or uint8
+    scales: torch.Tensor  # [out or 1, groups]
+    zeros: torch.Tensor | None = None  # as scales, of the same range as numbers; None: 0
+    group_of: torch.Tensor | None = None  # [in] None: groups of equal size follow each other
 
     def __post_init__(self) -> None:
         inputs, groups = self.numbers.shape[1], self.scales.shape[1]
@@ -85,7 +65,6 @@ class IntegerWeight:
         return values.mul_(self._spread(self.scales.float()))
 
     def _spread(self, by_group: torch.Tensor) -> torch.Tensor:
-        """For each input its group's column."""
         if self.group_of is not None:
             return by_group[:, self.group_of]
         width = self.numbers.shape[1]
@@ -94,17 +73,11 @@ class IntegerWeight:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight of float8 as codes * scales.
+    """A weight of float8 as codes * scales."""
 
-    Args:
-        codes: [out, in] float8.
-        scales: [ceil(out / block[0]), ceil(in / block[1])] float32.
-        block: rows and columns that share a scale.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    block: tuple[int, int]
+    codes: torch.Tensor  # [out, in] float8
+    scales: torch.Tensor  # [ceil(out / block[0]), ceil(in / block[1])] float32
+    block: tuple[int, int]  # rows and columns that share a scale
 
     def dequantize(self) -> torch.Tensor:
         """The weight [out, in] in float32."""
@@ -118,24 +91,18 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class TableWeight:
-    """A weight of 4 bits as table[codes] * scales.
+    """A weight of 4 bits as table[codes] * scales."""
 
-    Args:
-        codes: [out, in] uint8, from 0 to 15.
-        table: [16] float32.
-        scales: [out, groups] float32; groups are equal and follow each other.
-    """
-
-    codes: torch.Tensor
-    table: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor  # [out, in] uint8, from 0 to 15
+    table: torch.Tensor  # [16] float32
+    scales: torch.Tensor  # [out, groups] float32; groups of equal size follow each other
 
 
 LowBitCodes = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """For each element its block's scale, as far as broadcasting does not do it.
+    """Repeat the scale of each block for its elements, as far as broadcasting does not do it.
 
     Args:
         scales: [ceil(out / block[0]), ceil(in / block[1])].

@@ -48,8 +48,7 @@ def _dequantize(tensors: Tensors) -> torch.Tensor:
     """One expert: [out, blocks, 16] bytes to [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
-    values *= _powers(scales).unsqueeze(-1)
-    return values.flatten(1).T
+    return values.mul_(_powers(scales).unsqueeze(-1)).flatten(1).T
 
 
 def _codes(tensors: Tensors) -> TableWeight:

@@ -1,9 +1,13 @@
-"""GPTQ's weights of 2, 4 or 8 bits, with inputs in order or sorted by activation.
+"""GPTQ's weights of 2, 4 or 8 bits and AWQ's of 4: integers packed into 32-bit words.
 
-From GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``: a 32-bit word of
-``qweight`` holds neighbouring inputs, one of ``qzeros`` neighbouring outputs, the lowest bits
-first. The first version of the format (``checkpoint_format: gptq``, which later tools call
-``format``) saves zeros less one, the second (``gptq_v2``) as they are.
+GPTQ, from GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``: a word of
+``qweight`` holds neighboring inputs, one of ``qzeros`` neighboring outputs, the lowest bits first.
+The first version of the format (``checkpoint_format: gptq``, which later tools call ``format``)
+saves zeros less one, the second (``gptq_v2``) as they are.
+
+AWQ, from AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``: a word holds
+eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7; numbers, zeros and scales are saved
+with inputs, or groups of them, first.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from batchinfer.worker.model.quantized.low_bit import (
     unpack,
 )
 from batchinfer.worker.model.quantized.stored import (
+    FLOATS,
     Quantized,
     Stored,
     Tensors,
@@ -29,16 +34,13 @@ from batchinfer.worker.model.quantized.stored import (
     part_of,
 )
 
+_AWQ_BITS = 4
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word each of its eight outputs stands."""
+
 
 class Gptq:
-    """GPTQ's layout, symmetric or not, with or without ``desc_act``.
-
-    Args:
-        saved: config.json's ``quantization_config``.
-
-    Raises:
-        ModelError: naming the key: a number of bits or a version that is not read.
-    """
+    """GPTQ's layout, symmetric or not, with or without ``desc_act``."""
 
     name = "gptq"
     ends: Mapping[str, str] = {
@@ -64,7 +66,7 @@ class Gptq:
         inputs = num_words * per_word
         groups = -(-inputs // (self._group_size or max(inputs, 1)))
         check_part(words, (num_words, outputs), "I32")
-        check_part(scales, (groups, outputs), "F16", "BF16", "F32")
+        check_part(scales, (groups, outputs), *FLOATS)
         check_part(zeros, (groups, -(-outputs // per_word)), "I32")
         if ".g_idx" in parts or (self._sorts and groups > 1):
             check_part(part_of(name, parts, ".g_idx"), (inputs,), "I32", "I64")
@@ -87,3 +89,39 @@ class Gptq:
         if are_equal and torch.equal(group_of, in_order.to(group_of.dtype)):
             return IntegerWeight(self._bits, numbers, scales, zeros)
         return IntegerWeight(self._bits, numbers, scales, zeros, group_of)
+
+
+class Awq:
+    """AWQ's layout that AutoAWQ calls ``gemm``."""
+
+    name = "awq"
+    ends: Mapping[str, str] = {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales")}
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        one_of(saved, "bits" if "bits" in saved else "w_bit", (_AWQ_BITS,))
+        one_of({"version": str(saved.get("version", "gemm")).lower()}, "version", ("gemm",))
+        one_of(saved, "zero_point", (True,), default=True)
+        self._group_size = group_size(saved)
+
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
+        if "" in parts:
+            return None
+        words, zeros, scales = (part_of(name, parts, end) for end in self.ends)
+        inputs, num_words = words.shape if len(words.shape) == 2 else (0, 0)
+        groups = inputs // (self._group_size or max(inputs, 1))
+        outputs = num_words * WORD_BITS // _AWQ_BITS
+        check_part(words, (inputs, num_words), "I32")
+        check_part(zeros, (groups, num_words), "I32")
+        check_part(scales, (groups, outputs), *FLOATS)
+        return Quantized.of_low_bit((outputs, inputs), parts, _awq_integers)
+
+
+def _awq_integers(tensors: Tensors) -> IntegerWeight:
+    numbers, zeros = (_outputs_first(tensors[end]) for end in (".qweight", ".qzeros"))
+    return IntegerWeight(_AWQ_BITS, numbers, tensors[".scales"].T, zeros)
+
+
+def _outputs_first(words: torch.Tensor) -> torch.Tensor:
+    """[n, out / 8] words to [out, n] numbers."""
+    numbers = unpack(words, _AWQ_BITS).view(len(words), -1, len(_AWQ_PLACES))
+    return numbers[..., _AWQ_PLACES].flatten(1).T

@@ -1,18 +1,47 @@
-"""Which format a config.json says that weights are saved in."""
+"""The formats that quantized checkpoints are saved in, chosen by config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from batchinfer.worker.model.quantized.awq import Awq
 from batchinfer.worker.model.quantized.bitsandbytes import BitsAndBytes
 from batchinfer.worker.model.quantized.compressed_tensors import CompressedTensors
 from batchinfer.worker.model.quantized.config_key import block_of, one_of
 from batchinfer.worker.model.quantized.float8 import Float8
-from batchinfer.worker.model.quantized.format import Format
-from batchinfer.worker.model.quantized.gptq import Gptq
+from batchinfer.worker.model.quantized.gptq_awq import Awq, Gptq
 from batchinfer.worker.model.quantized.mxfp4 import Mxfp4
+from batchinfer.worker.model.quantized.stored import Quantized, Stored
+
+
+class Format(Protocol):
+    """A way to save quantized weights. The tensors in the files show which weights are quantized;
+    lists of excluded modules are not read."""
+
+    @property
+    def name(self) -> str:
+        """For people and records, such as ``awq``."""
+        ...
+
+    @property
+    def ends(self) -> Mapping[str, str]:
+        """Ends of the names of tensors that belong to a weight, and what replaces each to get the
+        weight's own name."""
+        ...
+
+    def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
+        """The weight that some tensors stand for; None: it is not quantized, or they are not
+        needed.
+
+        Args:
+            name: the weight's.
+            parts: by the end of their names, one of ``ends``, or "" for the tensor of that name.
+
+        Raises:
+            ModelError: a tensor is missing, or of another shape or dtype than the others and
+                config.json say.
+        """
+        ...
 
 
 def _block_float8(saved: Mapping[str, Any]) -> Format:
@@ -36,7 +65,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "mxfp4": lambda saved: Mxfp4(),
 }
 METHODS = tuple(_FORMATS)
-"""Values of ``quant_method`` in config.json that are read."""
+"""Values of ``quant_method`` in config.json that can be loaded."""
 
 
 def choose_format(saved: Mapping[str, Any]) -> Format | None:
@@ -46,7 +75,7 @@ def choose_format(saved: Mapping[str, Any]) -> Format | None:
         saved: config.json's ``quantization_config``.
 
     Raises:
-        ModelError: naming a key that cannot be read.
+        ModelError: naming a key whose value is not supported.
     """
     method = saved.get("quant_method")
     make = _FORMATS.get(method) if isinstance(method, str) else None
