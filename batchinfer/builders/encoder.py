@@ -12,13 +12,12 @@ from batchinfer.builders.tokenizer import make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.console.phases import phase
 from batchinfer.engine.encoder_engine import EncoderEngine
-from batchinfer.engine.encoder_step import EncoderRunner
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.encoder.loader import load_encoder
 from batchinfer.worker.encoder.row_bits import check_batch_invariance as check_encoder_invariance
-from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
+from batchinfer.worker.encoder.runner import ModelEncoder
 from batchinfer.worker.linear.choice import KernelRequirements
-from batchinfer.worker.threads.governor import ThreadGovernor
+from batchinfer.worker.threads.threads import StepThreads
 
 _OF_POOLS = (
     *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
@@ -37,7 +36,7 @@ def build_encoder(
 ) -> EngineContext:
     """Load an encoder model and make the engine that runs it; raises as ``build_engine``."""
     engine = sized_for(device.type, engine)
-    threads = set_threads(device, engine, log)
+    thread_count = set_threads(device, engine, log)
     if tokenizer is None:
         with phase("loading the tokenizer"):
             tokenizer = make_tokenizer(model)
@@ -51,15 +50,10 @@ def build_encoder(
     longest = loaded.description.max_model_len
     if engine.deterministic:
         check_encoder_invariance(loaded.encoder, loaded.description.vocab_size, longest)
-    runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
-    if threads is not None:
-        kernel = loaded.kernels.kernel
-        governed = not threads.pinned and threads.count > 1 and kernel and kernel.is_batch_invariant
-        governor = ThreadGovernor(threads.count) if governed else None
-        runner = GovernedEncoder(runner, threads.count, governor)
+    threads = thread_count and StepThreads(thread_count, governed=loaded.kernels.is_batch_invariant)
     return EngineContext(
         engine=EncoderEngine(
-            runner,
+            ModelEncoder(loaded.encoder, device, threads),
             max_model_len=longest,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,

@@ -17,7 +17,6 @@ from batchinfer.config import EngineConfig, ModelConfig, SamplingParams, sized_f
 from batchinfer.console.phases import phase
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
@@ -29,7 +28,7 @@ from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
-from batchinfer.worker.linear.choice import KernelChoice, KernelRequirements
+from batchinfer.worker.linear.choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
@@ -38,9 +37,7 @@ from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.sampling.variants import SamplingVariants
-from batchinfer.worker.threads.governor import ThreadGovernor
-from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
-from batchinfer.worker.threads.threads import ThreadCount
+from batchinfer.worker.threads.threads import StepThreads, ThreadedRunner
 
 
 def build_engine(
@@ -86,7 +83,7 @@ def build_engine(
             hint="leave it out, or set engine.latent_cache: false",
         )
     engine = sized_for(device.type, engine)
-    threads = set_threads(device, engine, log)
+    thread_count = set_threads(device, engine, log)
     check_config(model.name, model.revision, model.runner)
     if tokenizer is None:
         with phase("loading the tokenizer"):
@@ -137,6 +134,9 @@ def build_engine(
         added=lambda count: runner.use_graphs(capture(count)),
         kernel=loaded.kernels.kernel,
     )
+    threads = None
+    if thread_count is not None:
+        threads = StepThreads(thread_count, governed=loaded.kernels.is_batch_invariant)
     pool = BlockPool(
         memory.num_blocks,
         engine.block_size,
@@ -157,7 +157,7 @@ def build_engine(
     return EngineContext(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, policy),
-            runner if threads is None else _on_threads(runner, threads, loaded.kernels),
+            runner if threads is None else ThreadedRunner(runner, threads),
             # A CPU computes a step while it is submitted, so the host cannot run ahead.
             runs_ahead=device.type == "cuda",
             vocab_size=loaded.vocab_size,
@@ -181,14 +181,6 @@ def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
         return pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
 
     return bisect_right(range(2, most + 1), pool.num_blocks, key=slots) + 1
-
-
-def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
-    """Returns a runner that limits its threads, and uses fewer where that changes no row's bits."""
-    keeps_bits = kernels.kernel is not None and kernels.kernel.is_batch_invariant
-    if threads.pinned or threads.count == 1 or not keeps_bits:
-        return PinnedThreads(runner, threads.count)
-    return GovernedThreads(runner, ThreadGovernor(threads.count))
 
 
 def _graphs(

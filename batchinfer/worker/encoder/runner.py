@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
-from batchinfer.engine.encoder_step import EncoderRunner, EncoderStep
+from batchinfer.engine.encoder_step import EncoderStep
 from batchinfer.engine.step import Float32
+from batchinfer.worker.encoder.attention import Runs
 from batchinfer.worker.encoder.loader import Encoder
-from batchinfer.worker.encoder.pooling import pool
 from batchinfer.worker.oom import raise_out_of_memory
-from batchinfer.worker.threads.governor import ThreadGovernor
-from batchinfer.worker.threads.threads import TORCH_THREADS
+from batchinfer.worker.threads.threads import StepThreads
 from batchinfer.worker.transfer import HostCopy, to_device
 
 
 class ModelEncoder:
-    """The data plane of an ``EncoderEngine``; waits for each step."""
+    """The data plane of an ``EncoderEngine``; waits for each step.
 
-    def __init__(self, encoder: Encoder, device: torch.device) -> None:
-        self._encoder, self._device = encoder, device
+    Args:
+        threads: the threads of a CPU that compute; None on another device.
+    """
+
+    def __init__(
+        self, encoder: Encoder, device: torch.device, threads: StepThreads | None = None
+    ) -> None:
+        self._encoder, self._device, self._threads = encoder, device, threads
 
     def encode(self, step: EncoderStep) -> Float32:
         """Vectors [S, D] of a step's sequences.
 
         Raises:
-            OutOfMemory: there is none for it.
+            OutOfMemory: there is too little memory for it.
         """
-        runs = step.runs()
-        with raise_out_of_memory(), torch.inference_mode():
+        threads = self._threads.step(step.num_tokens) if self._threads else nullcontext()
+        with threads, raise_out_of_memory(), torch.inference_mode():
+            runs = step.runs()
             tensors = to_device(_arrays(step), self._device)
             hidden_states = self._encoder(
                 tensors["token_ids"], tensors["positions"], tensors["segments"], runs
@@ -39,35 +45,6 @@ class ModelEncoder:
             unpooled = step.unpooled_of_runs()
             vectors = HostCopy(pool(hidden_states, runs, step.pooling, unpooled)).wait()
         return vectors.astype(np.float32, copy=False)
-
-
-class GovernedEncoder:
-    """A runner whose steps compute on as many of a CPU's threads as a governor says; None: on
-    ``count``.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        runner: EncoderRunner,
-        count: int,
-        governor: ThreadGovernor | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._runner, self._count, self._governor, self._clock = runner, count, governor, clock
-
-    def encode(self, step: EncoderStep) -> Float32:
-        """Compute one step."""
-        governor = self._governor
-        count = self._count if governor is None else governor.begin()
-        began = self._clock()
-        with TORCH_THREADS.team(count):
-            vectors = self._runner.encode(step)
-        if governor is not None:
-            governor.observe(step.num_tokens, self._clock() - began)
-        return vectors
 
 
 def _arrays(step: EncoderStep) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
@@ -80,3 +57,37 @@ def _arrays(step: EncoderStep) -> dict[str, np.ndarray[tuple[int], np.dtype[np.i
         "positions": positions,
         "segments": (positions >= np.repeat(step.first_segments, lengths)).astype(np.int64),
     }
+
+
+def _weighted_mean(states: torch.Tensor, first: int) -> torch.Tensor:
+    weights = torch.arange(1.0, states.shape[1] + 1, device=states.device) + first
+    return (states * weights[:, None]).sum(1) / weights.sum()
+
+
+POOLING: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "cls": lambda states, first: states[:, 0],
+    "lasttoken": lambda states, first: states[:, -1],
+    "max": lambda states, first: states.amax(1),
+    "mean": lambda states, first: states.sum(1) / states.shape[1],
+    "mean_sqrt_len_tokens": lambda states, first: states.sum(1) / states.shape[1] ** 0.5,
+    "weightedmean": _weighted_mean,
+}
+"""The modes of sentence-transformers' Pooling module by name
+(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2): functions of float32
+hidden states [B, L, H] and the place of the first one in its text, to [B, H]."""
+
+
+def pool(
+    hidden_states: torch.Tensor, runs: Runs, modes: Sequence[str], unpooled: Sequence[int]
+) -> torch.Tensor:
+    """Pool a packed row of hidden states [T, H] to float32 [S, modes * H].
+
+    Args:
+        unpooled: number of first tokens to leave out in each run's sequences.
+    """
+    vectors = []
+    for (start, count, length), first in zip(runs, unpooled, strict=True):
+        states = hidden_states[start : start + count * length]
+        states = states.view(count, length, -1)[:, first:].float()
+        vectors.append(torch.cat([POOLING[mode](states, first) for mode in modes], dim=1))
+    return torch.cat(vectors)

@@ -56,6 +56,11 @@ class KernelChoice:
         """The name for people and records."""
         return "torch" if self.kernel is None else self.kernel.name
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's bits do not depend on the other rows of its step."""
+        return self.kernel is not None and self.kernel.is_batch_invariant
+
     def __str__(self) -> str:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
         measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""

@@ -1,6 +1,6 @@
-"""Threads that compute on the CPU: how many, and why.
+"""Threads that compute on the CPU: how many and why, and steps that run on them.
 
-torch and the C kernels share one OpenMP runtime, and all of them ask ``torch.get_num_threads()``.
+torch and the C kernels share one OpenMP runtime, and both ask ``torch.get_num_threads()``.
 """
 
 from __future__ import annotations
@@ -8,27 +8,31 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from batchinfer.engine.runner import Pending, Runner
+from batchinfer.engine.step import Step
 from batchinfer.process.cpus import CpuLimits
 from batchinfer.worker.threads.cores import ThreadCores
+from batchinfer.worker.threads.governor import ThreadGovernor
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""What torch takes its number from, the first that is set."""
+"""torch takes its number of threads from the first of these that is set."""
 
 
 @dataclass(frozen=True)
 class ThreadCount:
-    """The most threads that compute, and why."""
+    """The largest number of threads that compute, and the reason for it."""
 
     count: int
     why: str
     pinned: bool = False
-    """The user said so: it is kept whatever else runs."""
+    """The user set it: it stays the same whatever else runs."""
 
     def line(self) -> str:
         """The count and its reason, for the log."""
@@ -41,10 +45,10 @@ def choose_threads(
     """Choose the number of threads for this process.
 
     Args:
-        asked: ``engine.num_threads``; wins.
+        asked: ``engine.num_threads``; it wins.
         limits: cores that the process may use.
-        torch_count: what torch would take: the physical cores, or what its caller set.
-        environ: a number of threads there wins over ``limits``.
+        torch_count: torch's own choice: the physical cores, or what its caller set.
+        environ: a number of threads set here wins over ``limits``.
     """
     if asked is not None:
         return ThreadCount(asked, "engine.num_threads", pinned=True)
@@ -57,29 +61,23 @@ def choose_threads(
             return ThreadCount(int(found[1]), name, pinned=True)
     if torch_count < limits.count:
         return ThreadCount(torch_count, f"as torch has; this process may use {limits.count} cores")
-    return ThreadCount(limits.count, _reason(limits))
-
-
-def _reason(limits: CpuLimits) -> str:
-    cores = min(limits.machine, limits.affinity)
+    cores, why = min(limits.machine, limits.affinity), "the cores this process may use"
     if limits.count < cores:
-        quota = f"{limits.quota:.3g} {'core' if limits.quota == 1 else 'cores'}"
-        return f"the control group's quota of {quota}; the machine has {limits.machine}"
-    if cores < limits.machine:
-        return f"the cores this process may use; the machine has {limits.machine}"
-    return "the cores this process may use"
+        why = f"the control group's quota of {limits.quota:.3g} core{'s' * (limits.quota != 1)}"
+    if limits.count < limits.machine:
+        why += f"; the machine has {limits.machine}"
+    return ThreadCount(limits.count, why)
 
 
 class TorchThreads:
-    """torch's number of threads, which outlives an engine: as it was found, and as it is set."""
+    """torch's number of threads, which outlives an engine: the caller's, and the one set here."""
 
     def __init__(self) -> None:
         self._found = 0
         self._last = 0
-        """What engines set last, in whichever thread; torch gives it to threads begun later."""
+        """Set last by any engine, in any Python thread; later Python threads inherit it."""
         self._here = threading.local()
-        """What they set last in each of Python's threads, for which torch has a number each, and
-        the cores of the threads that compute for it."""
+        """For each Python thread, the number set last and the cores of its team."""
 
     def found(self) -> int:
         """The number of threads as it would be without engines."""
@@ -89,7 +87,7 @@ class TorchThreads:
         return self._found
 
     def set(self, count: int) -> None:
-        """Compute on ``count`` threads from here on, in this thread and in those begun later."""
+        """Compute on ``count`` threads from here on, in this Python thread and in later ones."""
         self.found()
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -98,8 +96,7 @@ class TorchThreads:
 
     @contextmanager
     def team(self, count: int) -> Iterator[None]:
-        """Compute on ``count`` threads meanwhile, each on a core of its own where there are as
-        many; as ``set`` does afterwards."""
+        """``set``, and give each thread a core of its own inside if there are as many."""
         self.set(count)
         if not hasattr(self._here, "cores"):
             self._here.cores = ThreadCores()
@@ -108,4 +105,55 @@ class TorchThreads:
 
 
 TORCH_THREADS = TorchThreads()
-"""Of this process."""
+"""The threads of this process."""
+
+
+class StepThreads:
+    """The threads that compute steps: always ``count``, or as many as a governor says.
+
+    torch keeps one number per Python thread, and other engines of the process may use another
+    number, so it is set again for each step.
+
+    Args:
+        governed: let a governor choose, up to ``count``; for batch-invariant kernels, whose results
+            do not depend on the number of threads. Not if the user set the number.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        count: ThreadCount,
+        *,
+        governed: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._count, self._clock = count.count, clock
+        self.governor: ThreadGovernor | None = None
+        if governed and not count.pinned and count.count > 1:
+            self.governor = ThreadGovernor(count.count)
+
+    @contextmanager
+    def step(self, num_tokens: int) -> Iterator[None]:
+        """Compute a step of ``num_tokens`` inside."""
+        count = self._count if self.governor is None else self.governor.begin()
+        began = self._clock()
+        with TORCH_THREADS.team(count):
+            yield
+        if self.governor is not None:
+            self.governor.observe(num_tokens, self._clock() - began)
+
+
+class ThreadedRunner:
+    """Runs the steps of another runner, which computes when a step is submitted, on ``threads``."""
+
+    def __init__(self, runner: Runner, threads: StepThreads) -> None:
+        self._runner, self._threads = runner, threads
+
+    def submit(self, step: Step) -> Pending:
+        """Compute one step.
+
+        Raises:
+            OutOfMemory: there is too little memory for it.
+        """
+        with self._threads.step(step.num_tokens):
+            return self._runner.submit(step)

@@ -19,8 +19,7 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.encoder import loader
 from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
 from batchinfer.worker.encoder.loader import load_encoder
-from batchinfer.worker.encoder.pooling import POOLING
-from batchinfer.worker.encoder.runner import ModelEncoder
+from batchinfer.worker.encoder.runner import POOLING, ModelEncoder
 from tests.devices import CPU_AND_CUDA
 from tests.encoders import CAUSAL_FAMILIES, FAMILIES, make_encoder, reference_states
 

@@ -1,4 +1,4 @@
-"""Which cores threads are bound to, and that they are while they compute."""
+"""Threads are bound to cores while they compute, if there are as many cores."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.engine.runner import Pending, Ready
-from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import library
 from batchinfer.worker.threads.cores import ThreadCores, choose_cores, core_siblings
-from batchinfer.worker.threads.governor import ThreadGovernor
-from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
+from batchinfer.worker.threads.threads import StepThreads, ThreadCount
 
 OWN: Set[int] = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
 binds = pytest.mark.skipif(
@@ -36,7 +33,7 @@ binds = pytest.mark.skipif(
         (5, {4, 5, 6, 7}, None),
     ],
 )
-def test_threads_have_cores_of_their_own_where_they_are_as_many(
+def test_each_thread_gets_its_own_core_if_there_are_as_many(
     count: int, own: Set[int], cores: list[Set[int]] | None
 ) -> None:
     """A core has two logical ones here, whose numbers are 2 apart."""
@@ -45,19 +42,16 @@ def test_threads_have_cores_of_their_own_where_they_are_as_many(
 
 @pytest.mark.parametrize(
     ("text", "siblings"),
-    [("3\n", {3}), ("3,19\n", {3, 19}), ("2-3\n", {2, 3}), ("1-3,7", {1, 2, 3, 7}), ("?", {3})],
+    [("3,19\n", {3, 19}), ("1-3,7", {1, 2, 3, 7}), ("?", {3}), (None, {3})],
 )
-def test_siblings_are_read_as_linux_writes_them(
-    text: str, siblings: Set[int], tmp_path: Path
+def test_core_siblings_are_read_as_linux_writes_them(
+    text: str | None, siblings: Set[int], tmp_path: Path
 ) -> None:
     file = tmp_path / "cpu3" / "topology" / "thread_siblings_list"
     file.parent.mkdir(parents=True)
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     assert core_siblings(3, str(tmp_path)) == siblings
-
-
-def test_a_core_that_linux_says_nothing_about_is_alone(tmp_path: Path) -> None:
-    assert core_siblings(3, str(tmp_path)) == {3}
 
 
 class Team:
@@ -103,40 +97,21 @@ def test_each_thread_is_bound_and_free_again_when_they_are_fewer() -> None:
 
 @binds
 @pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
-def test_what_the_user_says_of_cores_is_kept(name: str) -> None:
+def test_openmp_variables_that_bind_threads_win(name: str) -> None:
     with team_of_a_fresh_thread({name: "false"}) as bound:
         assert bound(len(OWN)) == (OWN, [])
 
 
-class Bound:
-    """A runner that notes the cores of the thread that computes a step."""
-
-    def __init__(self) -> None:
-        self.cores: list[Set[int]] = []
-
-    def submit(self, step: Step) -> Pending:
-        self.cores.append(os.sched_getaffinity(0))
-        return Ready(None)  # type: ignore[arg-type]  # nobody looks at it
-
-
-class Tokens:
-    """What a governor asks of a step."""
-
-    num_tokens = 7
-
-
 @binds
-@pytest.mark.parametrize("is_governed", [False, True])
-def test_steps_run_on_bound_threads(is_governed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_on_bound_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
         monkeypatch.delenv(name, raising=False)
-    runner, count = Bound(), len(OWN)
-    threads = (
-        GovernedThreads(runner, ThreadGovernor(count))
-        if is_governed
-        else PinnedThreads(runner, count)
-    )
+    threads = StepThreads(ThreadCount(len(OWN), ""), governed=False)
+
+    def step() -> Set[int]:
+        with threads.step(7):
+            return os.sched_getaffinity(0)
+
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(threads.submit, Tokens()).result()  # type: ignore[arg-type]
-        assert runner.cores == [{min(OWN)}]
+        assert pool.submit(step).result() == {min(OWN)}
         assert pool.submit(os.sched_getaffinity, 0).result() == OWN

@@ -1,8 +1,9 @@
-"""Threads step down while others use the cores and come back, on a machine that is made up."""
+"""Threads step down while other processes use the cores and come back, on a simulated machine."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ CORES = 4
 class Machine:
     """Steps on a machine whose other processes keep ``busy`` of its four cores.
 
-    A thread without a core of its own holds up the others ``penalty`` times as long as the work.
+    A thread without its own core delays the others by ``penalty`` times the work.
     """
 
     def __init__(self, penalty: float = 20.0) -> None:
@@ -40,7 +41,7 @@ class Machine:
         self.governor.observe(tokens, seconds)
 
     def run(self, seconds: float) -> set[int]:
-        """Steps for so long: the numbers of threads that they ran on."""
+        """Run steps for this long; return the numbers of threads they ran on."""
         end, seen = self.seconds + seconds, set()
         while self.seconds < end:
             seen.add(self.governor.count)
@@ -53,7 +54,7 @@ def test_all_threads_compute_while_nothing_else_runs() -> None:
 
 
 @pytest.mark.parametrize(("busy", "settled"), [(1, 3), (2, 2), (3, 1)])
-def test_threads_leave_the_cores_that_others_use_and_take_them_back(
+def test_threads_step_down_to_the_free_cores_and_come_back(
     busy: int, settled: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine()
@@ -65,7 +66,7 @@ def test_threads_leave_the_cores_that_others_use_and_take_them_back(
     machine.run(60)
     assert machine.governor.count == CORES
     assert machine.run(30) == {CORES}
-    machine.busy = busy  # and once more, without a word
+    machine.busy = busy  # a second time it is not logged
     machine.run(60)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     down, back = (record.getMessage() for record in caplog.records)
@@ -73,7 +74,7 @@ def test_threads_leave_the_cores_that_others_use_and_take_them_back(
     assert back == "all 4 threads again"
 
 
-def test_they_step_down_where_others_were_there_before_them() -> None:
+def test_threads_step_down_beside_processes_that_ran_before() -> None:
     machine = Machine()
     machine.busy = 2
     machine.run(20)
@@ -92,7 +93,7 @@ def test_trials_of_more_threads_become_rare_while_they_fail() -> None:
     assert 0 < lost < 0.1 * 200
 
 
-def test_fewer_threads_that_are_no_better_are_given_up() -> None:
+def test_fewer_threads_are_given_up_if_steps_are_no_faster() -> None:
     """Every core is shared alike: with half the threads a step takes twice as long."""
     machine = Machine(penalty=0.0)
     machine.busy = CORES
@@ -114,25 +115,49 @@ def test_more_threads_are_tried_while_cores_are_short() -> None:
     assert governor.count == CORES
 
 
-def test_slow_steps_alone_are_no_reason() -> None:
-    """The processor may be throttled, or attention read longer contexts: nobody waits for cores."""
-    governor = ThreadGovernor(CORES, delay=lambda: 0.0)
+def slow_without_delay(at: int) -> tuple[float, float | None]:
+    """The processor may be throttled, or attention read longer contexts."""
+    return 0.01 if at < 100 else 0.1, 0.0
+
+
+def slow_with_unknown_delay(at: int) -> tuple[float, float | None]:
+    return 0.01 * (1 + at), None
+
+
+def cheap_delay(at: int) -> tuple[float, float | None]:
+    """As beside processes of low priority."""
+    return (0.01, 0.0) if at < 100 else (0.013, 0.0065)
+
+
+def shrinking_delay(at: int) -> tuple[float, float | None]:
+    """Threads that end take their part of the sum with them."""
+    return 0.1, -1.0
+
+
+@pytest.mark.parametrize(
+    "step", [slow_without_delay, slow_with_unknown_delay, cheap_delay, shrinking_delay]
+)
+def test_all_threads_compute_unless_delays_make_steps_slow(
+    step: Callable[[int], tuple[float, float | None]],
+) -> None:
+    total: list[float | None] = [0.0]
+    governor = ThreadGovernor(CORES, delay=lambda: total[0])
     for at in range(1000):
+        seconds, delay = step(at)
         governor.begin()
-        governor.observe(64, 0.01 if at < 100 else 0.1)
+        total[0] = None if delay is None or total[0] is None else total[0] + delay
+        governor.observe(64, seconds)
         assert governor.count == CORES
 
 
-def test_delays_that_cost_little_are_no_reason() -> None:
-    """As beside processes of low priority."""
-    delay = [0.0]
-    governor = ThreadGovernor(CORES, delay=lambda: delay[0])
-    for at in range(1000):
-        slow = at >= 100
-        seconds = 0.013 if slow else 0.01
+def test_delays_between_steps_do_not_count() -> None:
+    """The caller's own threads may wait between two calls, and steps be slow for other reasons."""
+    delay = 0.0
+    governor = ThreadGovernor(CORES, delay=lambda: delay)
+    for at in range(20):  # each long enough to be judged alone
+        delay += 100.0
         governor.begin()
-        delay[0] += seconds * 0.5 * slow
-        governor.observe(64, seconds)
+        governor.observe(64, 3.0 if at < 10 else 30.0)
         assert governor.count == CORES
 
 
@@ -147,7 +172,7 @@ def test_numbers_that_would_cost_more_than_the_delays_are_not_tried() -> None:
         assert governor.count > CORES // 2
 
 
-def test_a_trial_of_long_steps_ends_with_the_first_that_is_slower() -> None:
+def test_a_trial_of_long_steps_ends_with_the_first_slower_one() -> None:
     delay, tried = 0.0, 0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
     for _ in range(8):
@@ -159,28 +184,9 @@ def test_a_trial_of_long_steps_ends_with_the_first_that_is_slower() -> None:
     assert tried == 1
 
 
-@pytest.mark.parametrize("known", [None, 0.0])
-def test_without_a_known_delay_the_number_stays(known: float | None) -> None:
-    governor = ThreadGovernor(CORES, delay=lambda: known)
-    for at in range(200):
-        governor.begin()
-        governor.observe(64, 0.01 * (1 + at))
-    assert governor.count == CORES
-
-
-def test_a_delay_that_shrinks_is_none() -> None:
-    """Threads that end take their part of the sum with them."""
-    sums = iter([5.0] + [4.0 - at for at in range(10_000)])
-    governor = ThreadGovernor(CORES, delay=lambda: next(sums))
-    for _ in range(1000):
-        governor.begin()
-        governor.observe(64, 0.1)
-        assert governor.count == CORES
-
-
 @pytest.mark.parametrize("seconds", [0.5, 30.0])
-def test_a_delay_that_is_not_known_for_a_while_keeps_no_thread_away(seconds: float) -> None:
-    """As while the process may open no more files: trials end, and all threads come back."""
+def test_all_threads_come_back_after_the_delay_was_unknown(seconds: float) -> None:
+    """As when the process can open no more files: trials end."""
     machine = Machine()
     machine.busy = 3
     while machine.governor.count == CORES:
@@ -198,18 +204,7 @@ def test_a_delay_that_is_not_known_for_a_while_keeps_no_thread_away(seconds: flo
     assert machine.governor.count == 1
 
 
-def test_delays_between_steps_are_no_reason() -> None:
-    """As of the caller's own threads between two calls, where steps are slow for other reasons."""
-    delay = 0.0
-    governor = ThreadGovernor(CORES, delay=lambda: delay)
-    for at in range(20):  # each long enough to be judged alone
-        delay += 100.0
-        governor.begin()
-        governor.observe(64, 3.0 if at < 10 else 30.0)
-        assert governor.count == CORES
-
-
-def test_one_thread_asks_for_nothing() -> None:
+def test_one_thread_never_reads_the_delay() -> None:
     def never() -> float:
         raise AssertionError("a directory of all threads is read")
 
@@ -225,7 +220,7 @@ def test_one_thread_asks_for_nothing() -> None:
     sizes=st.lists(st.integers(0, 4096), min_size=1, max_size=30),
     penalty=st.floats(0.0, 200.0),
 )
-def test_the_number_is_always_within_bounds_and_comes_back(
+def test_the_number_of_threads_stays_in_bounds_and_comes_back(
     busy: list[int], sizes: list[int], penalty: float
 ) -> None:
     machine = Machine(penalty)
@@ -239,15 +234,15 @@ def test_the_number_is_always_within_bounds_and_comes_back(
     assert machine.governor.count == CORES
 
 
-def test_the_kernel_tells_the_delay_of_this_process() -> None:
+def test_run_delay_of_this_process() -> None:
     first = run_delay()
     second = run_delay()
     if first is None or second is None:
-        pytest.skip("this kernel does not tell")
+        pytest.skip("this kernel does not say")
     assert first >= 0.0
 
 
-def test_a_system_that_does_not_tell_has_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_delay_is_unknown_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: str) -> list[str]:
         raise FileNotFoundError(path)
 
@@ -255,7 +250,7 @@ def test_a_system_that_does_not_tell_has_no_delay(monkeypatch: pytest.MonkeyPatc
     assert run_delay() is None
 
 
-def test_threads_that_have_ended_are_left_out_and_a_kernel_without_the_file_tells_nothing(
+def test_run_delay_leaves_out_threads_that_have_ended(
     tmp_path: Path,
 ) -> None:
     for thread in ("7", "8"):
