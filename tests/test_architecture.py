@@ -144,17 +144,16 @@ ROOMS = [
         ("kernels", "engine.runner", "engine.step", "worker"),
     ),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
-    Room("worker.probe", "a few tokens before a job", ("engine.kv", "engine.step", "worker")),
+    Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
     Room(
         "worker.sampling",
         "Logits to tokens: processors, filters, draws, log-probabilities.",
         ("config", "kernels", "engine.step", "worker.oom", "worker.transfer"),
     ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
-    Room("worker.self_check", "a forward pass after loading", ("errors", "engine", "worker")),
     Room(
-        "worker.eager_check",
-        "a forward pass beside transformers' own",
+        "worker.family_check",
+        "a loaded model compared with transformers' own forward pass",
         ("errors", "engine.kv", "worker"),
     ),
     Room(

@@ -50,7 +50,9 @@ def build_encoder(
     longest = loaded.description.max_model_len
     if engine.deterministic:
         check_encoder_invariance(loaded.encoder, loaded.description.vocab_size, longest)
-    threads = thread_count and StepThreads(thread_count, governed=loaded.kernels.is_batch_invariant)
+    threads = None
+    if thread_count is not None:
+        threads = StepThreads(thread_count, governed=loaded.kernels.is_batch_invariant)
     return EngineContext(
         engine=EncoderEngine(
             ModelEncoder(loaded.encoder, device, threads),

@@ -18,12 +18,10 @@ from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.latent import check_latents, keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
-from batchinfer.worker.eager_check import check_against_eager
+from batchinfer.worker.family_check import check_against_eager, check_attention
 from batchinfer.worker.free_memory import free_host_bytes, return_freed_memory
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.layers import pack_products
-from batchinfer.worker.fusion.native_join import join_native_layers
-from batchinfer.worker.fusion.native_layers import fuse_native_layers
+from batchinfer.worker.fusion.native_layers import fuse_native_layers, join_native_layers
 from batchinfer.worker.linear.choice import (
     KernelChoice,
     KernelRequirements,
@@ -52,8 +50,7 @@ from batchinfer.worker.model.quantization import check_quantization, quantizatio
 from batchinfer.worker.model.random_weights import make_random_weights
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
-from batchinfer.worker.probe import probe_block_size
-from batchinfer.worker.self_check import check_model
+from batchinfer.worker.verify import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()
 _ON_STRIDES = (
@@ -226,7 +223,7 @@ def load_model(
             names["fp8"] = quantize_fp8(model)
         product = choose_cuda_kernel(device, torch_dtype, kernels)
         if product.kernel is not None:
-            pack_products(model, product.kernel, torch_dtype)
+            pack_linears(model, product.kernel, torch_dtype)
         torch.cuda.empty_cache()  # merged and quantized weights left holes of their size
     weight_bytes = model_bytes(model)
     if described.lora or more_adapters:
@@ -287,7 +284,7 @@ def _check_model(
 ) -> None:
     try:
         with phase("checking the model"):
-            check_model(model, layout)
+            check_attention(model, layout)
             free_bytes = _free_bytes(next(model.parameters()).device)
             check_against_eager(model, max_model_len, free_bytes, latent=layout.latent)
     except ModelError as error:

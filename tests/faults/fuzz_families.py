@@ -20,7 +20,7 @@ from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.probe import chunk_step
+from batchinfer.worker.verify import probe_step
 from tests.families import FAMILIES, draw_config
 from tests.faults.violation import ViolationError
 
@@ -104,7 +104,7 @@ def _ours(loaded: LoadedModel, tokens: list[int], random: Random) -> torch.Tenso
     cache = KVCache(layout, layout.blocks_for(_LENGTH), torch.device("cpu"), torch.float32)
     backend = make_backend(cache, loaded.kernels.kernel)
     ends = sorted({0, _LENGTH, *(random.randrange(_LENGTH) for _ in range(random.randrange(6)))})
-    steps = (chunk_step(tokens, start, stop, layout) for start, stop in pairwise(ends))
+    steps = (probe_step(tokens[:stop], layout, start=start) for start, stop in pairwise(ends))
     return torch.cat([forward(loaded.model, cache, backend, step) for step in steps])
 
 

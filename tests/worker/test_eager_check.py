@@ -12,7 +12,7 @@ from batchinfer.config import ModelConfig
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention import attention
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
-from batchinfer.worker.eager_check import check_against_eager
+from batchinfer.worker.family_check import check_against_eager
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.shallow_copy import shallow_copy
 from tests.models import FAMILIES, tiny_config, tiny_model

@@ -26,17 +26,17 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance, check_operations
+from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.linear_kernels import LinearKernel, triton_kernel
 from batchinfer.worker.lora.checkpoint import read_adapters
 from batchinfer.worker.lora.lora import add_adapters
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.probe import Probe
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.transfer import HostCopy
+from batchinfer.worker.verify import Probe
 from tests.kernels.interpreted_dot import sum_rows_alike
 from tests.lora import make_adapter
 from tests.models import tiny_model
@@ -179,7 +179,7 @@ def prepared_model(
     fuse(model, layout, MAX_MODEL_LEN)
     kernel = triton_kernel(torch.device(device))
     if packed:
-        pack_products(model, kernel, dtype)
+        pack_linears(model, kernel, dtype)
     return Prepared(model, layout, kernel, capture)
 
 

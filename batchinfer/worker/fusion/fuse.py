@@ -1,17 +1,16 @@
-"""Swaps a loaded model's attention, MLPs and norms for fused ones, where they compute the same.
+"""Swaps a loaded model's attention, MLPs and norms for fused modules that compute the same.
 
-A module is known by its parts and then by what it does. The model runs once on four tokens, from
-the first position to the last it may have. Each module that looks right is then copied to float32,
-where only what it computes can tell it from the fused one and no rounding can hide that, and both
-run on what the module was given: as it is, much smaller, and so much larger that a clip or clamp
-shows. What disagrees in any element is left as it is, so that a family nobody has thought of runs
-the way transformers has it.
+A module is recognized by its parts and then by what it computes. The model runs once on four
+tokens, from the first position to the last that it may have. Each module that looks right is copied
+to float32, where rounding hides nothing, and compared with the fused one on what the model gave it:
+as it is, much smaller, and so much larger that a clip or clamp shows. Modules that differ stay as
+they are, so that an unknown family runs the way transformers has it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,112 +18,165 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.worker.fusion.compare import Call, ModuleComparison, rows_agree
-from batchinfer.worker.fusion.layers import fuse_layers
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.fusion.layers import LOGITS_TOLERANCE, fuse_layers
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.model.quantization import is_plain
+from batchinfer.worker.verify import AttentionRecorder, ModuleCall, Probe, record_calls, verify
 
+_TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
-# The logits of the whole model in its own dtype: the originals round to 16 bits more often.
-_LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_MODERATE = 1.0
+"""Inputs of a larger scale saturate a softmax, where rounding decides between two keys."""
+_TOLERANCE = 2e-5
+"""For the rounding of float32 sums."""
 
-_Recipe = Callable[[Any, Call], nn.Module]
-"""Makes a fused module from one of transformers' and how that was called."""
+_Recipe = Callable[[Any, AttentionVariant | None], nn.Module]
+"""Makes a fused module from one of transformers', and what that asks of attention, if it does."""
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
-    """Swap a model's modules for fused ones, one after the other.
+    """Swap a model's modules for fused ones, one after the other, and then its layers.
 
     Args:
         layout: of a pool for this model.
         max_model_len: the model is tried up to its last position.
 
     Returns:
-        Whether the model's logits are what they were. If not, the model is to be loaded again.
+        Whether the model's logits are what they were. If not, the model must be loaded again.
     """
-    weight = next(model.parameters())
-    comparison = ModuleComparison(model, layout, max_model_len)
     with torch.inference_mode():
-        logits_before = comparison.run(lambda module: bool(_recipes(module)))
-        _fuse_children(model, "", comparison)
-        if weight.is_cuda:
-            fuse_layers(model, layout)
-        logits_after = comparison.run(lambda module: False)
-        return rows_agree(logits_after, logits_before, _LOGITS_TOLERANCE[weight.dtype])
+        modules = _ModuleFusion(model, layout, max_model_len)
+        modules.fuse_children(model)
+        fuse_layers(model, layout)
+        tolerance = LOGITS_TOLERANCE[next(model.parameters()).dtype]
+        return verify(modules.logits_before, modules.logits(), tolerance)
 
 
-def _fuse_children(parent: nn.Module, prefix: str, comparison: ModuleComparison) -> None:
-    """Swap modules from the outside in: what is swapped whole takes its parts along."""
-    for name, child in list(parent.named_children()):
-        full_name = f"{prefix}.{name}" if prefix else name
-        call = comparison.calls.get(full_name)
-        fused = None if call is None else _fused(child, call, comparison)
-        if fused is None:
-            _fuse_children(child, full_name, comparison)
-        else:
-            setattr(parent, name, fused)
+class _ModuleFusion:
+    """The calls that a model makes of its modules, which fused ones are tried on."""
+
+    def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
+        assert layout.block_size >= len(_TOKENS)
+        positions = (0, 1, max_model_len // 2, max_model_len - 1)
+        probe = Probe(model, layout, _TOKENS, positions=positions)
+        self.logits = probe.logits
+        self._float32 = Probe(model, layout, _TOKENS, positions=positions, dtype=torch.float32)
+        attention = AttentionRecorder(probe.backend)
+        with record_calls(module for module in model.modules() if _recipes(module)) as calls:
+            self.logits_before = probe.logits(attention)
+        self._calls = {call.module: call for call in calls}
+        self._variants = {call.layer: call.variant for call in attention.calls}
+
+    def fuse_children(self, parent: nn.Module) -> None:
+        """Swap modules from the outside in: a module that is swapped takes its parts along."""
+        for name, child in list(parent.named_children()):
+            fused = self._fused(child)
+            if fused is None:
+                self.fuse_children(child)
+            else:
+                setattr(parent, name, fused)
+
+    def _fused(self, module: nn.Module) -> nn.Module | None:
+        """Make a fused module that computes what ``module`` does; None: there is none."""
+        call = self._calls.get(module)
+        if call is None:
+            return None
+        if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
+            return None  # part of it is kept in another precision
+        variant = self._variants.get(getattr(module, "layer_idx", -1))
+        original = copy.deepcopy(module).float()
+        for recipe in _recipes(module):
+            try:
+                candidate = recipe(original, variant)
+                same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it is made, or called, in another way than what was fused
+                continue
+            if same:
+                return recipe(module, variant)
+        return None
+
+    def _agree(
+        self, original: nn.Module, candidate: nn.Module, call: ModuleCall, scale: float
+    ) -> bool:
+        before, after = (self._results(module, call, scale) for module in (original, candidate))
+        return len(before) == len(after) and all(
+            verify(*results, _TOLERANCE) for results in zip(before, after, strict=True)
+        )
+
+    def _results(self, module: nn.Module, call: ModuleCall, scale: float) -> list[torch.Tensor]:
+        """Run a float32 module on what a call took, its input scaled; returns its output, and of
+        attention also the query, keys and values."""
+        arguments, options = _scaled(call, scale)
+        attention = AttentionRecorder(self._float32.backend)
+        with self._float32.in_forward(attention):
+            output = module(*arguments, **options)
+        output = output[0] if isinstance(output, tuple) else output
+        if not attention.calls:
+            return [output]
+        attended = attention.calls[-1]
+        blocks = self._float32.cache.read(attended.layer, 0)
+        results = [attended.query, *(block[:, : len(_TOKENS)] for block in blocks)]
+        return [*results, output] if scale <= _MODERATE else results
 
 
-def _fused(module: nn.Module, call: Call, comparison: ModuleComparison) -> nn.Module | None:
-    """A fused module that computes what ``module`` does, if there is one."""
-    dtypes = {tensor.dtype for tensor in (*module.parameters(), *call.float_tensors())}
-    if len(dtypes) > 1:
-        return None  # part of it is kept in another precision
-    in_float32 = copy.deepcopy(module).float()
-    for recipe in _recipes(module):
-        try:
-            candidate = recipe(in_float32, call)
-            same = all(comparison.agree(candidate, in_float32, call, scale) for scale in _SCALES)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # it is made, or called, in another way than what was fused
-            continue
-        if same:
-            return recipe(module, call)
-    return None
+def _float_tensors(call: ModuleCall) -> Iterator[torch.Tensor]:
+    """The tensors that a call took, including those in pairs (cos and sin)."""
+    for value in (*call.arguments, *call.options.values()):
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, torch.Tensor) and item.is_floating_point():
+                yield item
+
+
+def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments and options in float32, the first tensor (the hidden state) scaled."""
+    first = next(_float_tensors(call))
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.float() * scale if value is first else value.float()
+        return value
+
+    options = {name: changed(value) for name, value in call.options.items()}
+    return tuple(map(changed, call.arguments)), options
 
 
 def _recipes(module: Any) -> list[_Recipe]:
-    """Recipes for fused modules in the place of a module with such parts."""
-    if _is_attention(module):
-        offsets = _NORM_OFFSETS if hasattr(module, "q_norm") else _NORM_OFFSETS[:1]
-        return [partial(_attention, offset) for offset in offsets]
-    if _is_gated_mlp(module):
-        return [lambda mlp, call: FusedGatedMLP(mlp)]
+    """The fused modules that may take the place of a module with such parts."""
+    parts = {name for name, _ in module.named_children()}
+    if _is_attention(module, parts):
+        offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]
+        return [partial(FusedAttention, norm_offset=offset) for offset in offsets]
+    if _has_linears(module, parts - {"act_fn"}, {"gate_proj", "up_proj", "down_proj"}):
+        return [lambda mlp, _: FusedGatedMLP(mlp)]
     if _is_norm(module):
         return [partial(_norm, offset) for offset in _NORM_OFFSETS]
     return []
 
 
-def _attention(offset: float, attention: Any, call: Call) -> nn.Module:
-    if call.variant is None:
-        raise ValueError("it asked for no attention")
-    return FusedAttention(attention, call.variant, offset)
-
-
-def _norm(offset: float, norm: Any, call: Call) -> nn.Module:
+def _norm(offset: float, norm: Any, _: object) -> nn.Module:
     return FusedRMSNorm(norm, offset)
 
 
-def _is_attention(module: Any) -> bool:
-    parts = {name for name, _ in module.named_children()}
-    projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    if parts not in (projections, projections | {"q_norm", "k_norm"}):
-        return False
-    norms_fit = "q_norm" not in parts or all(
-        _is_norm(norm) and len(norm.weight) == module.head_dim
-        for norm in (module.q_norm, module.k_norm)
+def _is_attention(module: Any, parts: set[str]) -> bool:
+    norms = parts & {"q_norm", "k_norm"}
+    return (
+        _has_linears(module, parts - norms, {"q_proj", "k_proj", "v_proj", "o_proj"})
+        and len(norms) in (0, 2)
+        and all(
+            _is_norm(norm) and len(norm.weight) == module.head_dim
+            for norm in (getattr(module, name) for name in norms)
+        )
     )
-    return norms_fit and all(is_plain(getattr(module, name)) for name in projections)
 
 
-def _is_gated_mlp(module: Any) -> bool:
-    names = ("gate_proj", "up_proj", "down_proj")
-    parts = {name for name, _ in module.named_children()}
-    return parts in ({*names}, {*names, "act_fn"}) and all(
-        is_plain(getattr(module, name)) for name in names
-    )
+def _has_linears(module: Any, parts: set[str], names: set[str]) -> bool:
+    return parts == names and all(is_plain(getattr(module, name)) for name in names)
 
 
 def _is_norm(module: Any) -> bool:

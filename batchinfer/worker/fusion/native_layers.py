@@ -1,4 +1,4 @@
-"""Decoder layers that run as one call of a C function, on a CPU, each or several together."""
+"""Decoder layers that run as one call of a C function on a CPU, each alone or all together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchinfer.kernels.cpu.decoder_layer import (
 )
 from batchinfer.worker.attention.attention import ForwardContext, current_context
 from batchinfer.worker.attention.native_cpu import NativeAttention
-from batchinfer.worker.fusion.layers import swap_layers
+from batchinfer.worker.fusion.layers import PROBE_TOKENS, FusedDecoderLayer, find_swaps
 from batchinfer.worker.fusion.modules import (
     FusedAttention,
     FusedGatedMLP,
@@ -29,21 +29,21 @@ from batchinfer.worker.fusion.modules import (
 )
 from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.ops import head_norm_options
+from batchinfer.worker.verify import ModuleCall, Probe, record_calls, swap_verified
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""
 
 
 class NativeDecoderLayers(nn.Module):
-    """Consecutive pre-norm layers as one call: else Python takes a tenth of a decode step.
+    """Consecutive layers as one call: in Python their calls take a tenth of a decode step.
 
-    Every number is computed as in the layers they were made of, but that the two products are added
-    to the hidden state before they are rounded. Over a pool that the C kernels do not read (of
+    Gives the bits of the layers it is made of. Over a pool that the C kernels do not read (of
     float8) those layers run themselves.
 
     Args:
-        layers: made of fused modules, their products with packed weights.
-        workspace: shared by the layers of a model.
+        layers: ``FusedDecoderLayer``s of fused modules with packed weights.
+        workspace: shared by all layers of a model.
     """
 
     def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
@@ -106,9 +106,9 @@ class NativeDecoderLayers(nn.Module):
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
         normed = workspace.take_factor("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
-        attended = workspace.take_factor("attended", attention.o_proj.in_features)
+        attended = workspace.take_factor("attended", attention.o_proj.linear.in_features)
         gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)
-        gated = workspace.take_factor("gated", mlp.down_proj.in_features)
+        gated = workspace.take_factor("gated", mlp.down_proj.linear.in_features)
         query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
         return LayerArgs(
             _norm(layer.input_layernorm, hidden, normed),
@@ -122,11 +122,11 @@ class NativeDecoderLayers(nn.Module):
                 *(attention.layer, query, attention.variant),
                 out=attended.view(len(qkv), -1, width),
             ),
-            _product(attention.o_proj, attended, hidden, adds=True),
+            _product(attention.o_proj.linear, attended, hidden, adds=True),
             _norm(layer.post_attention_layernorm, hidden, normed),
             _product(mlp.gate_up_proj, normed, gate_up),
             row_ops.silu_mul_args(gate_up, out=gated),
-            _product(mlp.down_proj, gated, hidden, adds=True),
+            _product(mlp.down_proj.linear, gated, hidden, adds=True),
         )
 
 
@@ -211,13 +211,14 @@ class Workspace:
         return self._buffers[name, width]
 
 
+@torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Swap layers for native ones, each by itself, where those compute the same.
+    """Swap fused layers for native ones, each by itself, if those give the same bits.
 
     Call it after ``fuse`` and ``pack_linears``.
 
     Returns:
-        The number of layers swapped.
+        The number of layers swapped: all that can be native, or none.
     """
     dtype = next(model.parameters()).dtype
     workspace = Workspace(dtype)
@@ -225,19 +226,60 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
     def make(layer: Any) -> nn.Module | None:
         return NativeDecoderLayers([layer], workspace) if _fits(layer, dtype) else None
 
-    return swap_layers(model, layout, make)
+    swaps = find_swaps(model, make)
+    if not swaps:
+        return 0
+    probe = Probe(model, layout, PROBE_TOKENS)
+    return len(swaps) if swap_verified(swaps, probe.logits, probe.logits(), 0.0) else 0
+
+
+@torch.inference_mode()
+def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
+    """Join all layers into one call, if all are native and the model gives the same bits then.
+
+    Call it unless adapters are to be added between two products of a layer.
+    """
+    probe = Probe(model, layout, PROBE_TOKENS)
+
+    def join(layers: Any) -> nn.Module | None:
+        parts = [*layers] if isinstance(layers, nn.ModuleList) else []
+        if len(parts) < 2 or not all(isinstance(part, NativeDecoderLayers) for part in parts):
+            return None
+        with record_calls(parts) as calls:
+            probe.logits()
+        if not _pass_on_one_tensor(calls, parts):
+            return None
+        inner = [layer for part in parts for layer in part.layers]
+        return nn.ModuleList([NativeDecoderLayers(inner, parts[0].workspace)])
+
+    if swaps := find_swaps(model, join):
+        swap_verified(swaps, probe.logits, probe.logits(), 0.0)
+
+
+def _pass_on_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
+    """Whether each layer was called once, in order, with the same tensor (which layers change in
+    place) and the same rotary positions. These are compared as objects: what they hold may be the
+    same at a few positions and differ at others."""
+    hidden, rotary = calls[0].arguments[0], calls[0].options["position_embeddings"]
+    return [call.module for call in calls] == layers and all(
+        call.arguments[0] is hidden and call.options["position_embeddings"] is rotary
+        for call in calls
+    )
 
 
 def _fits(layer: Any, dtype: torch.dtype) -> bool:
+    if type(layer) is not FusedDecoderLayer or not supports(dtype):
+        return False
     attention, mlp = layer.self_attn, layer.mlp
-    if not (supports(dtype) and type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
+    if not (type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
         return False
     if attention.variant.sinks is not None:
         return False  # the C function takes them as float32, which they may not be
     norms = layer.input_layernorm, layer.post_attention_layernorm
-    products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    o_proj, down_proj = attention.o_proj.linear, mlp.down_proj.linear
+    linears = attention.qkv_proj, o_proj, mlp.gate_up_proj, down_proj
     return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
-        type(product) is PackedLinear and product.own is not None for product in products
+        type(linear) is PackedLinear and linear.own is not None for linear in linears
     )
 
 

@@ -16,11 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.worker.attention.attention import make_backend
-from batchinfer.worker.forward import forward
-from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import LinearKernel
-from batchinfer.worker.probe import Probe, chunk_step
+from batchinfer.worker.verify import Probe, logits_in_chunks
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
 """Tokens of a sequence, and how many equal sequences a step has."""
@@ -66,7 +63,8 @@ def check_batch_invariance(
                     "beside it",
                 )
         for size in _CHUNKS:
-            if not torch.equal(_logits_in_chunks(model, layout, tokens, size, kernel), alone):
+            ends = (*range(size, len(tokens), size), len(tokens))
+            if not torch.equal(logits_in_chunks(model, layout, tokens, ends, kernel), alone):
                 raise _refused(
                     model,
                     "a token's last bits depend on how many tokens of its row are computed at once",
@@ -118,23 +116,6 @@ class _OperationsOfRows(TorchDispatchMode):
         if not keeps_rows:
             self.others.add(name)
         return func(*args, **(kwargs or {}))
-
-
-def _logits_in_chunks(
-    model: torch.nn.Module,
-    layout: KVLayout,
-    tokens: tuple[int, ...],
-    size: int,
-    kernel: LinearKernel | None,
-) -> torch.Tensor:
-    weight = next(model.parameters())
-    cache = KVCache(layout, layout.blocks_for(len(tokens)), weight.device, weight.dtype)
-    backend = make_backend(cache, kernel)
-    chunks = []
-    for start in range(0, len(tokens), size):
-        step = chunk_step(tokens, start, min(start + size, len(tokens)), layout)
-        chunks.append(forward(model, cache, backend, step))
-    return torch.cat(chunks)
 
 
 def _refused(

@@ -52,14 +52,13 @@ class PackedLinear(nn.Module):
         """The packed weight, where the project's own kernel multiplies by it."""
         return self._packed if isinstance(self._packed, OwnPacked) else None
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the product of x [..., in_features] to the residual [T, out_features]; returns it.
-
-        The project's own kernels can.
-        """
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the product of x [T, in_features] to the residual [T, out_features]."""
         packed: Any = self._packed
-        packed.add_times(x.reshape(-1, self.in_features), self.bias, residual)
-        return residual
+        if self.kernel.kind == "own":
+            packed.add_times(x, self.bias, residual)
+        else:
+            residual += packed.times(x, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""

@@ -20,7 +20,6 @@ from torch import nn
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention.attention import current_context
-from batchinfer.worker.fusion.layers import FusedDecoderLayer
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.linear.packed_linear import PackedLinear, packs
@@ -28,7 +27,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.lora.checkpoint import Adapter
 from batchinfer.worker.lora.factors import Factors, rows_of
 from batchinfer.worker.lora.stacked import StackedLoraSum
-from batchinfer.worker.probe import Probe
+from batchinfer.worker.verify import Probe
 
 _TOKENS = (3, 7)
 
@@ -104,7 +103,7 @@ class LayerInParts(nn.Module):
         super().__init__()
         keep_plain_attributes(self, layer)
         self.whole = layer
-        self.parts = FusedDecoderLayer(layer.layers[0])
+        (self.parts,) = layer.layers
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """[1, T, hidden], which is changed, and returned."""

@@ -17,8 +17,11 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, 
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion import native_layers
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.native_join import join_native_layers
-from batchinfer.worker.fusion.native_layers import NativeDecoderLayers, fuse_native_layers
+from batchinfer.worker.fusion.native_layers import (
+    NativeDecoderLayers,
+    fuse_native_layers,
+    join_native_layers,
+)
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.low_bit import quantize_packed
 from batchinfer.worker.linear.packed_linear import pack_linears

@@ -20,7 +20,6 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, 
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.layers import fuse_layers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
 from batchinfer.worker.memory import model_bytes
@@ -49,7 +48,6 @@ def fused(family: str) -> tuple[Any, KVLayout]:
     model.set_attn_implementation(ATTENTION_NAME)
     layout = KVLayout.from_config(model.config.to_dict(), block_size=16, dtype="float32")
     fuse(model, layout, 512)
-    fuse_layers(model, layout)
     return model, layout
 
 

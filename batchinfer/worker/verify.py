@@ -1,0 +1,248 @@
+"""Tries a model on a few tokens before a job trusts it.
+
+``verify`` is the one comparison: of a model with transformers' own forward pass, of fused modules
+with the modules that they replace, and of a row alone with the row beside others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from batchinfer.engine.kv.layout import Config, KVLayout, text_config
+from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.worker.attention.attention import (
+    AttentionBackend,
+    ForwardContext,
+    forward_context,
+    make_backend,
+)
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.forward import device_arrays, forward
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear_kernels import LinearKernel
+from batchinfer.worker.transfer import to_device
+
+
+def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
+    """Whether two results have the same shape and no row differs (``differing_rows``)."""
+    return before.shape == after.shape and not differing_rows(before, after, tolerance).any()
+
+
+def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Find the rows [..., width] of ``after`` that are further from those of ``before`` than
+    ``tolerance`` times their norm; bool [...].
+
+    Rows of ``before`` that are not finite never differ: if weights overflow, each row of a job
+    finds that out by itself.
+    """
+    before, after = before.float(), after.float()
+    same: torch.Tensor = (after - before).norm(dim=-1) <= tolerance * before.norm(dim=-1)
+    return before.isfinite().all(dim=-1).logical_and(same.logical_not())
+
+
+class Swap(NamedTuple):
+    """A module to be put in the place of another."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+
+
+def swap_verified(
+    swaps: Sequence[Swap],
+    outputs: Callable[[], torch.Tensor],
+    before: torch.Tensor,
+    tolerance: float,
+) -> bool:
+    """Swap modules, all or none: they stay only if the model computes what it did before.
+
+    Args:
+        outputs: runs the model; its results [..., width].
+        before: what it returned before the swap.
+
+    Returns:
+        Whether the modules were swapped.
+    """
+    originals = [Swap(parent, name, getattr(parent, name)) for parent, name, _ in swaps]
+    try:
+        _put(swaps)
+        if verify(before, outputs(), tolerance):
+            return True
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the model's own code uses its modules in another way
+        pass
+    _put(originals)
+    return False
+
+
+def _put(swaps: Iterable[Swap]) -> None:
+    for parent, name, module in swaps:
+        setattr(parent, name, module)
+
+
+class Probe:
+    """Equal sequences of a few tokens side by side in one packed row, over a pool of their own.
+
+    Args:
+        layout: of a pool for the model.
+        token_ids: the tokens of each sequence.
+        positions: the positions that the model is given; from 0 on by default.
+        adapters: the number of each sequence's adapter; None: the base model alone.
+        dtype: of the pool; that of the weights by default.
+        kernel: the linear layers' kernel, which attention is chosen by.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: KVLayout,
+        token_ids: Sequence[int],
+        num_sequences: int = 1,
+        *,
+        positions: Sequence[int] | None = None,
+        adapters: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        kernel: LinearKernel | None = None,
+    ) -> None:
+        weight = next(model.parameters())
+        self._model = model
+        step = probe_step(token_ids, layout, num_sequences=num_sequences, positions=positions)
+        if adapters is not None:
+            step = replace(step, adapters=np.array(adapters, dtype=np.int32))
+        self._step = step
+        self.cache = KVCache(layout, step.block_tables.size, weight.device, dtype or weight.dtype)
+        self.backend = make_backend(self.cache, kernel)
+
+    def logits(self, backend: AttentionBackend | None = None) -> torch.Tensor:
+        """Logits [tokens of all sequences, vocabulary] of the model as it is now.
+
+        Args:
+            backend: attends in place of ``self.backend``.
+        """
+        return forward(self._model, self.cache, backend or self.backend, self._step)
+
+    @contextmanager
+    def in_forward(self, backend: AttentionBackend) -> Iterator[None]:
+        """Open the probe's step, so that modules of the model can be called by themselves."""
+        tensors = to_device(device_arrays(self._step), self.cache.pool.device)
+        backend.begin_step(self._step, tensors)
+        with forward_context(ForwardContext(self.cache, backend, tensors)):
+            yield
+
+
+def logits_in_chunks(
+    model: nn.Module,
+    layout: KVLayout,
+    token_ids: Sequence[int],
+    ends: Iterable[int],
+    kernel: LinearKernel | None = None,
+) -> torch.Tensor:
+    """Logits [T, vocabulary] of one sequence, in steps that end at ``ends``, over a new pool."""
+    weight = next(model.parameters())
+    cache = KVCache(layout, layout.blocks_for(len(token_ids)), weight.device, weight.dtype)
+    backend = make_backend(cache, kernel)
+    chunks = (
+        probe_step(token_ids[:stop], layout, start=start) for start, stop in pairwise((0, *ends))
+    )
+    return torch.cat([forward(model, cache, backend, chunk) for chunk in chunks])
+
+
+def probe_step(
+    token_ids: Sequence[int],
+    layout: KVLayout,
+    *,
+    start: int = 0,
+    num_sequences: int = 1,
+    positions: Sequence[int] | None = None,
+) -> Step:
+    """Make a step that computes every logit of equal sequences, each in its own blocks from the
+    pool's first on, and samples nothing.
+
+    Args:
+        start: index of the first token to compute; the tokens before it are in the pool.
+        positions: of the computed tokens, if not their indices.
+    """
+    places = np.arange(start, len(token_ids))
+    given = places if positions is None else np.array(positions)
+    block_size, num_tokens = layout.block_size, num_sequences * len(places)
+    num_blocks = layout.blocks_for(len(token_ids))
+    table = np.arange(num_sequences * num_blocks, dtype=np.int32).reshape(num_sequences, -1)
+    slots = table[:, places // block_size].astype(np.int64) * block_size + places % block_size
+    no_sampling: dict[str, Any] = {entry.name: np.empty(0) for entry in fields(SamplingBatch)}
+    return Step(
+        token_ids=np.tile(token_ids[start:], num_sequences).astype(np.int32),
+        previous_sample=np.full(num_tokens, -1, np.int32),
+        positions=np.tile(given, num_sequences).astype(np.int32),
+        query_starts=np.arange(num_sequences + 1, dtype=np.int32) * len(places),
+        context_lens=np.full(num_sequences, len(token_ids), np.int32),
+        block_tables=table,
+        slot_mapping=slots.reshape(-1),
+        block_copies=np.empty((0, 2), np.int32),
+        logits_indices=np.arange(num_tokens, dtype=np.int32),
+        sampling=SamplingBatch(**no_sampling | {"penalties": None}),
+    )
+
+
+def probe_block_size(config: Config, most: int) -> int:
+    """Tokens per block of a pool that a model is tried with, whatever the engine's: at most
+    ``most``, and such that blocks fill the chunks that layers attend within, if any do."""
+    chunk = text_config(config).get("attention_chunk_size")
+    return math.gcd(most, chunk) if isinstance(chunk, int) else most
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module: what it took and returned."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    output: Any
+
+
+@contextmanager
+def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
+    """Record each call of the modules inside, when it returns, with the very objects it took."""
+    calls: list[ModuleCall] = []
+
+    def record(*call: Any) -> None:
+        calls.append(ModuleCall(*call))
+
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asked of paged attention."""
+
+    layer: int
+    query: torch.Tensor
+    variant: AttentionVariant
+
+
+class AttentionRecorder:
+    """An attention backend that records its calls and passes them on to another."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.calls: list[AttentionCall] = []
+        self._backend = backend
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._backend.begin_step(step, tensors)
+
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
+        self.calls.append(AttentionCall(layer, query.clone(), variant))
+        return self._backend.attend(layer, query, variant)
