@@ -1,12 +1,12 @@
-"""The kernels that can multiply rows by a linear layer's weight.
+"""GEMM kernels of linear layers: ways to multiply rows by a weight.
 
-On a CPU ``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` oneDNN over weights
-it has packed, by the operators that torch's inductor uses when it freezes weights
-(torch/_inductor/fx_passes/mkldnn_fusion.py), ``torch`` is ``torch.nn.functional.linear``, which has
-oneDNN or BLAS rearrange the weight in every call. Those of oneDNN are private to torch, so each
-kernel is tried on a small layer first and left out where it does not work.
+On a CPU ``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` is oneDNN over
+weights that it has packed, by the operators that torch's inductor uses when it freezes weights
+(torch/_inductor/fx_passes/mkldnn_fusion.py), and ``torch`` is ``torch.nn.functional.linear``, in
+which oneDNN or BLAS rearranges the weight in every call. oneDNN's operators are private to torch,
+so each kernel is tried on a small layer first and left out if it does not work.
 
-On a CUDA device torch multiplies, or the project's Triton kernel where a row's bits are to be kept.
+On a CUDA device torch multiplies, or the project's Triton kernel if it must be batch-invariant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 
 _PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
 _DTYPES = (torch.float32, torch.bfloat16)
-_TRIED_WIDTH, _TRIED_OUTPUTS = 32, 48
 _INT4_GROUP = 64
 LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int8": Int8Weight.rounded,
@@ -35,14 +34,14 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
 """How values of ``model.quantization`` round a weight [out, in]."""
 FLOAT8_METHOD = "fp8"
 ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
-"""Values of ``model.quantization`` that the project's own kernels for a CPU do."""
+"""Values of ``model.quantization`` that the project's own kernels for a CPU compute."""
 
 
 class Packed(Protocol):
     """A weight [out, in] packed for a kernel."""
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Product of rows [M, in]: [M, out]."""
+        """Multiply rows [M, in]: [M, out]."""
         ...
 
 
@@ -53,18 +52,18 @@ class LinearKernel:
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
     instructions: str
-    """What it is written for, such as AVX-512; another one may round in another way."""
+    """The instructions it is written for, such as AVX-512; others may round differently."""
     is_batch_invariant: bool
-    """Whether a row's result is the same, bit for bit, whatever rows stand beside it."""
+    """Whether a row's result has the same bits whatever other rows are multiplied with it."""
     pack: Callable[[torch.Tensor], Packed]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
-    """Whether it multiplies by a weight [out, in] of this dtype."""
+    """Whether it multiplies by this weight [out, in] of its dtype."""
     copies: bool = True
-    """Whether a packed weight is a copy; else it is the weight that was given."""
+    """Whether a packed weight is a copy, not the weight itself."""
 
     @property
     def name(self) -> str:
-        """The name for people and records, such as ``own AVX-512``; it tells bits apart."""
+        """The name for people and records, such as ``own AVX-512``; equal names give equal bits."""
         return f"{self.kind} {self.instructions}"
 
 
@@ -72,7 +71,7 @@ class OwnPacked:
     """A weight packed for the project's C kernel.
 
     Args:
-        packed: as ``gemm`` packs one.
+        packed: as ``gemm`` packs it.
     """
 
     def __init__(self, packed: torch.Tensor, out_features: int) -> None:
@@ -87,22 +86,15 @@ class OwnPacked:
         gemm.gemm(rows, self.weight, bias, out=out, adds=True)
 
 
-def pack_own(weight: torch.Tensor | LowBitWeight, instructions: str | None = None) -> OwnPacked:
-    """Pack a weight [out, in] for the project's C kernel.
-
-    Args:
-        instructions: as ``gemm.pack`` takes them.
-    """
-    if isinstance(weight, torch.Tensor):
-        return OwnPacked(gemm.pack(weight, instructions), len(weight))
-    return OwnPacked(gemm.pack_low_bit(weight, instructions), len(weight.codes))
+def _pack_own(instructions: str, weight: torch.Tensor) -> OwnPacked:
+    return OwnPacked(gemm.pack(weight, instructions), len(weight))
 
 
 def pack_codes(weight: LowBitWeight | Float8Rows, dtype: torch.dtype) -> OwnPacked:
-    """Pack a weight of codes for the project's C kernel, for rows of ``dtype``."""
+    """Pack a quantized weight for the project's C kernel, for rows of ``dtype``."""
     if isinstance(weight, Float8Rows):
         return OwnPacked(gemm.pack_float8(weight, dtype), len(weight.codes))
-    return pack_own(weight)
+    return OwnPacked(gemm.pack_low_bit(weight), len(weight.codes))
 
 
 class TritonWeight:
@@ -112,16 +104,19 @@ class TritonWeight:
         self._weight = weight
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from batchinfer.kernels.matmul import matmul
-
         out = rows.new_empty(len(rows), len(self._weight))
-        matmul(rows, self._weight, bias, out=out)
+        self._multiply(rows, bias, out, adds=False)
         return out
 
     def add_times(self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self._multiply(rows, bias, out, adds=True)
+
+    def _multiply(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
+    ) -> None:
         from batchinfer.kernels.matmul import matmul
 
-        matmul(rows, self._weight, bias, out=out, adds=True)
+        matmul(rows, self._weight, bias, out=out, adds=adds)
 
 
 class _OneDnnPacked:
@@ -143,70 +138,52 @@ class _Unpacked:
 
 @functools.cache
 def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
-    """The kernels that multiply weights of ``dtype`` on this processor, and right; own ones first.
+    """The kernels that work for weights of ``dtype`` on this processor; own ones first.
 
     oneDNN and BLAS may sum in an order that depends on the number of rows (oneDNN with AMX does in
-    bfloat16), so that only the project's own claim to keep a row's bits.
+    bfloat16), so only the project's own kernels claim to be batch-invariant.
     """
     if dtype not in _DTYPES:
         return ()
-    own = [
-        LinearKernel(
-            "own",
-            name,
-            True,
-            partial(pack_own, instructions=name),
-            gemm.supports,
-        )
-        for name in (gemm.available(dtype) if gemm.supports(torch.empty(0, 2, dtype=dtype)) else ())
-    ]
+    names = gemm.available(dtype) if _has_own(dtype) else ()
     capability = _capability(dtype)
-    others = (
+    kernels = (
+        *(
+            LinearKernel("own", name, True, partial(_pack_own, name), gemm.supports)
+            for name in names
+        ),
         LinearKernel("onednn", capability, False, _OneDnnPacked),
         LinearKernel("torch", capability, False, _Unpacked),
     )
-    return tuple(kernel for kernel in (*own, *others) if _works(kernel, dtype))
+    return tuple(kernel for kernel in kernels if _works(kernel, dtype))
 
 
-def low_bit_kernel(name: str, dtype: torch.dtype) -> LinearKernel | None:
-    """The kernel that multiplies rows of ``dtype``, rounded to int8, by weights of few bits; None:
-    there is none here.
+def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
+    """The kernel that multiplies rows of ``dtype`` by quantized weights; None: there is none here.
 
-    Sums are exact, so that it gives the same bits on every processor.
+    Rows are rounded to int8 for weights of int8 and int4; sums are exact then, so every processor
+    gives the same bits. Weights of float8 give the bits of the numbers that their codes stand for,
+    multiplied by the project's own kernel without tiles.
 
     Args:
-        name: a key of ``LOW_BIT_METHODS``.
+        method: one of ``ON_CPU``.
     """
-    if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
+    if not _has_own(dtype):
         return None
-    rounded = LOW_BIT_METHODS[name]
-    return LinearKernel("own", name, True, lambda weight: pack_own(rounded(weight)))
-
-
-def float8_kernel(dtype: torch.dtype) -> LinearKernel | None:
-    """The kernel that multiplies rows of ``dtype`` by weights of float8; None: there is none here.
-
-    It gives the bits of the project's own kernel without tiles for the numbers that codes stand
-    for.
-    """
-    if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
-        return None
-    return LinearKernel(
-        "own",
-        f"float8, {gemm.vector_instructions(dtype)}",
-        True,
-        lambda weight: pack_codes(Float8Rows.rounded(weight), weight.dtype),
-        gemm.supports,
-    )
-
-
-def codes_kernel(name: str, dtype: torch.dtype) -> LinearKernel | None:
-    """``low_bit_kernel`` or ``float8_kernel``, by a value of ``model.quantization``."""
-    return float8_kernel(dtype) if name == FLOAT8_METHOD else low_bit_kernel(name, dtype)
+    if method == FLOAT8_METHOD:
+        return LinearKernel(
+            "own",
+            f"float8, {gemm.vector_instructions(dtype)}",
+            True,
+            lambda weight: pack_codes(Float8Rows.rounded(weight), dtype),
+            gemm.supports,
+        )
+    rounded = LOW_BIT_METHODS[method]
+    return LinearKernel("own", method, True, lambda weight: pack_codes(rounded(weight), dtype))
 
 
 def triton_kernel(device: torch.device) -> LinearKernel:
-    """The project's kernel for a CUDA device; what compiles it and for what decides the bits."""
+    """The project's kernel for a CUDA device; its compiler and target decide the bits."""
     import triton
 
     from batchinfer.kernels.launch import compute_capability
@@ -215,12 +192,15 @@ def triton_kernel(device: torch.device) -> LinearKernel:
     return LinearKernel("own", compiled, True, TritonWeight, copies=False)
 
 
+def _has_own(dtype: torch.dtype) -> bool:
+    return gemm.supports(torch.empty(0, 2, dtype=dtype))
+
+
 def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
     if kernel.kind == "onednn" and not _one_dnn_takes(dtype):
         return False
-    weight = torch.linspace(-1, 1, _TRIED_OUTPUTS * _TRIED_WIDTH, dtype=dtype)
-    weight = weight.view(_TRIED_OUTPUTS, _TRIED_WIDTH)
-    x = torch.linspace(1, -1, 3 * _TRIED_WIDTH, dtype=dtype).view(3, _TRIED_WIDTH)
+    weight = torch.linspace(-1, 1, 48 * 32, dtype=dtype).view(48, 32)
+    x = torch.linspace(1, -1, 3 * 32, dtype=dtype).view(3, 32)
     try:
         product = kernel.pack(weight).times(x, None).float()
         return torch.allclose(product, x.float() @ weight.float().T, atol=5e-2, rtol=2e-2)
@@ -234,7 +214,7 @@ def _one_dnn_takes(dtype: torch.dtype) -> bool:
 
 
 def _capability(dtype: torch.dtype) -> str:
-    """The instructions that oneDNN and BLAS choose by."""
+    """The instructions by which oneDNN and BLAS choose."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

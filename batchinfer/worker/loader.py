@@ -30,8 +30,7 @@ from batchinfer.worker.linear.choice import (
 )
 from batchinfer.worker.linear.experts import pack_experts
 from batchinfer.worker.linear.fp8 import quantize_fp8
-from batchinfer.worker.linear.low_bit import pack_codes, quantize_packed
-from batchinfer.worker.linear.packed_linear import pack_linears
+from batchinfer.worker.linear.packed_linear import pack_codes, pack_linears, quantize_packed
 from batchinfer.worker.linear.prequantized import KEPT, keep_prequantized
 from batchinfer.worker.linear_kernels import ON_CPU
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters

@@ -1,10 +1,10 @@
-"""Checks of a loaded model for ``engine.deterministic``: does a row keep its bits?
+"""Checks of a loaded model for ``engine.deterministic``: is it batch-invariant?
 
 On any device the model runs on a few tokens alone, beside others and in chunks, and all bits must
-be equal. On a CUDA device that is not enough: torch chooses how to add up by the number of rows,
-and may choose otherwise at others than were tried. So its operations are looked at by name. Only
-those are taken whose elements do not depend on the number of rows: pointwise ones, moves, and a few
-reductions of one row by one block of threads.
+be equal. That is not enough on a CUDA device: torch chooses how to sum by the number of rows, and
+may choose differently for numbers that were not tried. So torch's operations are checked by name:
+only those are allowed whose elements do not depend on the number of rows, which are pointwise ones,
+moves, and a few reductions of one row by one block of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Probe, logits_in_chunks
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
-"""Tokens of a sequence, and how many equal sequences a step has."""
+"""Tokens of a sequence, and the numbers of equal sequences in a step."""
 _CHUNKS = (1, 2)
 """Tokens of the chunks that a sequence is computed in."""
 _MOVES = {
@@ -30,11 +30,10 @@ _MOVES = {
     *("repeat", "repeat_interleave", "scalar_tensor", "set_", "split_with_sizes_copy", "stack"),
     *("zero_", "zeros", "zeros_like", "_to_copy", "to"),
 }
-_OF_ONE_BLOCK = {"layer_norm", "native_layer_norm"}
-"""A row by one block of threads, whatever the number of rows (torch:
-aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+_ONE_BLOCK_PER_ROW = {"layer_norm", "native_layer_norm"}
+"""torch: aten/src/ATen/native/cuda/layer_norm_kernel.cu."""
 _PRODUCTS = {"matmul", "bmm"}
-_SAID = {"_grouped_mm": " (all experts of a layer at once)"}
+_EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 
 
 def check_batch_invariance(
@@ -44,11 +43,11 @@ def check_batch_invariance(
 
     Args:
         layout: of the pool that the model will run over.
-        kernel: what multiplies by its weights.
+        kernel: of its linear layers.
 
     Raises:
         ModelError: they differ, or on a CUDA device may.
-        DeviceError: torch is told to round float32 products on the device.
+        DeviceError: torch is set to round float32 products on the device.
     """
     if next(model.parameters()).is_cuda:
         check_operations(model, layout, kernel)
@@ -74,11 +73,11 @@ def check_batch_invariance(
 def check_operations(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Look at what a forward pass has torch compute on a CUDA device, with the arguments above.
+    """Check which operations of torch a forward pass calls on a CUDA device.
 
     Raises:
-        ModelError: something whose bits may depend on the number of rows.
-        DeviceError: torch is told to round float32 products on the device.
+        ModelError: an operation whose bits may depend on the number of rows.
+        DeviceError: torch is set to round float32 products on the device.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise DeviceError(
@@ -86,10 +85,10 @@ def check_operations(
             hint='call torch.set_float32_matmul_precision("highest") before',
         )
     probe = Probe(model, layout, _STEPS[-1][0], kernel=kernel)
-    with _OperationsOfRows() as operations:
+    with _BatchDependentOperations() as operations:
         probe.logits()
-    if operations.others:
-        named = (name + _SAID.get(name, "") for name in sorted(operations.others))
+    if operations.names:
+        named = (name + _EXPLANATIONS.get(name, "") for name in sorted(operations.names))
         raise _refused(
             model,
             f"torch computes {', '.join(named)}, whose last bits on a CUDA device may depend on "
@@ -98,23 +97,23 @@ def check_operations(
         )
 
 
-class _OperationsOfRows(TorchDispatchMode):
-    """Notes the operations that are none of single rows."""
+class _BatchDependentOperations(TorchDispatchMode):
+    """Records the operations called inside whose bits may depend on the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.others: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        keeps_rows = (
+        is_invariant = (
             func.is_view
             or torch.Tag.pointwise in func.tags
-            or name in _MOVES | _OF_ONE_BLOCK
-            or (name in _PRODUCTS and args[0].shape[-1] == 1)  # nothing is added up
+            or name in _MOVES | _ONE_BLOCK_PER_ROW
+            or (name in _PRODUCTS and args[0].shape[-1] == 1)  # nothing is summed
         )
-        if not keeps_rows:
-            self.others.add(name)
+        if not is_invariant:
+            self.names.add(name)
         return func(*args, **(kwargs or {}))
 
 

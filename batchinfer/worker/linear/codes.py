@@ -1,7 +1,7 @@
-"""The codes that a linear layer's plain weight was made of, kept beside it until it is packed.
+"""The codes that a linear layer's plain weight was dequantized from, kept until it is packed.
 
-A checkpoint of few bits is loaded as plain numbers, so that any device runs it and every check sees
-numbers; with its codes beside them the layers are packed as they were saved, and not rounded again.
+A quantized checkpoint is loaded as plain numbers, so that any device runs it and every check sees
+numbers. If its codes are kept with them, layers are packed as they were saved, not rounded again.
 """
 
 from __future__ import annotations
@@ -11,72 +11,97 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from batchinfer.kernels.float8_rows import Float8Rows
+from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, dequantize_blocks
 from batchinfer.kernels.low_bit import GroupedWeight, Int8Weight
-from batchinfer.worker.linear.float8_weight import Float8Weight
 
-HostCodes = Int8Weight | GroupedWeight | Float8Rows
-"""What a CPU's kernels multiply by."""
-Codes = HostCodes | Float8Weight
 _NAME = "saved_codes"
 
 
 @dataclass(frozen=True)
-class KeptCodes:
-    """Codes that are read when the layer is packed: they take no memory before."""
+class Float8Weight:
+    """A weight [out, in] of float8 e4m3fn as it was saved, with a scale for each 128 x 128 block.
 
-    kind: type[Codes]
-    joins: object
-    """What layers must have in common to be joined; None: it cannot be joined."""
+    Args:
+        codes: [out, in] float8 e4m3fn.
+        scales: [ceil(out / 128), ceil(in / 128)] float32.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_blocks("a saved weight", self.codes, self.scales)
+
+    @classmethod
+    def joined(cls, weights: Sequence[Float8Weight]) -> Float8Weight:
+        """One weight whose outputs, whole blocks, are those of ``weights``, side by side."""
+        return cls(
+            torch.cat([weight.codes for weight in weights]),
+            torch.cat([weight.scales for weight in weights]),
+        )
+
+    def dequantized(self) -> torch.Tensor:
+        """[out, in] float32."""
+        return dequantize_blocks(self.codes, self.scales)
+
+
+HostCodes = Int8Weight | GroupedWeight | Float8Rows
+"""Codes that a CPU's kernels multiply by."""
+Codes = HostCodes | Float8Weight
+
+
+@dataclass(frozen=True)
+class KeptCodes:
+    """Codes that are read only when the layer is packed, and take no memory before."""
+
+    joins: tuple[Any, ...] | None
+    """Type and layout: layers are joined if theirs are equal. None: it cannot be joined."""
     read: Callable[[], Codes]
 
     @classmethod
     def of(cls, weight: Codes, read: Callable[[], Codes] | None = None) -> KeptCodes:
-        """Codes in memory, or those that ``read`` would read."""
-        joins: object = type(weight)
+        """Codes in memory, or those that ``read`` reads, which are like ``weight``."""
+        joins: tuple[Any, ...] | None = (type(weight),)
         if isinstance(weight, GroupedWeight):
             joins = type(weight), weight.layout
         elif isinstance(weight, Float8Rows):
             joins = type(weight), weight.group_size
-        elif isinstance(weight, Float8Weight) and not weight.can_be_joined:
-            joins = None
-        return cls(type(weight), joins, read or (lambda: weight))
+        elif isinstance(weight, Float8Weight) and len(weight.codes) % BLOCK:
+            joins = None  # other blocks could not follow
+        return cls(joins, read or (lambda: weight))
 
     def __deepcopy__(self, memo: object) -> KeptCodes:
-        return self  # nothing of it changes; a copied layer has the same codes
+        return self  # immutable
 
 
 def keep_codes(linear: nn.Linear, codes: Codes | KeptCodes) -> None:
-    """Keep the codes of a layer whose weight is ``dequantized()`` of them."""
+    """Keep the codes that a layer's weight was dequantized from."""
     kept = codes if isinstance(codes, KeptCodes) else KeptCodes.of(codes)
     setattr(linear, _NAME, kept)
 
 
 def codes_of(linear: nn.Linear) -> Codes | None:
-    """Read what ``keep_codes`` has kept; None: nothing."""
-    kept = _kept(linear)
+    """Read the codes that ``keep_codes`` has kept; None: there are none."""
+    kept: KeptCodes | None = getattr(linear, _NAME, None)
     return None if kept is None else kept.read()
 
 
 def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
-    """Keep the codes of layers for one whose outputs are theirs, side by side.
+    """Keep the codes of ``linears`` for a layer whose outputs are theirs, side by side.
 
-    Where some have none, or others than the first, nothing is kept.
+    None are kept if some have none, or other codes than the first.
     """
-    parts = [kept for linear in linears if (kept := _kept(linear)) is not None]
-    kinds = {kept.joins for kept in parts}
-    if len(parts) == len(linears) and len(kinds) == 1 and None not in kinds:
-        keep_codes(joined, KeptCodes(parts[0].kind, parts[0].joins, partial(_joined, parts)))
+    parts: list[Any] = [getattr(linear, _NAME, None) for linear in linears]
+    joins = {part and part.joins for part in parts}
+    (common,) = joins if len(joins) == 1 else (None,)
+    if common is not None:
+        keep_codes(joined, KeptCodes(common, partial(_joined, common[0], parts)))
 
 
-def _joined(parts: Sequence[KeptCodes]) -> Codes:
-    kind: Any = parts[0].kind
+def _joined(kind: Any, parts: Sequence[KeptCodes]) -> Codes:
     weight: Codes = kind.joined([kept.read() for kept in parts])
     return weight
-
-
-def _kept(linear: nn.Linear) -> KeptCodes | None:
-    kept: KeptCodes | None = getattr(linear, _NAME, None)
-    return kept

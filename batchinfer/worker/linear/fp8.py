@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.linear.codes import codes_of
-from batchinfer.worker.linear.float8_weight import Float8Weight
+from batchinfer.worker.linear.codes import Float8Weight, codes_of
 from batchinfer.worker.model.quantization import is_plain
 
 _FLOAT8_PRODUCTS = 89

@@ -1,21 +1,42 @@
-"""Linear layers whose weights are packed once, the way they will be read.
+"""Linear layers whose weights are packed once, the way the kernel reads them; quantized or not.
 
 ``torch.nn.functional.linear`` has oneDNN or BLAS rearrange the weight in every call. The project's
 own kernel is up to 1.7 times oneDNN's packed speed at 8 to 32 rows and as fast at 64 on a processor
 with AVX-512, and oneDNN's packed product 1.3 to 2.4 times ``linear``; which is best elsewhere is
-measured (``choice``). On a CUDA device a weight stays as it is; only what multiplies is another.
+measured (``choice``). On a CUDA device a weight stays as it is; only the kernel differs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from batchinfer.worker.linear.codes import join_codes
-from batchinfer.worker.linear_kernels import LinearKernel, OwnPacked
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.kernels.float8_rows import Float8Rows
+from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight
+from batchinfer.worker.linear.codes import HostCodes, codes_of, join_codes
+from batchinfer.worker.linear.experts import pack_experts
+from batchinfer.worker.linear_kernels import (
+    FLOAT8_METHOD,
+    LinearKernel,
+    OwnPacked,
+    codes_kernel,
+)
+from batchinfer.worker.linear_kernels import pack_codes as pack_weight
 from batchinfer.worker.model.quantization import is_plain
+
+_METHODS: Mapping[type, str] = {
+    Int8Weight: "int8",
+    Int8GroupedWeight: "int8",
+    Int4Weight: "int4",
+    Float8Rows: FLOAT8_METHOD,
+}
+"""Values of ``model.quantization`` by the codes that their kernels multiply by."""
+_HEAD_METHOD = "int8"
+"""A head's outputs are compared with each other: four bits would change which is the largest."""
 
 
 class PackedLinear(nn.Module):
@@ -23,8 +44,6 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: a layer that ``kernel`` takes.
-        kernel: what multiplies. Where it keeps a row's bits, a row of the result does not depend
-            on the other rows of ``x``, bit for bit.
         packed: the layer's weight as ``kernel`` takes it; None: it is packed here.
     """
 
@@ -35,21 +54,20 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # For model code that asks for shape and dtype; where it is packed it holds no memory.
+        # For model code that asks for shape and dtype; it holds no memory if the weight is packed.
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self._packed = packed or kernel.pack(weight)
         own = self.own
-        self.is_low_bit = own is not None and own.weight.dtype != weight.dtype
-        """Whether it multiplies by codes, and rounds rows to int8 for that if they are integers."""
         self.nbytes = 0
-        """Of what is packed, besides parameters."""
+        """Of the packed weight, unless it is a parameter."""
         if kernel.copies:
-            self.nbytes = own.weight.nbytes if own and self.is_low_bit else weight.nbytes
+            quantized = own is not None and own.weight.dtype != weight.dtype
+            self.nbytes = own.weight.nbytes if own and quantized else weight.nbytes
 
     @property
     def own(self) -> OwnPacked | None:
-        """The packed weight, where the project's own kernel multiplies by it."""
+        """The packed weight, if the project's own kernel for a CPU multiplies by it."""
         return self._packed if isinstance(self._packed, OwnPacked) else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
@@ -87,13 +105,13 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 def pack_linears(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
 ) -> int:
-    """Replace those linear layers of a model that ``kernel`` takes, one at a time.
+    """Pack the linear layers of a model that ``kernel`` takes, one at a time.
 
     Args:
         but: a layer that stays.
 
     Returns:
-        How many were replaced.
+        The number of packed layers.
     """
     count = 0
     for parent in list(model.modules()):
@@ -105,10 +123,79 @@ def pack_linears(
 
 
 def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
-    """Whether ``kernel``, of weights of ``dtype``, multiplies by a layer's weight."""
+    """Whether ``kernel``, for weights of ``dtype``, multiplies by a layer's weight."""
     return (
         is_plain(linear)
         and linear.weight.dtype == dtype
         and linear.weight.numel() > 0
         and kernel.takes(linear.weight)
     )
+
+
+def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel:
+    """Quantize and pack the weights of a model's linear layers and experts; the output head's to
+    int8, or with float8 not at all.
+
+    ``model.quantization: int8``, ``int4`` or ``fp8``; call it when the layers are fused. A weight
+    of int8 has a scale for each output, one of int4 a scale and a zero for each 64 columns of it; a
+    row gets a scale when it is multiplied: its largest number becomes 127. (torchao's
+    ``Int8DynamicActivationInt8WeightConfig`` has it become 127.5 before it is rounded, so results
+    differ by as much as either rounds.) Float8 has a scale for each block of 128 x 128; rows are
+    not rounded.
+
+    Args:
+        model: one of transformers' for text.
+        method: one of ``linear_kernels.ON_CPU``.
+        dtype: of its weights.
+
+    Returns:
+        The layers' kernel.
+
+    Raises:
+        DeviceError: there is no kernel for ``dtype`` here.
+        ModelError: the model has no such layers.
+    """
+    kernel, head = codes_kernel(method, dtype), model.get_output_embeddings()
+    if kernel is None:
+        raise DeviceError(
+            f"model.quantization: {method} needs a C compiler (cc, or $CC), and model.dtype: "
+            "float32 or bfloat16",
+            hint="install one, choose another model.dtype, or take int8_weight_only",
+        )
+    prequantized = any(isinstance(module, PackedLinear) for module in model.modules())
+    if not pack_linears(model, kernel, dtype, but=head) and not prequantized:
+        raise ModelError(
+            f"model.quantization: models of the family {model.config.model_type!r} have no linear "
+            "layers that can be quantized"
+        )
+    head_kernel = codes_kernel(_HEAD_METHOD, dtype)
+    if method != FLOAT8_METHOD and head_kernel is not None:
+        pack_linears(model, head_kernel, dtype)
+    pack_experts(model, kernel, dtype, as_saved=True)
+    return kernel
+
+
+def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
+    """Pack the linear layers of a model whose codes were kept (``codes.keep_codes``).
+
+    Call it when the layers are fused, and before ``pack_linears`` packs the others. If there is
+    no kernel for ``dtype`` they stay plain numbers.
+
+    Args:
+        dtype: of the model's weights.
+
+    Returns:
+        The kernels used, by ``int8``, ``int4`` and ``fp8``.
+    """
+    used: dict[str, LinearKernel] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            weight = codes_of(child) if isinstance(child, nn.Linear) else None
+            if not isinstance(weight, HostCodes):
+                continue
+            method = _METHODS[type(weight)]
+            kernel = codes_kernel(method, dtype)
+            if kernel is not None and packs(child, kernel, dtype):
+                setattr(parent, name, PackedLinear(child, kernel, pack_weight(weight, dtype)))
+                used[method] = kernel
+    return used

@@ -1,4 +1,4 @@
-"""Codes of few bits in a checkpoint, found again for the layers that were loaded from them."""
+"""Codes of a prequantized checkpoint, found again for the layers that were loaded from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from batchinfer.kernels.low_bit import (
     LowBitWeight,
     can_group,
 )
-from batchinfer.worker.linear.codes import Codes, KeptCodes, keep_codes
-from batchinfer.worker.linear.float8_weight import Float8Weight
+from batchinfer.worker.linear.codes import Codes, Float8Weight, KeptCodes, keep_codes
 from batchinfer.worker.linear.prequantized_experts import in_layers, keep_prequantized_experts
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantization import saved_section
@@ -41,32 +40,31 @@ KEPT: Mapping[str, Kinds] = {
     "int4": (Int4Weight,),
     "fp8": (Float8Weight,),
 }
-"""Values of ``model.quantization`` for which codes are kept, and their kinds; float8 is
-``Float8Rows`` on a CPU."""
+"""Kinds of codes that are kept, by ``model.quantization``; float8 is ``Float8Rows`` on a CPU."""
 _OF_EXPERTS: Mapping[str, Kinds] = {
     "int8": (*KEPT["int8"], Int4Weight),
     "int4": (Int4Weight,),
     "fp8": (Float8Rows,),
 }
-"""Those for which a mixture's experts keep theirs: of as many bits, or fewer."""
+"""Those kept for the experts of a mixture: with as many bits, or fewer."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
     4: Int4Weight,
     8: Int8GroupedWeight,
 }
-"""Weights in groups by their bits."""
+"""Kinds of weights in groups, by their bits."""
 _INT8_MOST, _INT8_MIDDLE = 127, 128
-_NAN = 0x7F  # of float8 e4m3fn, but for the sign
+_NAN = 0x7F  # of float8 e4m3fn, without the sign
 _STEP = 8  # inputs of a group are a multiple of it
 
 
 def keep_prequantized(
     model: nn.Module, folder: Path, config: Mapping[str, Any], method: str, device_type: str
 ) -> int:
-    """Keep the codes that linear layers were saved with, where they are of the kind wanted.
+    """Keep the codes that linear layers were saved with, if they are of the kind wanted.
 
-    Call it before layers are fused. Layers that were saved in another way keep none (other bits,
-    groups of unequal sizes, other blocks of float8), nor do those whose numbers are not the saved
-    ones, bit for bit, because loading moved them.
+    Call it before layers are fused. Layers saved in another way keep none (other bits, groups of
+    unequal sizes, other blocks of float8), nor do those whose loaded numbers are not the saved
+    ones, bit for bit, because loading rearranged them.
 
     Args:
         model: as it was loaded from the folder.
@@ -75,7 +73,7 @@ def keep_prequantized(
         device_type: of the device whose kernels will multiply, ``cpu`` or ``cuda``.
 
     Returns:
-        How many linear layers' codes were kept; experts' are found when they are packed.
+        The number of linear layers whose codes were kept; experts' are found when they are packed.
     """
     saved_as = choose_format(saved_section(config))
     if saved_as is None:
@@ -98,11 +96,21 @@ def keep_prequantized(
     return count
 
 
-def as_codes(weight: LowBitCodes) -> Codes | None:
-    """A saved weight as the kernels take it; None: they take none of its kind."""
-    if isinstance(weight, TableWeight):
-        return _of_table(weight)
-    return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
+def _codes(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
+    """The codes of a saved weight, if they are of these kinds and stand for ``loaded``."""
+    if weight.shape != tuple(loaded.shape):
+        return None
+    read = partial(_read, weight, kinds)
+    codes = read()
+    if codes is None:
+        return None
+    saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
+    return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
+
+
+def _read(weight: Quantized, kinds: Kinds) -> Any:
+    low_bit = weight.read_low_bit()
+    return None if low_bit is None else _as_one_of(kinds, low_bit)
 
 
 def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
@@ -112,27 +120,31 @@ def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
     return codes if isinstance(codes, kinds) else None
 
 
-def _of_table(weight: TableWeight) -> Int4Weight | None:
-    """Its table as it is where all of it are multiples of one number, else to the nearest of 127
-    steps, the largest number becoming 127."""
+def as_codes(weight: LowBitCodes) -> Codes | None:
+    """Convert a saved weight to codes as the kernels take them; None: they take none like it."""
+    if isinstance(weight, TableWeight):
+        return _from_table(weight)
+    return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
+
+
+def _from_table(weight: TableWeight) -> Int4Weight | None:
+    """Its table as it is if all entries are multiples of one number, else rounded to 127 steps,
+    the largest entry becoming 127."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
     if not can_group(size) or not sizes.max() > 0:
         return None
     step = sizes[sizes > 0].min()
-    if not _are_steps(sizes / step):
+    counts = sizes / step
+    if not torch.equal(counts, counts.round()) or counts.max() > _INT8_MOST:
         step = sizes.max() / _INT8_MOST
     table = (weight.table / step).round().to(torch.int8)
     zeros = torch.zeros_like(weight.scales, dtype=torch.uint8)
     return Int4Weight(weight.codes, weight.scales * step, zeros, size, table=table)
 
 
-def _are_steps(counts: torch.Tensor) -> bool:
-    return bool((counts == counts.round()).all() and counts.max() <= _INT8_MOST)
-
-
 def _float8(weight: BlockWeight) -> Float8Weight | None:
-    """In blocks of 128 x 128, also where all of it has one scale."""
+    """In blocks of 128 x 128, also if all of it has one scale."""
     if weight.codes.dtype != torch.float8_e4m3fn:
         return None
     if weight.scales.numel() == 1:
@@ -152,7 +164,11 @@ def _float8_rows(weight: BlockWeight) -> Float8Rows | None:
 
 def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, groups = len(weight.numbers), weight.scales.shape[1]
-    numbers, zeros = _from_zero(weight)
+    numbers = weight.numbers
+    zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
+    if numbers.dtype == torch.int8:  # to uint8
+        numbers, zeros = (part.view(torch.uint8) ^ _INT8_MIDDLE for part in (numbers, zeros))
+    zeros = zeros.to(torch.uint8)  # [out or 1, groups or 1]
     scales = weight.scales.float().expand(outputs, groups).contiguous()
     is_symmetric = weight.bits == 8 and bool((zeros == _INT8_MIDDLE).all())
     if is_symmetric and groups == 1 and weight.group_of is None:
@@ -166,18 +182,9 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     return kind(numbers, scales, zeros.expand(outputs, groups).contiguous(), size, order)
 
 
-def _from_zero(weight: IntegerWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers, and zeros [out or 1, groups or 1], as uint8."""
-    zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
-    if weight.numbers.dtype == torch.int8:
-        numbers = weight.numbers.view(torch.uint8) ^ _INT8_MIDDLE
-        return numbers, zeros.view(torch.uint8) ^ _INT8_MIDDLE
-    return weight.numbers, zeros.to(torch.uint8)
-
-
 def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
-    """Inputs of a group, and the input at each place where those of a group lie anywhere; None:
-    groups are of unequal sizes."""
+    """The number of inputs in a group, and the order that puts the inputs of each group side by
+    side if they are not; None: groups are of unequal sizes."""
     inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
     if weight.group_of is None:
         return (inputs // groups if groups > 1 else -(-inputs // _STEP) * _STEP), None
@@ -187,21 +194,3 @@ def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
     if not in_order or -(-inputs // size) != groups:
         return None
     return size, None if torch.equal(sorted_, weight.group_of) else by_group.int()
-
-
-def _codes(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
-    """The codes of a saved weight, if they are of these kinds and what ``loaded`` was made of."""
-    if weight.shape != tuple(loaded.shape):
-        return None
-    read = partial(_read, weight, kinds)
-    codes = read()
-    if codes is None:
-        return None
-    saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
-    return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
-
-
-def _read(weight: Quantized, kinds: Kinds) -> Any:
-    """The codes of a saved weight; None: it has none of these kinds."""
-    low_bit = weight.read_low_bit()
-    return None if low_bit is None else _as_one_of(kinds, low_bit)

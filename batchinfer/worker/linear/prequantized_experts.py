@@ -1,15 +1,15 @@
-"""Codes of few bits that a mixture's experts were saved with, all in one tensor or one by one.
+"""Codes that the experts of a mixture were saved with, all in one tensor or one by one.
 
-Where a checkpoint has a tensor for each expert, transformers puts them together as it loads them:
-those that go up side by side, then all experts of a layer in one tensor. Here each is found again
-by its name, and taken if the numbers that were loaded are what it stands for, bit for bit.
+If a checkpoint has a tensor for each expert, transformers joins them as it loads them: those that
+go up side by side, then all experts of a layer in one tensor. Here each is found again by its name,
+and taken if the loaded numbers are what it stands for, bit for bit.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,12 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the weights that a matrix of an expert is made of, from its first outputs on."""
+"""Names of the weights that an expert's matrix is made of, from its first outputs on."""
 
 AsCodes = Callable[[Any], HostCodes | None]
-"""A saved weight of few bits as a kernel takes it; None: none of those wanted does."""
+"""Converts a saved weight to codes as a kernel takes them; None: they are not of a kind wanted."""
+_Parts = dict[tuple[int, str], Quantized]
+"""How weights were saved, by an expert's number and the weight's name."""
 
 
 def keep_prequantized_experts(
@@ -45,20 +47,24 @@ def keep_prequantized_experts(
 
     Args:
         model: as it was loaded.
-        saved: weights of the checkpoint by their names from the layers on.
-        as_codes: of a weight of few bits.
+        saved: weights of the checkpoint by ``in_layers`` of their names.
     """
-    one_by_one = _one_by_one(saved)
-    for name, module in _named_experts(model):
-        for matrix in matrices_of(module):
+    one_by_one: defaultdict[str, _Parts] = defaultdict(dict)
+    for name, weights in saved.items():
+        if found := _ONE_BY_ONE.fullmatch(name):
+            layer, expert, part = found.groups()
+            one_by_one[layer][int(expert), part] = weights[0]
+    experts = {module for _, _, module in expert_modules(model)}
+    for name, module in model.named_modules():
+        for matrix in matrices_of(module) if module in experts else ():
+            parameter = getattr(module, matrix.name).detach()
             for weight in saved.get(in_layers(f"{name}.{matrix.name}"), ()):
-                if weight.by_expert and weight.shape == tuple(_parameter(matrix).shape):
-                    read = partial(_of_one_tensor, weight, _parameter(matrix), as_codes)
+                if weight.by_expert and weight.shape == tuple(parameter.shape):
+                    read = partial(_from_one_tensor, weight, parameter, as_codes)
                     keep_expert_codes(module, matrix.name, read)
-            layer = _LAYER.match(in_layers(name))
-            parts = {} if layer is None else one_by_one.get(layer[0], {})
-            if parts:
-                read = partial(_of_parts, parts, matrix, as_codes)
+            in_layer = _LAYER.match(in_layers(name))
+            if in_layer and in_layer[0] in one_by_one:
+                read = partial(_from_parts, one_by_one[in_layer[0]], matrix, as_codes)
                 keep_expert_codes(module, matrix.name, read)
 
 
@@ -67,44 +73,19 @@ def in_layers(name: str) -> str:
     return name[max(name.find("layers."), 0) :]
 
 
-def _named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    experts = {id(module) for _, _, module in expert_modules(model)}
-    return ((name, module) for name, module in model.named_modules() if id(module) in experts)
-
-
-def _parameter(matrix: ExpertWeights) -> torch.Tensor:
-    parameter: torch.Tensor = getattr(matrix.experts, matrix.name)
-    return parameter.detach()
-
-
-_Parts = dict[tuple[int, str], Quantized]
-"""An expert's number and what its weight is called, and how it was saved."""
-
-
-def _one_by_one(saved: Mapping[str, Sequence[Quantized]]) -> dict[str, _Parts]:
-    """Weights of single experts, by the start of their layer's names."""
-    by_layer: defaultdict[str, _Parts] = defaultdict(dict)
-    for name, weights in saved.items():
-        found = _ONE_BY_ONE.fullmatch(name)
-        if found is not None:
-            layer, expert, part = found.groups()
-            by_layer[layer][int(expert), part] = weights[0]
-    return by_layer
-
-
-def _of_one_tensor(
+def _from_one_tensor(
     weight: Quantized, loaded: torch.Tensor, as_codes: AsCodes, expert: int
 ) -> HostCodes | None:
-    """The codes of one expert of a tensor, if ``loaded`` is what they stand for."""
+    """The codes of one expert in a tensor of all, if they stand for ``loaded``."""
     saved, low_bit = weight.read_expert(expert)
     codes = None if low_bit is None else as_codes(low_bit)
     return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
 
 
-def _of_parts(
+def _from_parts(
     parts: _Parts, matrix: ExpertWeights, as_codes: AsCodes, expert: int
 ) -> HostCodes | None:
-    """The codes of one expert's matrix, of weights that were saved apart."""
+    """The codes of one expert's matrix, joined from weights that were saved apart."""
     loaded = matrix.weight[expert]
     for names in _PARTS[matrix.name]:
         weights = [parts[expert, name] for name in names if (expert, name) in parts]
@@ -116,7 +97,7 @@ def _of_parts(
 
 
 def _joined(weights: Sequence[Quantized], as_codes: AsCodes) -> HostCodes | None:
-    """One weight of few bits whose outputs are those of ``weights``; None: they cannot be one."""
+    """Codes whose outputs are those of ``weights``; None: they cannot be joined."""
     low_bit = [weight.read_low_bit() for weight in weights]
     codes = [None if each is None else as_codes(each) for each in low_bit]
     kind: Any = type(codes[0])

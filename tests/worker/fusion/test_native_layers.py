@@ -23,8 +23,7 @@ from batchinfer.worker.fusion.native_layers import (
     join_native_layers,
 )
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.linear.low_bit import quantize_packed
-from batchinfer.worker.linear.packed_linear import pack_linears
+from batchinfer.worker.linear.packed_linear import pack_linears, quantize_packed
 from batchinfer.worker.linear_kernels import linear_kernels
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker

@@ -19,7 +19,6 @@ from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.linear import choice as kernel_choice
-from batchinfer.worker.linear import timing
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.choice import (
     KernelRequirements,
@@ -149,7 +148,7 @@ def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(timing.library, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_choice.library, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -157,38 +156,38 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_kernels_are_timed_once(cache: Path, damage: bytes | None) -> None:
     """And again where what is kept of it is damaged."""
     shapes = {(48, 64): 3, (64, 32): 1}
-    first = timing.time_kernels(ALL, shapes, F32)
+    first = kernel_choice.time_kernels(ALL, shapes, F32)
     assert set(first) == {each.name for each in ALL}
     assert all(speed > 0 for speed in first.values())
     (kept,) = cache.iterdir()
     if damage is not None:
         kept.write_bytes(damage)
     calls = Counting.calls
-    again = timing.time_kernels(ALL, shapes, F32)
+    again = kernel_choice.time_kernels(ALL, shapes, F32)
     assert (Counting.calls > calls) == (damage is not None)
     assert damage is not None or again == first
-    timing.time_kernels(ALL, {(48, 64): 4}, F32)
+    kernel_choice.time_kernels(ALL, {(48, 64): 4}, F32)
     assert len(list(cache.iterdir())) == 2
 
 
 def test_without_a_folder_to_keep_it_in_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing.library, "cache_folder", lambda: None)
-    assert set(timing.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
+    monkeypatch.setattr(kernel_choice.library, "cache_folder", lambda: None)
+    assert set(kernel_choice.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
 
 
 def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "_SECONDS", 0.0)
+    monkeypatch.setattr(kernel_choice, "_SECONDS", 0.0)
     seen = []
-    time_shape = timing._time_shape
+    time_shape = kernel_choice._time_shape
 
     def listen(kernels: Any, shape: Any, dtype: Any, ends: float) -> dict[str, float]:
         seen.append(shape)
         return time_shape(kernels, shape, dtype, ends)
 
-    monkeypatch.setattr(timing, "_time_shape", listen)
-    timing.time_kernels((OWN,), {(64, 64): 1, (32, 32): 5, (8, 8): 9}, F32)
+    monkeypatch.setattr(kernel_choice, "_time_shape", listen)
+    kernel_choice.time_kernels((OWN,), {(64, 64): 1, (32, 32): 5, (8, 8): 9}, F32)
     assert seen == [(32, 32)]
 
 

@@ -18,7 +18,7 @@ from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.kernels.low_bit import Int4Weight, round_rows
 from batchinfer.worker.linear.experts import PackedExperts, matrices_of, pack_experts
 from batchinfer.worker.linear.prequantized import as_codes
-from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, linear_kernels, low_bit_kernel
+from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, codes_kernel, linear_kernels
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantized.low_bit import TableWeight
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 KERNELS = linear_kernels(torch.float32)
 _ALL_SPARSE = {"moe_intermediate_size": 64, "mlp_only_layers": []}
 needs_compiler = pytest.mark.skipif(
-    low_bit_kernel("int8", torch.float32) is None, reason="no C compiler here"
+    codes_kernel("int8", torch.float32) is None, reason="no C compiler here"
 )
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -82,7 +82,7 @@ def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) 
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> None:
     x, index, weights = routed(33)
-    for kernel in (low_bit_kernel(method, torch.float32), linear_kernels(torch.float32)[0]):
+    for kernel in (codes_kernel(method, torch.float32), linear_kernels(torch.float32)[0]):
         assert kernel is not None
         model = make_experts(kind)
         pack_experts(model, kernel, torch.float32)
@@ -96,7 +96,7 @@ def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> No
 @needs_compiler
 @kinds
 def test_what_is_packed_takes_its_bytes_alone(kind: str) -> None:
-    model, kernel = make_experts(kind), low_bit_kernel("int8", torch.float32)
+    model, kernel = make_experts(kind), codes_kernel("int8", torch.float32)
     assert kernel is not None
     elements = sum(matrix.weight.numel() for matrix in matrices_of(model["experts"]))
     before = model_bytes(model)

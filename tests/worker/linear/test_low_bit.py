@@ -25,9 +25,8 @@ from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.codes import codes_of, keep_codes
-from batchinfer.worker.linear.low_bit import pack_codes
-from batchinfer.worker.linear.packed_linear import PackedLinear, merged
-from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, low_bit_kernel
+from batchinfer.worker.linear.packed_linear import PackedLinear, merged, pack_codes
+from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, codes_kernel
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantization import check_quantization
@@ -36,7 +35,7 @@ from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 from tests.worker.step_maker import StepMaker
 
 pytestmark = pytest.mark.skipif(
-    low_bit_kernel("int8", torch.float32) is None, reason="no C compiler here"
+    codes_kernel("int8", torch.float32) is None, reason="no C compiler here"
 )
 methods = pytest.mark.parametrize("method", LOW_BIT_METHODS)
 

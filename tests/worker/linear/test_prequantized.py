@@ -30,12 +30,11 @@ from batchinfer.kernels.low_bit import (
 )
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.linear.choice import KernelRequirements
-from batchinfer.worker.linear.codes import Codes
-from batchinfer.worker.linear.float8_weight import Float8Weight
+from batchinfer.worker.linear.codes import Codes, Float8Weight
 from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
 from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.linear.prequantized import as_codes, keep_prequantized
-from batchinfer.worker.linear_kernels import low_bit_kernel, pack_own
+from batchinfer.worker.linear_kernels import codes_kernel, pack_codes
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantization import is_plain
@@ -68,7 +67,7 @@ FP8_128 = (
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """Whole blocks, so that layers can be joined, and groups that fill cache lines on any processor."""
 needs_kernel = pytest.mark.skipif(
-    low_bit_kernel("int4", torch.float32) is None, reason="no C compiler here"
+    codes_kernel("int4", torch.float32) is None, reason="no C compiler here"
 )
 
 
@@ -159,7 +158,7 @@ def test_layers_are_packed_as_they_were_saved(
         codes = codes_in(folder, case, f"{prefix}.layers.{tail}")
         assert codes is not None
         x = torch.randn(3, layer.in_features)
-        assert torch.equal(layer(x), pack_own(codes).times(x, None))
+        assert torch.equal(layer(x), pack_codes(codes, x.dtype).times(x, None))
         compared += 1
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantized = load(folder)
