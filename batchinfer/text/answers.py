@@ -1,4 +1,4 @@
-"""What a sample says: its answer, its thinking, the tools that it calls."""
+"""A sample's answer, its reasoning, and its tool calls."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from batchinfer.text.tools.tool_format import ToolCall, ToolFormat, Tools, calls
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A sample's text, taken apart."""
+    """The parts of a sample's text."""
 
     text: str
     reasoning: str | None = None
-    """None where the model did not think, or nobody asks."""
+    """None if the model did not think, or reasoning is not separated."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of the row's tools; ``text`` is what is said beside them."""
+    """Calls of the row's tools; ``text`` is the rest."""
 
 
 class AnswerReader:
-    """Reads what samples say.
+    """Separates the parts of samples.
 
     Args:
-        reasoning: how the model marks its thinking; None: it is part of the answer.
-        tool_format: how it writes calls of tools; None: they are part of the answer.
+        reasoning: how the model marks its reasoning; None: it stays part of the answer.
+        tool_format: how the model writes tool calls; None: they stay part of the answer.
     """
 
     def __init__(
@@ -49,11 +49,7 @@ class AnswerReader:
         params: SamplingParams,
         tools: Tools | None = None,
     ) -> Answer:
-        """A sample of a prompt, taken apart.
-
-        Args:
-            tools: what it may have called; None: nothing.
-        """
+        """Return the parts of a sample; ``tools`` are those that it may have called."""
         answer = self._without_calls(prompt_token_ids, sample, params)
         if tools is None or self.tool_format is None:
             return answer

@@ -1,9 +1,9 @@
 """Chat templates: a conversation to one text, as transformers' ``apply_chat_template`` does.
 
-A content may be a list of text parts. Templates differ: some loop over parts, some take one text
-only, some parts only, and they may do so for some roles. Which it is, is found by rendering a
-conversation made for that (vLLM reads it off the template's syntax, in
-``vllm/entrypoints/chat_utils.py``; behind a macro or a filter that is not to be seen).
+A content may be a list of text parts. Some templates loop over parts, some take only one text, some
+take only parts, and this may depend on the role. Rendering a test conversation finds out which.
+(vLLM reads it off the template's syntax, in ``vllm/entrypoints/chat_utils.py``, which fails behind
+a macro or a filter.)
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from typing import Any, Literal
 import jinja2
 
 from batchinfer.errors import JobError, RowError
-from batchinfer.text.sandbox import PromptEnvironment, render_template
+from batchinfer.text.sandbox import PromptEnvironment, error_line, render_template
 from batchinfer.text.tools.tool_format import Tools
 
 Message = dict[str, Any]
 FinalMessage = Literal["auto", "answer", "continue", "leave"]
-"""What comes after a conversation. auto: the assistant's last words go on, all others are answered;
-answer: the template opens an answer, whosever words are the last; continue: the last words go on,
-whosever they are; leave: nothing is opened."""
+"""How a prompt ends. auto: continue the last message if it is the assistant's, else open an answer;
+answer: always open an answer; continue: always continue the last message; leave: neither."""
 
 _END_MARK = "\U0010fffd "
-"""Ends the message to be continued; its space tells whether the template trims messages."""
+"""Marks the end of the message to continue; its space shows whether the template trims messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
-"""Texts that no template holds."""
+"""Texts that no template contains."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
-"""How many messages go before one of each role, where a conversation is made for it."""
+"""Number of messages before one of each role in a test conversation."""
 RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 
@@ -44,20 +43,20 @@ def _environment() -> PromptEnvironment:
 
 
 def compile_chat_template(source: str, error: type[JobError], origin: str) -> jinja2.Template:
-    """Compile ``source``, which is from ``origin``.
+    """Compile ``source``; ``origin`` names it in errors.
 
     Raises:
-        JobError: of type ``error``: a syntax error, or reaching for Python's internals.
+        JobError: of type ``error``: a syntax error, or a private attribute.
     """
     try:
         return _environment().compile_template(source)
     except jinja2.TemplateError as cause:
-        line = f" (line {cause.lineno})" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
-        raise error(f"{origin} is not a valid Jinja2 template{line}: {cause.message}") from cause
+        reason = f"{error_line(cause)}: {cause.message}"
+        raise error(f"{origin} is not a valid Jinja2 template{reason}") from cause
 
 
 class ContentFormat(Enum):
-    """What a template takes as the content of a message."""
+    """The form in which a template takes the content of a message."""
 
     ANY = "a text or a list of parts"
     TEXT = "a text"
@@ -81,14 +80,14 @@ class ChatTemplate:
         """Compile ``source``.
 
         Args:
-            special_tokens: names templates use (``bos_token``) and their texts.
-            kwargs: further variables for the template; they win over ``special_tokens``.
-            now: what ``strftime_now`` tells, the same for all rows.
-            error: raised where the template is invalid.
-            origin: where the template is from, for messages.
+            special_tokens: texts by the names that templates use, such as ``bos_token``.
+            kwargs: further variables, which override ``special_tokens``.
+            now: time for ``strftime_now``, the same for all rows.
+            error: type of the error for an invalid template.
+            origin: name of the template in errors.
 
         Raises:
-            JobError: of type ``error``: a syntax error, or reaching for Python's internals.
+            JobError: of type ``error``: a syntax error, or a private attribute.
         """
         self._origin = origin
         self._final_message = final_message
@@ -100,25 +99,20 @@ class ChatTemplate:
             **special_tokens,
             **kwargs,
         }
-        self._formats: dict[str, ContentFormat] = {}
-
-    def content_format(self, role: str) -> ContentFormat:
-        """What the template takes as the content of a message of ``role``."""
-        if role not in self._formats:
-            self._formats[role] = self._find_format(role)
-        return self._formats[role]
+        self.content_format = functools.cache(self._find_format)
+        """Returns the form of content that the template takes for a role."""
 
     def _find_format(self, role: str) -> ContentFormat:
         parts = [{"type": "text", "text": text} for text in _PROBES]
         shown = self._probe(role, parts)
-        # A template that takes texts only writes such a list as Python or JSON would.
+        # A template that takes only texts writes the list as Python or JSON.
         if not all(text in shown for text in _PROBES) or _WRITTEN_AS_LIST.search(shown):
             return ContentFormat.TEXT
         takes_text = _PROBES[0] in self._probe(role, _PROBES[0])
         return ContentFormat.ANY if takes_text else ContentFormat.PARTS
 
     def _probe(self, role: str, content: object) -> str:
-        """The text of a conversation that has a message of ``role``; none where that fails."""
+        """Render a conversation with a message of ``role``; "" if that fails."""
         plain = "x" if isinstance(content, str) else [{"type": "text", "text": "x"}]
         call = {"type": "function", "function": {"name": "x", "arguments": {}}, "id": "123456789"}
         before: list[Message] = [
@@ -142,11 +136,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, opened as ``final_message`` says.
+        """Return the prompt's text, which ends as ``final_message`` says.
 
         Args:
-            tools: what the model may call; None: nothing.
-            variables: for the template, besides ``kwargs``, over which they win.
+            tools: tools that the model may call.
+            variables: further variables of the template, which override ``kwargs``.
 
         Raises:
             RowError: ``template_error``.
@@ -161,7 +155,7 @@ class ChatTemplate:
         return self._render(messages, more, add_generation_prompt=how == "answer")
 
     def _as_taken(self, message: Message) -> Message:
-        """``message`` with its content in a form that the template takes."""
+        """Convert a message's content to a form that the template takes."""
         content = message.get("content")
         if not content:
             return message
@@ -188,7 +182,7 @@ class ChatTemplate:
         return render_template(self._template, variables, self._origin)
 
     def _render_open(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Mark where the last message ends, render, and cut there (as transformers does)."""
+        """Mark the end of the last message, render, and cut there, as transformers does."""
         last = messages[-1]
         content = last.get("content")
         *others, end = content if isinstance(content, list) and content else [content]
@@ -210,7 +204,7 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Message) -> Message:
-    """Reasoning under each of the names that templates read it by."""
+    """Give a message's reasoning all the names that templates use."""
     given = (message[key] for key in _REASONING_KEYS if message.get(key) is not None)
     reasoning = next(given, None)
     if reasoning is None:

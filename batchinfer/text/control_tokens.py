@@ -1,9 +1,9 @@
-"""Control-token text that comes in with a row, kept apart from the template's own.
+"""Keeps control-token text in a row's columns apart from that of templates.
 
-``<|im_end|>`` written by a template ends a turn; the same characters inside a row's text are text.
-After rendering the two look alike, so a row's occurrences are replaced by marks (one private-use
-character each, which no template operation can split) before rendering and put back after.
-transformers' ``sanitize_control_tokens`` has the same aim with markers around the token.
+``<|im_end|>`` in a template ends a turn; the same characters in a row are plain text. Both look the
+same after rendering, so that marks replace the row's occurrences before it: private-use characters,
+which no template operation can split. transformers' ``sanitize_control_tokens`` has the same aim,
+with markers around the token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
 
 
 class ControlTokens:
-    """The texts of a tokenizer's control tokens, and how to find them."""
+    """Finds the texts of a tokenizer's control tokens."""
 
     def __init__(self, tokens: Collection[str]) -> None:
         self.tokens = frozenset(token for token in tokens if token)
@@ -27,31 +27,31 @@ class ControlTokens:
         self._endings = {token[-n:] for token in self.tokens for n in range(1, len(token))}
 
     def occur_in(self, text: str) -> bool:
-        """Whether a control token's text is in ``text``."""
+        """Return whether a control token's text is in ``text``."""
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:
-        """Length of the longest proper beginning of a control token that ends ``text``."""
+        """Return the length of the longest incomplete control token at the end of ``text``."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[-n:] in self._beginnings), 0)
 
     def ending_at_start(self, text: str) -> int:
-        """Length of the longest proper ending of a control token that starts ``text``."""
+        """Return the length of the longest rest of a control token at the start of ``text``."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[:n] in self._endings), 0)
 
     def can_form_in(self, text: str) -> bool:
-        """Whether ``text`` holds a control token's text, or could complete one together with
-        what a template puts beside it."""
+        """Return whether ``text`` contains a control token's text, or part of one at an edge, which
+        a template's text could complete."""
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)
 
 
 class Marks:
-    """Marks of one row: which character stands for which piece of its text."""
+    """The marks of one row, and the pieces of text that they replace."""
 
     def __init__(self, tokens: ControlTokens, texts: Iterable[str]) -> None:
-        """``texts``: all texts of the row, whose own characters are not used as marks."""
+        """``texts`` are all texts of the row; marks are characters that they do not contain."""
         taken = {char for text in texts for char in _MARK.findall(text)}
         self._tokens = tokens
         self._free = (chr(code) for code in _MARKS if chr(code) not in taken)
@@ -59,7 +59,7 @@ class Marks:
         self._piece_of: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """``text`` with marks for its control-token texts and for half ones at its edges."""
+        """Replace control-token texts, and parts of them at the edges, by marks."""
         text = self._tokens.pattern.sub(lambda match: self._mark(match[0]), text)
         if length := self._tokens.beginning_at_end(text):
             text = text[:-length] + self._mark(text[-length:])
@@ -68,7 +68,7 @@ class Marks:
         return text
 
     def restore(self, text: str) -> str:
-        """``text`` with the row's own pieces back in place of their marks."""
+        """Replace marks by the row's own pieces."""
         return _MARK.sub(lambda match: self._piece_of.get(match[0], match[0]), text)
 
     def _mark(self, piece: str) -> str:
@@ -82,9 +82,9 @@ _Tree: TypeAlias = "dict[str, _Tree]"
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """A pattern for any of ``texts``, the longest first, as a tree of shared beginnings.
+    """Return a pattern for any of ``texts``, the longest first, as a tree of common prefixes.
 
-    A plain alternation of a few thousand reserved tokens would try each at every ``<``.
+    A plain alternation of a few thousand reserved tokens would try each one at every ``<``.
     """
     tree: _Tree = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""Rendered rows to token ids, in few calls of the tokenizer; a bad row harms no other."""
+"""Rendered rows to token ids, with few calls of the tokenizer; a bad row harms no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RenderedText:
     """A row's text before it is tokenized."""
 
     text: str
-    """With marks in place of the row's own control-token texts, where ``marks`` is given."""
+    """Has marks in place of the row's own control-token texts, unless ``marks`` is None."""
     add_special_tokens: bool
     marks: Marks | None
     has_control_text: bool
@@ -31,14 +31,14 @@ class RenderedText:
 
 
 class TextEncoder:
-    """Tokenizes rendered rows, keeping what is text in them text."""
+    """Tokenizes rendered rows. Their own text never becomes a control token."""
 
     def __init__(self, tokenizer: Tokenizer, *, parse_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._parse_special_tokens = parse_special_tokens
 
     def encode(self, rendered: Sequence[RenderedText]) -> list[TokenIds | RowError]:
-        """Token ids of each text, or its error (``invalid_utf8``: a lone surrogate)."""
+        """Return token ids of each text, or its error (``invalid_utf8``: a lone surrogate)."""
         results: list[TokenIds | RowError | None] = [unencodable(item.text) for item in rendered]
         for add_special_tokens in (False, True):
             for encode, marked in ((self._encode_whole, False), (self._encode_marked, True)):
@@ -55,7 +55,7 @@ class TextEncoder:
         return [self._with_one_bos(result) for result in results if result is not None]
 
     def _encode_whole(self, group: Sequence[RenderedText]) -> list[TokenIds]:
-        """Token ids of whole texts, exactly as transformers encodes them."""
+        """Encode whole texts, exactly as transformers does."""
         encoded = self._tokenizer.encode_batch(
             [item.text for item in group],
             add_special_tokens=group[0].add_special_tokens,
@@ -70,33 +70,29 @@ class TextEncoder:
     def _encode_marked(self, group: Sequence[RenderedText]) -> list[TokenIds]:
         return self._tokenizer.encode_marked(
             [item.text for item in group],
-            [_unchanged if item.marks is None else item.marks.restore for item in group],
+            [str if item.marks is None else item.marks.restore for item in group],
             add_special_tokens=group[0].add_special_tokens,
         )
 
     def _has_hidden_control(self, item: RenderedText, token_ids: TokenIds) -> bool:
-        """Whether there are more control tokens than can be seen in the text.
+        """Return whether the text has more control tokens than are visible in it.
 
-        Some tokenizers find them in normalised text (full-width letters, other case).
+        Some tokenizers find them in normalized text (full-width letters, other case).
         """
         added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
         found = self._tokenizer.num_control_ids(token_ids) - added
         return found > 0 and found > len(self._tokenizer.control.pattern.findall(item.text))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
-        """Drop a doubled BOS: a raw text may begin with its own."""
+        """Drop the second BOS of a text that begins with its own."""
         bos = self._tokenizer.bos_token_id
         if isinstance(result, RowError) or bos is None or len(result) < 2:
             return result
         return result[1:] if result[0] == bos and result[1] == bos else result
 
 
-def _unchanged(text: str) -> str:
-    return text
-
-
 def unencodable(text: str) -> RowError | None:
-    """The error of a text with a lone surrogate, which is no UTF-8."""
+    """Return the error of a text with a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,12 +103,12 @@ def unencodable(text: str) -> RowError | None:
 def each_apart_if_needed(
     encode: Callable[[Sequence[_Text]], Sequence[_Encoded]], group: Sequence[_Text]
 ) -> Sequence[_Encoded | RowError]:
-    """Encode ``group`` in one go; where the tokenizer refuses a text, find out which."""
+    """Encode ``group`` in one call; if the tokenizer refuses it, find the bad texts."""
     if not group:
         return []
     try:
         return encode(group)
-    except MemoryError:  # says nothing of the text
+    except MemoryError:  # not the text's fault
         raise
     # The backend raises plain Exception, e.g. where a vocabulary has no unknown token.
     except Exception as error:

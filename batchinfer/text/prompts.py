@@ -1,11 +1,11 @@
-"""Rows to prompts: render each, tokenize a batch at a time, check the length."""
+"""Rows to prompts: render each row, tokenize a batch at a time, check the length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,51 +28,36 @@ class Prompt:
 
     token_ids: TokenIds
     text: str | None
-    """What was tokenized, before any truncation; None for a row that brought token ids."""
+    """The text before any truncation; None if the row brought token ids."""
     truncated: bool
     has_control_text: bool
-    """The row's text held a control token's text, which was kept plain text."""
+    """The row's text contained the text of a control token, which stayed plain text."""
     first_segment: int | None = field(default=None, kw_only=True)
-    """Of a pair of texts: tokens that the tokenizer counts to the first; None: there is one."""
-
+    """How many tokens the tokenizer counts to the first text of a pair; None: it is no pair."""
     unpooled: int = field(default=0, kw_only=True)
-    """Tokens that it begins with and that an embedding leaves out."""
+    """Tokens at the beginning that an embedding leaves out."""
 
     @property
     def num_tokens_after(self) -> int:
-        """Tokens that are computed after it and given with it."""
+        """Tokens that are computed after the prompt and given with it."""
         return 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        ids = self.token_ids.tobytes()  # an array's own pickle takes seven times as long
-        kind = self.truncated, self.has_control_text
-        return _unpickled, (ids, self.text, *kind, self.first_segment, self.unpooled)
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        # Bytes: an array's own pickle takes seven times as long.
+        return _unpickled, (type(self), {**values, "token_ids": self.token_ids.tobytes()})
 
 
-def _unpickled(
-    ids: bytes,
-    text: str | None,
-    truncated: bool,
-    has_control_text: bool,
-    first_segment: int | None,
-    unpooled: int,
-) -> Prompt:
-    return Prompt(
-        np.frombuffer(ids, dtype=np.int32),
-        text,
-        truncated,
-        has_control_text,
-        first_segment=first_segment,
-        unpooled=unpooled,
-    )
+def _unpickled(kind: type[Prompt], values: dict[str, Any]) -> Prompt:
+    return kind(**{**values, "token_ids": np.frombuffer(values["token_ids"], dtype=np.int32)})
 
 
 Rendered = RenderedText | Prompt | RowError
-"""A row's text; of a row that brings token ids, its prompt; or its error."""
+"""A row's text, the prompt of a row that brings token ids, or an error."""
 
 
 class PromptTooLongError(RowError):
-    """A row whose prompt leaves no room for an output token."""
+    """The prompt leaves no room for an output token."""
 
     def __init__(self, num_tokens: int, most: int, what: str = "the prompt has") -> None:
         super().__init__("prompt_too_long", f"{what} {num_tokens} tokens, over {most}")
@@ -83,7 +68,7 @@ class PromptTooLongError(RowError):
 
 
 class PromptBuilder:
-    """Builder of prompts from rows, as ``PromptConfig`` says. Thread-safe."""
+    """Builds prompts from rows, as ``PromptConfig`` says. Thread-safe."""
 
     def __init__(
         self,
@@ -99,53 +84,54 @@ class PromptBuilder:
         final_message: FinalMessage = "auto",
         variables_column: str | None = None,
     ) -> None:
-        """Resolve where prompts come from.
+        """Resolve the source of the prompts.
 
         Args:
             max_model_len: most tokens of prompt and output together.
-            conversation_columns: those of them that hold conversations, if that is known; then
-                a missing chat template is found here, not in every row.
+            columns: of the data.
+            conversation_columns: columns that contain conversations, if known. A missing chat
+                template is then found here, and not for each row.
             chat_template_source: content of the file that ``config.chat_template`` names.
-            vocab_size: ids that rows may bring are below it; default the tokenizer's.
-            now: what chat templates are told the time is, equal for all rows; default this call's.
-            final_message: what comes after a conversation.
-            variables_column: one of the columns, which holds a row's own
-                ``config.chat_template_kwargs``; they win over those of all rows.
+            vocab_size: token ids of rows are below it; default: the tokenizer's.
+            now: time for chat templates, the same for all rows; default: the time of this call.
+            final_message: what follows a conversation.
+            variables_column: a column with a row's own ``config.chat_template_kwargs``, which
+                override those of the job.
 
         Raises:
-            UsageError: the configuration does not go together, or not with these columns.
-            DataError: the data does not have the column.
+            UsageError: settings contradict each other or the columns.
+            DataError: a column is missing.
             ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
         """
         for key, problem in conflicts(config):
             raise UsageError(f"{key} {problem}")
         self._max_tokens = max_model_len - 1
         self._on_too_long = config.on_too_long
-        self._reader: _Reader
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
+        self._renderer = None
         if config.token_ids_column is not None:
-            self._reader = _TokenIdsReader(config, columns, vocab_size or tokenizer.vocab_size)
-        else:
-            renderer = RowRenderer(
-                config,
-                tokenizer,
-                columns=columns,
-                conversation_columns=conversation_columns,
-                chat_template_source=chat_template_source,
-                now=now or datetime.now(),
-                final_message=final_message,
-                variables_column=variables_column if variables_column in columns else None,
-            )
-            encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
-            self._reader = _TextReader(renderer, encoder)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns that ``build`` needs."""
-        return self._reader.columns
+            require_column(config.token_ids_column, "prompt.token_ids_column", columns)
+            self.columns: tuple[str, ...] = (config.token_ids_column,)
+            """The input columns that ``build`` needs."""
+            return
+        self._renderer = RowRenderer(
+            config,
+            tokenizer,
+            columns=columns,
+            conversation_columns=conversation_columns,
+            chat_template_source=chat_template_source,
+            now=now or datetime.now(),
+            final_message=final_message,
+            variables_column=variables_column if variables_column in columns else None,
+        )
+        self.columns = self._renderer.columns
 
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order. Text may be ``str`` or UTF-8 ``bytes``; a
-        value that could not be read is a ``RowError``, which becomes the row's.
+        """Return a prompt or an error for each row, in order.
+
+        Text may be ``str`` or UTF-8 ``bytes``. A value that is a ``RowError``, because it could not
+        be read, becomes the row's error.
 
         Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``, ``template_error``,
         ``unsupported_content``, ``row_too_large``.
@@ -153,20 +139,32 @@ class PromptBuilder:
         return self.tokenize(self.render(rows))
 
     def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
-        """As those begin who ``build`` elsewhere; here it is done at once."""
+        """Build prompts, at once; other builders with this method only start to."""
         built = self.build(rows)
         return lambda: built
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        """The first half of ``build``: the rows' texts, or their errors."""
-        return self._reader.render(rows)
+        """Do the first half of ``build``: return the rows' texts, or their errors."""
+        return [or_error(self._render, row) for row in rows]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        """The second half of ``build``."""
-        return [self._fitted(prompt) for prompt in self._reader.tokenize(rendered)]
+        """Do the second half of ``build``."""
+        texts = [item for item in rendered if isinstance(item, RenderedText)]
+        encoded = iter(self._encoder.encode(texts))
+        return [
+            self._fitted(_prompt(item, next(encoded)) if isinstance(item, RenderedText) else item)
+            for item in rendered
+        ]
+
+    def _render(self, row: RowValues) -> RenderedText | Prompt:
+        if self._renderer is not None:
+            return self._renderer.render(row)
+        name = self.columns[0]
+        ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
+        return Prompt(ids, None, truncated=False, has_control_text=False)
 
     def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
-        """Leave room for one output token; cut or refuse a prompt that does not."""
+        """Cut or refuse a prompt that leaves no room for an output token."""
         if isinstance(prompt, RowError):
             return prompt
         ids, most = prompt.token_ids, self._max_tokens
@@ -181,9 +179,9 @@ class PromptBuilder:
 
 
 class RawTexts:
-    """Makes prompts of texts as they are: no template, special tokens parsed, any length.
+    """Makes prompts of plain texts: no template, special tokens parsed, any length.
 
-    In place of a ``PromptBuilder``, for rows whose column ``text`` is valid Unicode.
+    Replaces a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
     """
 
     columns: tuple[str, ...] = ("text",)
@@ -192,11 +190,11 @@ class RawTexts:
         self._tokenizer = tokenizer
 
     def render(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
-        """The texts."""
+        """Return the texts."""
         return [row["text"] for row in rows]
 
     def tokenize(self, texts: Sequence[str]) -> list[Prompt | RowError]:
-        """A prompt for each; ``unsupported_content`` where the tokenizer refuses it."""
+        """Return a prompt for each text, or ``unsupported_content`` if the tokenizer refuses it."""
         encoded = each_apart_if_needed(self._encode, texts)
         return [
             ids if isinstance(ids, RowError) else Prompt(ids, text, False, False)
@@ -209,59 +207,11 @@ class RawTexts:
         )
 
 
-class _Reader(Protocol):
-    columns: tuple[str, ...]
-
-    def render(self, rows: Sequence[RowValues]) -> list[Rendered]: ...
-    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]: ...
-
-
-class _TextReader:
-    """Rows that hold text."""
-
-    def __init__(self, renderer: RowRenderer, encoder: TextEncoder) -> None:
-        self.columns = renderer.columns
-        self._renderer = renderer
-        self._encoder = encoder
-
-    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        return [or_error(self._renderer.render, row) for row in rows]
-
-    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        texts = [item for item in rendered if isinstance(item, RenderedText)]
-        encoded = iter(self._encoder.encode(texts))
-        return [
-            _prompt(item, next(encoded)) if isinstance(item, RenderedText) else item
-            for item in rendered
-        ]
-
-
-class _TokenIdsReader:
-    """Rows that bring token ids, list<int>."""
-
-    def __init__(self, config: PromptConfig, columns: Sequence[str], vocab_size: int) -> None:
-        assert config.token_ids_column is not None
-        require_column(config.token_ids_column, "prompt.token_ids_column", columns)
-        self.columns: tuple[str, ...] = (config.token_ids_column,)
-        self._vocab_size = vocab_size
-
-    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        return [or_error(self._read_row, row) for row in rows]
-
-    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        return [item for item in rendered if not isinstance(item, RenderedText)]
-
-    def _read_row(self, row: RowValues) -> Prompt:
-        name = self.columns[0]
-        ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
-        return Prompt(ids, None, truncated=False, has_control_text=False)
-
-
 def row_token_ids(value: object, where: str, vocab_size: int) -> TokenIds:
-    """Token ids that a row brings, int32.
+    """Return a row's own token ids, int32.
 
     Raises:
-        RowError: ``empty_prompt`` for none, ``unsupported_content`` for what is no list of them.
+        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for anything but ids.
     """
     if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
         raise RowError("empty_prompt", f"{where} holds no token ids")
@@ -284,7 +234,7 @@ def _prompt(rendered: RenderedText, encoded: TokenIds | RowError) -> Prompt | Ro
 
 
 def or_error(function: Callable[[_Argument], _Result], row: _Argument) -> _Result | RowError:
-    """What ``function`` returns, or the ``RowError`` it raises."""
+    """Return what ``function`` returns, or the ``RowError`` it raises."""
     try:
         return function(row)
     except RowError as error:

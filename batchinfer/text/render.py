@@ -12,14 +12,7 @@ from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
 from batchinfer.text.prompt_sources import checked_template, make_source, require_column
-from batchinfer.text.row_values import (
-    SYSTEM_ROLES,
-    decoded,
-    keys_in,
-    map_keys,
-    map_texts,
-    texts_in,
-)
+from batchinfer.text.row_values import SYSTEM_ROLES, decoded, keys_in, map_texts, texts_in
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowToolsReader
 from batchinfer.text.tools.tool_format import Tools
@@ -28,8 +21,11 @@ _GIVE_TEMPLATE = "Give prompt.chat_template the path of one, or take a model mad
 
 
 class RowRenderer:
-    """Renders rows. A string becomes one user message if there is a chat template, else it is
-    the prompt itself. A system message is put before conversations without one of their own."""
+    """Renders rows.
+
+    A string becomes a user message if there is a chat template; otherwise it is the prompt. A
+    conversation without a system message gets that of the job.
+    """
 
     def __init__(
         self,
@@ -46,8 +42,8 @@ class RowRenderer:
     ) -> None:
         """Arguments and errors are those of ``PromptBuilder``.
 
-        ``beside`` are columns whose texts will be put after the rendered one: their control-token
-        texts get marks as well.
+        ``beside`` are columns whose texts will follow the rendered text. Their control-token texts
+        get marks as well.
         """
         self._control = None if config.parse_special_tokens else tokenizer.control
         self._source = make_source(config, columns)
@@ -71,7 +67,7 @@ class RowRenderer:
             _refuse_chat_settings(config, talks=bool(talks))
 
     def render(self, row: Mapping[str, object]) -> RenderedText:
-        """The row's text, with marks in place of its own control-token texts.
+        """Return the row's text, with marks in place of its own control-token texts.
 
         Raises:
             RowError: ``empty_prompt``, ``invalid_utf8``, ``template_error``,
@@ -90,7 +86,7 @@ class RowRenderer:
                 marks = Marks(self._control, texts)
                 values = map_texts(marks.mark, values)
                 if self._tools.column is not None:
-                    tools = map_keys(marks.mark, map_texts(marks.mark, tools))
+                    tools = map_texts(marks.mark, tools, keys=True)
         prompt = self._source.read(values)
         if self._chat is None and isinstance(prompt, str):
             return RenderedText(prompt, True, marks, has_control_text)
@@ -100,21 +96,17 @@ class RowRenderer:
     def _as_chat(
         self, prompt: str | list[Message], values: Mapping[str, Any], tools: Tools | None
     ) -> str:
-        messages = [_message("user", prompt)] if isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._chat is None:
             raise RowError(
                 "template_error", f"a conversation, but no chat template. {_GIVE_TEMPLATE}"
             )
         if self._system is not None and messages[0]["role"] not in SYSTEM_ROLES:
-            messages = [_message("system", self._system.render(values)), *messages]
+            messages = [{"role": "system", "content": self._system.render(values)}, *messages]
         variables = None
         if self._variables_column is not None:
             variables = values.get(self._variables_column)
         return self._chat.render(messages, tools, variables)
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
 
 
 def _chat_template(
@@ -149,10 +141,10 @@ def _chat_template(
 
 
 def _refuse_chat_settings(config: PromptConfig, *, talks: bool) -> None:
-    """Without a chat template, refuse what only a chat template can honour.
+    """Refuse settings that need a chat template, because there is none.
 
     Raises:
-        UsageError: ``chat_template: none`` was asked for.
+        UsageError: the job sets ``chat_template: none``.
         ModelError: the tokenizer has no chat template.
     """
     settings = {

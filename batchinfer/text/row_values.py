@@ -1,4 +1,4 @@
-"""Values of a row's columns as text: strict UTF-8, conversations checked."""
+"""Values of a row as text: strict UTF-8, checked conversations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from batchinfer.text.sandbox import MAX_TEXT_CHARS
 
 _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
-"""Of all columns of a row that its prompt is made of."""
+"""Most bytes of all columns that a row's prompt is made of."""
 SYSTEM_ROLES = ("system", "developer")
 
 
 def decoded(value: object, column: str) -> Any:
-    """``value`` with all bytes in it, nested ones too, decoded from UTF-8. NUL stays.
+    """Decode all bytes in ``value``, including nested ones, from UTF-8.
 
     Raises:
-        RowError: ``invalid_utf8``; ``row_too_large``; ``value`` itself where it is one.
+        RowError: ``invalid_utf8``, ``row_too_large``, or ``value`` itself if it is an error.
     """
     if isinstance(value, RowError):
         raise value
@@ -40,11 +40,7 @@ def decoded(value: object, column: str) -> Any:
 
 
 def require_size(value: object, column: str) -> None:
-    """Check that ``value``, where it is a text, is not too long.
-
-    Raises:
-        RowError: ``row_too_large``.
-    """
+    """Raise ``row_too_large`` if ``value`` is a text that is too long."""
     chars = len(value) if isinstance(value, str | bytes) else 0
     if chars // (_MAX_BYTES_PER_CHAR if isinstance(value, bytes) else 1) > MAX_TEXT_CHARS:
         what = f"column {column} holds over {MAX_TEXT_CHARS} characters"
@@ -52,7 +48,7 @@ def require_size(value: object, column: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """All texts in ``value``, nested ones too (keys are not texts)."""
+    """Yield all texts in ``value``, including nested ones, but no keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -63,43 +59,36 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(item)
 
 
-def map_texts(function: Callable[[str], str], value: Any) -> Any:
-    """``value`` with ``function`` applied to all its texts."""
-    if isinstance(value, str):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_texts(function, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_texts(function, item) for item in value]
-    return value
-
-
 def keys_in(value: object) -> Iterator[str]:
-    """All keys in ``value``, of nested ones too."""
+    """Yield all keys in ``value``, including nested ones."""
     if isinstance(value, Mapping):
         yield from value
-    for item in value.values() if isinstance(value, Mapping) else _items(value):
+        value = list(value.values())
+    for item in value if isinstance(value, list) else []:
         yield from keys_in(item)
 
 
-def map_keys(function: Callable[[str], str], value: Any) -> Any:
-    """``value`` with ``function`` applied to all its keys."""
+def map_texts(function: Callable[[str], str], value: Any, *, keys: bool = False) -> Any:
+    """Apply ``function`` to all texts in ``value``, and to the keys if ``keys``."""
+    if isinstance(value, str):
+        return function(value)
     if isinstance(value, Mapping):
-        return {function(key): map_keys(function, item) for key, item in value.items()}
-    return [map_keys(function, item) for item in value] if isinstance(value, list) else value
-
-
-def _items(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
+        return {
+            function(key) if keys else key: map_texts(function, item, keys=keys)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [map_texts(function, item, keys=keys) for item in value]
+    return value
 
 
 def as_messages(value: list[Any], column: str) -> list[Message]:
-    """The messages of a conversation, without its null fields; a content is a text, or a list of
-    text parts ``{"type": "text", "text": ...}``.
+    """Return the messages of a conversation, without null fields.
+
+    A content is a text, or a list of text parts ``{"type": "text", "text": ...}``.
 
     Raises:
-        RowError: ``empty_prompt``; ``unsupported_content`` for what is no message, or holds
-            anything but text.
+        RowError: ``empty_prompt``; ``unsupported_content`` for anything else.
     """
     messages = [
         _as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)
@@ -109,11 +98,7 @@ def as_messages(value: list[Any], column: str) -> list[Message]:
 
 
 def require_content(messages: list[Message], where: str) -> None:
-    """Check that a conversation has content besides a system message.
-
-    Raises:
-        RowError: ``empty_prompt``.
-    """
+    """Raise ``empty_prompt`` if a conversation has no content besides a system message."""
     spoken = [message for message in messages if message["role"] not in SYSTEM_ROLES] or messages
     if not any(_has_text(message) or message.get("tool_calls") for message in spoken):
         raise RowError("empty_prompt", f"{where}: the conversation is empty")
@@ -144,7 +129,7 @@ def _as_message(item: object, where: str) -> Message:
 
 
 def _part_text(part: object, where: str) -> str:
-    """The text of one part of a content, ``{"type": "text", "text": ...}``."""
+    """Return the text of one part of a content."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in ("text", None):

@@ -1,4 +1,4 @@
-"""Verdicts on finished samples: which of them pass, and which of those are kept."""
+"""Verdicts on finished samples: which ones pass, and which of those are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.text.structured.json_validator import JsonValidator, SchemaError
 
 
 class AcceptError(ValueError):
-    """An ``accept`` section that cannot be judged by: why, in a line."""
+    """An ``accept`` section that cannot be used; says why in one line."""
 
 
 class Verdict(Enum):
@@ -22,7 +22,7 @@ class Verdict(Enum):
     REJECTED = "rejected"
     DUPLICATE = "duplicate"
     SURPLUS = "surplus"
-    """Enough are kept already; it is not looked at."""
+    """Not checked, because enough samples are kept already."""
 
 
 @dataclass
@@ -34,34 +34,34 @@ class RowVerdicts:
     texts: set[str] = field(default_factory=set)
 
     def count(self, verdict: Verdict) -> int:
-        """Number of samples with a verdict."""
+        """Count the samples with a verdict."""
         return self.verdicts.count(verdict)
 
     @property
     def is_full(self) -> bool:
-        """Whether as many are kept as are wanted."""
+        """Whether enough samples are kept."""
         return self.count(Verdict.ACCEPTED) >= self.wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts of a row's samples by verdict; zeros where none is judged."""
+    """Counts of a row's samples by verdict; zeros if the job judges none."""
 
     samples_tried: int = 0
     """The sum of the others."""
     samples_accepted: int = 0
     samples_rejected: int = 0
     samples_duplicate: int = 0
-    """Passed, with the text of one that was kept."""
+    """Passed, but has the text of a kept sample."""
     samples_surplus: int = 0
-    """Drawn beside the last that was kept, after it."""
+    """Drawn after the last kept sample, in the same step."""
 
 
 class Judge:
-    """Judge of samples by the rules of ``accept``.
+    """Judges samples by the rules of ``accept``.
 
     Raises:
-        AcceptError: the schema is none, or its package is not installed.
+        AcceptError: the schema is invalid, or its package is not installed.
     """
 
     def __init__(self, config: AcceptConfig) -> None:
@@ -72,11 +72,11 @@ class Judge:
             raise AcceptError(str(error)) from None
 
     def judge(self, row: RowVerdicts, samples: Iterable[tuple[str, int, bool]]) -> None:
-        """Add the verdicts on a row's next samples to those on the samples before them.
+        """Add the verdicts on a row's next samples.
 
         Args:
-            samples: text and number of tokens of each, and whether the text is what the row's own
-                parameters ask for; in the order of their indices.
+            samples: in order: text, number of tokens, and whether the text meets the row's own
+                parameters.
         """
         for text, num_tokens, as_asked in samples:
             row.verdicts.append(self._verdict(text, num_tokens, as_asked, row))

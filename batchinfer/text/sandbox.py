@@ -1,8 +1,8 @@
 """Jinja2 in a sandbox, for row and for chat templates.
 
-Jinja2's own sandbox keeps a template from Python's internals, here also from chance and from
-changing a row. It bounds neither time nor memory: templates are rendered in processes that the
-system bounds (``batchinfer.text.processes``).
+Jinja2's own sandbox protects Python's internals; this one also removes randomness, and protects the
+row. It bounds neither time nor memory: worker processes with limits render the templates
+(``batchinfer.text.processes``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.errors import RowError
 
 MAX_SOURCE_CHARS = 2**20
 MAX_TEXT_CHARS = 16 * 2**20
-"""Longest text, in characters, that a template may make or a row may bring."""
+"""Longest text of a template's result or of a row, in characters."""
 _MAX_MESSAGE_CHARS = 300
 
 
@@ -34,7 +34,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, as prompts want it; arguments as in transformers."""
+    """Return JSON without HTML escapes; arguments as in transformers."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -46,7 +46,7 @@ def _raise_exception(message: object) -> None:
 
 
 class _PlainNamespace(Namespace):
-    """A namespace that cannot hold names of Python's internals, and prints as its name."""
+    """A namespace without Python's internal names and without an address in its text."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -58,7 +58,7 @@ class _PlainNamespace(Namespace):
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what the assistant said; here, no more."""
+    """``{% generation %}...{% endgeneration %}``, which marks the assistant's text: ignored."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja2 declares it so)
 
@@ -69,8 +69,8 @@ class _GenerationTag(Extension):
 
 
 class UncomputedCode(CodeGenerator):
-    """Code that computes when a template is rendered, not when it is compiled: that is done in the
-    job's own process, which nothing bounds."""
+    """Computes constants when a template is rendered, not when the job's own process, which has no
+    limits, compiles it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -92,7 +92,7 @@ class UncomputedCode(CodeGenerator):
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with what chat templates use besides. Thread-safe."""
+    """The sandbox, with the filters and tags of chat templates. Thread-safe."""
 
     code_generator_class = UncomputedCode
 
@@ -100,7 +100,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
         super().__init__(extensions=extensions, **options)
         self.filters["tojson"] = _tojson
-        del self.filters["random"]  # a prompt must be the same when it is made again
+        del self.filters["random"]  # a prompt must be reproducible
         del self.globals["lipsum"]
         self.globals["namespace"] = _PlainNamespace
         self.globals["raise_exception"] = _raise_exception
@@ -109,7 +109,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         """Compile ``source``.
 
         Raises:
-            jinja2.TemplateError: syntax errors, and reaching for a private attribute.
+            jinja2.TemplateError: a syntax error, or a private attribute.
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise jinja2.TemplateError(f"the template is over {MAX_SOURCE_CHARS} characters")
@@ -130,18 +130,23 @@ def _refuse_private(tree: nodes.Template) -> None:
             raise jinja2.TemplateSyntaxError(f"private attribute {name}", node.lineno)
 
 
+def error_line(error: jinja2.TemplateError) -> str:
+    """Return the line of a syntax error in parentheses; "" for other errors."""
+    return f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+
+
 def render_template(template: jinja2.Template, variables: Mapping[str, object], what: str) -> str:
-    """The text of ``template``.
+    """Render a template; ``what`` names it in errors, for example ``prompt.template``.
 
     Raises:
-        RowError: ``template_error``, saying what failed in ``what`` (e.g. ``prompt.template``).
-        MemoryError: there is not enough for it.
+        RowError: ``template_error``.
+        MemoryError: there is too little memory.
     """
     try:
         text = "".join(template.generate(variables))
     except MemoryError:
         raise
-    # A template can raise anything: it calls methods of whatever the row holds.
+    # A template can raise anything, because it calls methods of the row's values.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
         raise RowError("template_error", f"{what}: {reason}") from error

@@ -1,7 +1,7 @@
 """Row templates: Jinja2 over the columns of one row, in the sandbox.
 
-A column is a variable; ``row`` holds all of them, so that ``row['prompt text']`` is one whose name
-is no variable's. Data with a column called ``row`` has that one instead.
+Each column is a variable. ``row`` has all of them, for names that are not identifiers:
+``row['prompt text']``. A column called ``row`` takes precedence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import jinja2
 from jinja2 import meta, nodes
 
 from batchinfer.errors import UsageError
-from batchinfer.text.sandbox import PromptEnvironment, UncomputedCode, render_template
+from batchinfer.text.sandbox import (
+    PromptEnvironment,
+    UncomputedCode,
+    error_line,
+    render_template,
+)
 
 _ROW = "row"
 _WORDS = re.compile(r"\{\{-?\s*\w+( +\w+)+\s*-?\}\}")
-"""What may be meant for a column whose name has blanks."""
+"""Probably a column whose name contains spaces."""
 
 
 @functools.cache
@@ -28,18 +33,18 @@ def _environment() -> PromptEnvironment:
 
 @functools.cache
 def _name_environment() -> PromptEnvironment:
-    """An environment that finds names only: without globals, a column may be called ``range``."""
+    """An environment to find names with, without globals: a column may be called ``range``."""
     environment = PromptEnvironment()
     environment.globals.clear()
     return environment
 
 
 class _Names(UncomputedCode, meta.TrackingCodeGenerator):
-    """What ``meta.find_undeclared_variables`` finds names with."""
+    """Finds names, like ``meta.find_undeclared_variables``."""
 
 
 class RowTemplate:
-    """A compiled row template. Text of the row is never itself taken for a template."""
+    """A compiled row template. Text of the row is never taken for a template."""
 
     def __init__(self, source: str, key: str) -> None:
         """Compile ``source``; ``key`` is the job file's key that holds it, for messages.
@@ -55,24 +60,21 @@ class RowTemplate:
             names = _Names(_name_environment())
             names.visit(tree)
             self._names = frozenset(names.undeclared_identifiers)
-            self._may_be_set = _assigned(tree)
+            named = tree.find_all(nodes.Name)
+            self._may_be_set = frozenset(node.name for node in named if node.ctx != "load")
             self._named_in_row, self._takes_whole_row = _columns_of_row(tree)
         except jinja2.TemplateError as error:
-            line = (
-                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            )
+            hint = "a column with a blank in its name is row['its name']"
             raise UsageError(
-                f"{key} is not a valid Jinja2 template{line}: {error.message}",
-                hint="a column with a blank in its name is row['its name']"
-                if _WORDS.search(source)
-                else None,
+                f"{key} is not a valid Jinja2 template{error_line(error)}: {error.message}",
+                hint=hint if _WORDS.search(source) else None,
             ) from error
 
     def columns(self, available: frozenset[str] | None = None) -> frozenset[str]:
-        """Columns the template reads.
+        """Return the columns that the template reads.
 
-        A name Jinja2 itself defines (``range``), or that the template sets where a condition holds,
-        is a column only if it is in ``available``.
+        A name that Jinja2 defines (``range``), or that the template may set itself, is a column
+        only if it is in ``available``.
         """
         known = available or frozenset()
         others = self._names & (self._may_be_set | set(_environment().globals))
@@ -82,7 +84,7 @@ class RowTemplate:
         return names - {_ROW} | self._named_in_row | (known if self._takes_whole_row else set())
 
     def render(self, row: Mapping[str, object]) -> str:
-        """The text for ``row``.
+        """Return the text for ``row``.
 
         Raises:
             RowError: ``template_error``, naming the column where one is undefined.
@@ -91,8 +93,10 @@ class RowTemplate:
 
 
 def _columns_of_row(tree: nodes.Template) -> tuple[frozenset[str], bool]:
-    """Columns that a template reads as ``row["name"]`` or ``row.name``, and whether it reads
-    ``row`` in any other way: then it may be any."""
+    """Return the columns read as ``row["name"]`` or ``row.name``.
+
+    Also return whether ``row`` is used in any other way, so that the template may read all columns.
+    """
     attributes = [
         node.attr
         for node in tree.find_all(nodes.Getattr)
@@ -113,25 +117,10 @@ def _is_row(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Name) and node.name == _ROW and node.ctx == "load"
 
 
-def _assigned(tree: nodes.Template) -> frozenset[str]:
-    """Names that a template sets somewhere."""
-    names = tree.find_all(nodes.Name)
-    return frozenset(name.name for name in names if name.ctx != "load")
-
-
 def _refuse_other_templates(tree: nodes.Template) -> None:
-    """A row template has no other templates to load."""
+    """Refuse tags that load other templates, because a row template has none."""
     loading = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     for node in tree.find_all(loading):
         tag = {"FromImport": "from"}.get(type(node).__name__, type(node).__name__.lower())
         reason = f"{{% {tag} %}} has no other template to load; write its text here"
         raise jinja2.TemplateSyntaxError(reason, node.lineno)
-
-
-def compile_template(source: str, key: str = "prompt.template") -> RowTemplate:
-    """Compile a row template.
-
-    Raises:
-        UsageError: the template has a syntax error or reaches for Python's internals.
-    """
-    return RowTemplate(source, key)

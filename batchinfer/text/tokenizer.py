@@ -1,4 +1,4 @@
-"""Texts to token ids and back, equal to what transformers' tokenizer gives."""
+"""Texts to token ids and back, with the same results as transformers' tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TokenIds = npt.NDArray[np.int32]
 _Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
-"""Texts encoded in one call: the backend needs some 200 bytes per character meanwhile."""
+"""Most characters in one call: the backend needs some 200 bytes for each."""
 _WORD_PIECE_SPACES = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
@@ -28,7 +28,7 @@ _WORD_PIECE_SPACES = (
 
 
 class Tokenizer:
-    """A model's tokenizer. Thread-safe: the backend is a private copy, never changed later."""
+    """A model's tokenizer. Thread-safe: the backend is a private copy that never changes."""
 
     def __init__(
         self,
@@ -46,17 +46,18 @@ class Tokenizer:
             backend: transformers' ``tokenizer.backend_tokenizer``.
             chat_template: transformers' ``tokenizer.chat_template``, the default one.
             special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
-            control_tokens: texts of the added tokens that steer the model; a row's text never
-                becomes one of them unless it is parsed with special tokens.
-            clean_up_tokenization_spaces: as in transformers; like there, BPE ignores it.
-            tells_pairs_apart: transformers' ``tokenizer.model_input_names`` has
-                ``token_type_ids``; else both texts of a pair count to the first.
+            control_tokens: texts of the added tokens that steer the model. A row's text never
+                becomes one of them, unless the job parses special tokens.
+            clean_up_tokenization_spaces: as in transformers, where BPE ignores it too.
+            tells_pairs_apart: ``token_type_ids`` are in transformers'
+                ``tokenizer.model_input_names``; otherwise both texts of a pair count to the first.
         """
         self._backend = _private_copy(backend.to_str())
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens)
         self.control = ControlTokens(control_tokens)
-        self.cleans_up_spaces = clean_up_tokenization_spaces and _model_type(backend) != "BPE"
+        is_bpe = isinstance(backend.model, BPE)
+        self._cleans_up_spaces = clean_up_tokenization_spaces and not is_bpe
         self._tells_pairs_apart = tells_pairs_apart
         self._secret_of = {
             token: f"control{secrets.token_hex(16)}x{index}x"
@@ -73,24 +74,23 @@ class Tokenizer:
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        """Ids that ``skip_special_tokens`` omits from the text."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id_ for id_, token in added.items() if token.special)
 
     @functools.cached_property
     def num_added_special_tokens(self) -> int:
-        """Tokens that ``add_special_tokens`` adds to a text."""
+        """Number of tokens that ``add_special_tokens`` adds to a text."""
         return int(self._backend.num_special_tokens_to_add(False))
 
     @functools.cached_property
     def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, if there is one."""
+        """Id of the beginning-of-sequence token, if any."""
         return self._special_id("bos_token")
 
     @functools.cached_property
     def prefix_token_id(self) -> int | None:
-        """Id of a token to put before a text so that its first token can be scored: the
-        beginning-of-sequence token, else the end-of-sequence token."""
+        """Id of the token before a text whose first token is scored: BOS, else EOS."""
         bos = self.bos_token_id
         return self._special_id("eos_token") if bos is None else bos
 
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @functools.cached_property
     def has_byte_fallback(self) -> bool:
-        """Whether runs of ``<0xNN>`` tokens are decoded together, as in SentencePiece."""
+        """Whether the decoder joins runs of ``<0xNN>`` tokens, as SentencePiece does."""
         if self._backend.decoder is None:
             return False
         decoder = json.loads(self._backend.decoder.__getstate__())
@@ -108,11 +108,11 @@ class Tokenizer:
         return any(part.get("type") == "ByteFallback" for part in parts)
 
     def added_token_id(self, text: str) -> int | None:
-        """Id of the added token, special or not, that is written ``text``, if there is one."""
+        """Return the id of the added token, special or not, with this text."""
         return self._added_ids.get(text)
 
     def single_token_id(self, text: str) -> int | None:
-        """Id of the token that ``text`` is; None where it is none, or several."""
+        """Return the id of ``text`` if it is exactly one token."""
         (ids,) = self.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)
         return int(ids[0]) if len(ids) == 1 else None
 
@@ -123,50 +123,44 @@ class Tokenizer:
 
     @property
     def serialised(self) -> str:
-        """The backend as the JSON text of a tokenizer file, for libraries that read one."""
+        """The backend as the JSON text of a tokenizer file."""
         text: str = self._backend.to_str()
         return text
 
     def token(self, token_id: int) -> str | None:
-        """The token's own text in the vocabulary, or None for an id without a token."""
+        """Return the token's text in the vocabulary; None for an id without a token."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool, parse_special_tokens: bool
     ) -> list[TokenIds]:
-        """Token ids of each text.
+        """Return the token ids of each text, int32.
 
         Args:
             texts: valid Unicode (no lone surrogates).
-            add_special_tokens: put BOS and kin where the tokenizer says, as ``tokenizer(text)``.
-            parse_special_tokens: false keeps a control token's text in ``texts`` plain text.
+            add_special_tokens: add BOS and others where the tokenizer does, as ``tokenizer(text)``.
+            parse_special_tokens: otherwise the text of a control token stays plain text.
         """
-        backend = self._backend if parse_special_tokens else self._plain_backend
-        return _encode(backend, texts, add_special_tokens)
+        return _encode(self._parsing(parse_special_tokens), texts, add_special_tokens)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
     ) -> list[tuple[TokenIds, int]]:
-        """Token ids of pairs of texts, joined as ``tokenizer(one, other)`` does, and how many of
-        them the tokenizer counts to the first.
-
-        Args:
-            pairs: valid Unicode (no lone surrogates).
-            parse_special_tokens: as in ``encode_batch``.
-        """
-        backend = self._backend if parse_special_tokens else self._plain_backend
-        return self._encode_pairs(backend, pairs)
+        """Return the token ids of pairs of texts, joined as ``tokenizer(one, other)`` does, and how
+        many of them the tokenizer counts to the first text; arguments as of ``encode_batch``."""
+        return self._encode_pairs(self._parsing(parse_special_tokens), pairs)
 
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
     ) -> tuple[TokenIds, int]:
-        """``encode_pairs`` of one, cut as transformers' ``longest_first`` does: at most
-        ``max_tokens`` ids."""
-        backend = self._backend if parse_special_tokens else self._plain_backend
-        cutting = _private_copy(backend.to_str())
+        """Encode one pair, cut to ``max_tokens`` ids as transformers' ``longest_first`` does."""
+        cutting = _private_copy(self._parsing(parse_special_tokens).to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
         return self._encode_pairs(cutting, [pair])[0]
+
+    def _parsing(self, parse_special_tokens: bool) -> Backend:
+        return self._backend if parse_special_tokens else self._plain_backend
 
     def _encode_pairs(
         self, backend: Backend, pairs: Sequence[tuple[str, str]]
@@ -187,12 +181,11 @@ class Tokenizer:
         *,
         add_special_tokens: bool,
     ) -> list[TokenIds]:
-        """Token ids of rendered texts in which only the control tokens in sight count.
+        """Return the token ids of rendered texts in which only visible control tokens count.
 
         Args:
-            texts: rendered with marks in place of the row's own control-token texts.
-            restore: for each text, puts those back; they become plain text.
-            add_special_tokens: as in ``encode_batch``.
+            texts: rendered texts, with marks in place of the rows' own control-token texts.
+            restore: replaces the marks of each text; the restored pieces stay plain text.
         """
         disguised = [
             put_back(self.control.pattern.sub(lambda match: self._secret_of[match[0]], text))
@@ -201,23 +194,22 @@ class Tokenizer:
         return _encode(self._plain_backend, disguised, add_special_tokens)
 
     def num_control_ids(self, token_ids: TokenIds) -> int:
-        """How many of ``token_ids`` are control tokens."""
+        """Count the control tokens in ``token_ids``."""
         known = token_ids[token_ids < len(self._is_control)]
         return int(np.count_nonzero(self._is_control[known]))
 
     def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool) -> str:
-        """The text of ``token_ids``, as transformers' ``tokenizer.decode``; ids without a token
-        have no text.
+        """Return the text of ``token_ids``, as transformers' ``tokenizer.decode``.
 
         Raises:
-            RowError: ``tokenizer_error``: the decoder fails at them.
+            RowError: ``tokenizer_error``: the decoder fails.
         """
         try:
             text = self._backend.decode(
                 _as_list(token_ids), skip_special_tokens=skip_special_tokens
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust code: it is none of Exception
+            if type(error).__name__ != "PanicException":  # Rust code raises it; it is no Exception
                 raise
             failed = f"the tokenizer failed to decode the output: {one_line(error)}"
             raise RowError("tokenizer_error", failed) from None
@@ -226,20 +218,20 @@ class Tokenizer:
     def decode_batch(
         self, sequences: Sequence[Sequence[int] | TokenIds], *, skip_special_tokens: bool
     ) -> list[str]:
-        """``decode`` for many sequences at once."""
+        """Decode many sequences at once."""
         lists = [_as_list(token_ids) for token_ids in sequences]
         texts = self._backend.decode_batch(lists, skip_special_tokens=skip_special_tokens)
         return [self._clean_up(text) for text in texts]
 
     def _clean_up(self, text: str) -> str:
-        if self.cleans_up_spaces:
+        if self._cleans_up_spaces:
             for spaced, plain in _WORD_PIECE_SPACES:
                 text = text.replace(spaced, plain)
         return text
 
     @functools.cached_property
     def _is_control(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size]; the unknown token is left out: any odd character becomes it."""
+        """[vocab_size], without the unknown token, which any odd character becomes."""
         ids = [self._backend.token_to_id(token) for token in self.control.tokens]
         is_control = np.zeros(self.vocab_size, dtype=np.bool_)
         is_control[[id_ for id_ in ids if id_ is not None]] = True
@@ -250,11 +242,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain_backend(self) -> Backend:
-        """The backend with its control tokens renamed to texts nobody can know, ids kept.
+        """The backend with its control tokens renamed to secret texts, ids kept.
 
-        Text then never becomes a control token, whichever way the tokenizer looks for them
-        (added tokens, normalised text, whole words, merges); a template's own control token is
-        written under its new name.
+        Text then never becomes a control token, however the tokenizer finds them (added tokens,
+        normalized text, whole words, merges). A template's own control tokens get their new names.
         """
         return _private_copy(
             json.dumps(_renamed(json.loads(self._backend.to_str()), self._secret_of))
@@ -262,7 +253,7 @@ class Tokenizer:
 
 
 def no_tokenizer() -> Tokenizer:
-    """A tokenizer without tokens: whatever it decodes has no text."""
+    """Return a tokenizer without tokens, which decodes any ids to no text."""
     return Tokenizer(
         Backend(BPE()), chat_template=None, special_tokens={}, control_tokens=frozenset()
     )
@@ -273,10 +264,6 @@ def _private_copy(serialised: str) -> Backend:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _model_type(backend: Backend) -> str:
-    return type(backend.model).__name__
 
 
 def _as_list(token_ids: Sequence[int] | TokenIds) -> list[int]:
@@ -292,7 +279,7 @@ def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) 
 
 
 def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Runs of texts, each of a bounded number of characters in all (or a single text)."""
+    """Yield runs of texts of a bounded number of characters, or of a single text."""
     group: list[_Text] = []
     size = 0
     for text in texts:
@@ -307,7 +294,7 @@ def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
 
 
 def _renamed(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A serialised tokenizer with some tokens' texts replaced, everywhere they are looked up."""
+    """Replace the texts of some tokens everywhere in a serialized tokenizer."""
     for token in tokenizer["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = tokenizer["model"]

@@ -113,7 +113,7 @@ def test_control_tokens_in_completions_stay_text(chatml: Tokenizer) -> None:
         (["a", [1]], "unsupported_content", "holds texts and other values together"),
         ([[1], [99_999]], "unsupported_content", "completion 1: token ids must be 0 to"),
         ([[1], ["x"]], "unsupported_content", "completion 1 is not a list of integers"),
-        (7, "unsupported_content", "column choices is no list of completions"),
+        (7, "unsupported_content", "column choices is not a list of completions"),
         ([b"a", b"\xff"], "invalid_utf8", "column choices"),
         (["a", "\ud800"], "invalid_utf8", "surrogates not allowed"),
         (RowError("row_too_large", "so it is"), "row_too_large", "so it is"),

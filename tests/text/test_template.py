@@ -8,9 +8,13 @@ import pytest
 from batchinfer.errors import RowError, UsageError
 from batchinfer.text.prompt_sources import checked_template
 from batchinfer.text.sandbox import MAX_TEXT_CHARS, PromptEnvironment
-from batchinfer.text.template import compile_template
+from batchinfer.text.template import RowTemplate
 
 ROW = {"x": "hello {{ y }}", "words": ["a", "b"], "n": 3}
+
+
+def compile_template(source: str) -> RowTemplate:
+    return RowTemplate(source, "prompt.template")
 
 
 def render(source: str) -> str:
@@ -107,7 +111,7 @@ def test_another_template_is_refused_by_the_tag_that_names_it() -> None:
 
 def test_the_message_of_a_syntax_error_names_key_and_line() -> None:
     with pytest.raises(UsageError, match=r"prompt\.messages\[1\].*line 2"):
-        compile_template("fine\n{{ x", "prompt.messages[1]")
+        RowTemplate("fine\n{{ x", "prompt.messages[1]")
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,7 @@ from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.text.prompt_sources import (
-    ColumnSource,
-    checked_template,
-    make_source,
-    require_column,
-)
+from batchinfer.text.prompt_sources import checked_template, make_source, require_column
 
 
 def check_prompt_columns(config: PromptConfig, source: Source) -> None:
@@ -47,8 +42,9 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     else:
         prompt = make_source(config, names)
         source.require_alike(sorted(prompt.columns))
-        if isinstance(prompt, ColumnSource):
-            _check_prompt(source, prompt.name, config)
+        if config.template is None and config.messages is None:
+            (name,) = prompt.columns
+            _check_prompt(source, name, config)
     if config.system is not None:
         system = checked_template(config.system, "prompt.system", frozenset(names))
         source.require_alike(sorted(system.columns(frozenset(names))))

@@ -25,7 +25,7 @@ from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.grammar import check_structured_outputs
 from batchinfer.text.prompt_sources import conflicts
 from batchinfer.text.sample_filter import Judge
-from batchinfer.text.template import compile_template
+from batchinfer.text.template import RowTemplate
 
 _LONGEST = 300
 """Most characters of another module's message."""
@@ -57,7 +57,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
             compile_chat_template(text_of(spec.prompt.chat_template), UsageError, where)
     for path, template in _templates(spec.prompt):
         with _errors_at(path, document, names_key=True):
-            compile_template(template, dotted(path))
+            RowTemplate(template, dotted(path))
     if spec.sampling.structured_outputs is not None:
         with _errors_at(("sampling", "structured_outputs"), document):
             check_structured_outputs(spec.sampling.structured_outputs)
