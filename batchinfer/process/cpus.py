@@ -1,20 +1,18 @@
 """The number of cores that a process may use: by machine, affinity and cgroup quota.
 
-Formats: cgroups(7), proc_pid_mountinfo(5), and the kernel's Documentation/admin-guide/cgroup-v2.rst
-(``cpu.max``) and Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
+Formats: cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v2.rst (``cpu.max``) and
+Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
 """
 
 from __future__ import annotations
 
 import math
 import os
-import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
-_FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
-"""Files of a quota and its period, by cgroup version."""
 _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
 """Set, they make libgomp bind threads, unless ``OMP_PROC_BIND`` is false."""
 
@@ -47,7 +45,7 @@ def cpu_limits(root: str = "/") -> CpuLimits:
     """Returns the limits on the cores of this process.
 
     Args:
-        root: folder with ``proc`` and the mount points that it names.
+        root: folder with ``proc`` and ``sys``.
     """
     machine = os.cpu_count() or 1
     # The affinity of a bound thread is its own core, not where the process may run.
@@ -70,89 +68,41 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 def cgroup_quota(root: str = "/") -> float | None:
     """Returns the lowest CPU quota of the process's control groups and their parents, in cores.
 
-    None means no limit; files that cannot be read or parsed set none.
+    None means no limit; files that cannot be read or parsed set none. A container may see only the
+    end of its group's path below the mount point, so every part of the path is tried.
     """
-    groups = _groups(_read(_under(root, "/proc/self/cgroup")))
-    quotas = [
-        quota
-        for mount in _mounts(_read(_under(root, "/proc/self/mountinfo")))
-        if (group := groups.get(mount.version)) is not None
-        for folder in mount.folders(group)
-        if (quota := _quota(_under(root, folder), mount.version)) is not None
-    ]
+    quotas = list[float]()
+    for line in _read(root, "/proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        points, files = list[str](), ("cpu.max",)
+        if number == "0" and not controllers:
+            points = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        elif "cpu" in controllers.split(","):
+            points = [f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"]
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        parts = [] if ".." in group else group.strip("/").split("/")
+        ends = range(len(parts) + 1)
+        for begin, end, point in product(ends, ends, points):
+            folder = "/".join([point, *parts[begin:end]])
+            quotas += _quota(" ".join(_read(root, f"{folder}/{name}") for name in files))
     return min(quotas, default=None)
 
 
-@dataclass(frozen=True)
-class _Mount:
-    """The mount of a cgroup hierarchy that has CPU quotas."""
-
-    version: int
-    root: str
-    """The group at the mount point."""
-    point: str
-
-    def folders(self, group: str) -> Iterator[str]:
-        """Yields the folders of a group and its visible parents."""
-        inside = posixpath.relpath(group, self.root)
-        # A group above the mount or of another namespace: only the mount point is visible.
-        parts = [] if inside == "." or inside.startswith("..") else inside.split("/")
-        for end in range(len(parts) + 1):
-            yield posixpath.join(self.point, *parts[:end])
-
-
-def _groups(text: str) -> dict[int, str]:
-    """Returns the process's group by cgroup version; of version 1, that of ``cpu``."""
-    groups: dict[int, str] = {}
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if not colon or not path.startswith("/"):
-            continue
-        if number == "0" and not controllers:
-            groups[2] = path
-        elif "cpu" in controllers.split(","):
-            groups[1] = path
-    return groups
-
-
-def _mounts(text: str) -> Iterator[_Mount]:
-    for line in text.splitlines():
-        mount_part, _, filesystem_part = line.partition(" - ")
-        mount, filesystem = mount_part.split(" "), filesystem_part.split(" ")
-        if len(mount) < 6 or len(filesystem) < 3:
-            continue
-        root, point = (_unescaped(field) for field in mount[3:5])
-        if not root.startswith("/") or not point.startswith("/"):
-            continue
-        if filesystem[0] == "cgroup2":
-            yield _Mount(2, root, point)
-        elif filesystem[0] == "cgroup" and "cpu" in filesystem[2].split(","):
-            yield _Mount(1, root, point)
-
-
-def _quota(folder: str, version: int) -> float | None:
-    names = _FILES[version]
-    fields = " ".join(_read(posixpath.join(folder, name)) for name in names).split()
+def _quota(text: str) -> list[float]:
+    fields = text.split()
     if len(fields) != 2 or not all(re.fullmatch("[0-9]{1,18}", field) for field in fields):
-        return None  # "max", -1, or not written by a kernel
+        return []  # "max", -1, or not written by a kernel
     quota, period = map(int, fields)
-    return quota / period if quota and period else None
+    return [quota / period] if quota and period else []
 
 
-def _unescaped(field: str) -> str:
-    """Decodes a field of mountinfo, in which whitespace is octal."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def _under(root: str, path: str) -> str:
-    return posixpath.join(root, path.lstrip("/"))
-
-
-def _read(path: str) -> str:
+def _read(root: str, path: str) -> str:
     """Returns a file's text, "" if it cannot be read."""
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with open(
+            os.path.join(root, path.lstrip("/")), encoding="utf-8", errors="surrogateescape"
+        ) as file:
             return file.read()
     except (OSError, ValueError):
         return ""
