@@ -84,7 +84,7 @@ def test_the_lowest_quota_of_nested_cgroups_counts(
     quotas: list[tuple[int, int] | None], version: int
 ) -> None:
     point = "sys/fs/cgroup" if version == 2 else V1
-    files = {}
+    files: dict[str, str] = {}
     for depth, one in enumerate(quotas):
         folder = "/".join([point, *["g"] * depth])
         if version == 1:

@@ -23,13 +23,15 @@ def distribution(summary: str | None) -> Message:
     return made
 
 
-def test_an_extra_is_installed_from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
     monkeypatch.setattr(metadata, "metadata", lambda _: distribution(summary))
     assert install_command("s3") == "pip install '.[s3]' in a checkout of this project"
 
 
-def test_a_checkout_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_of_a_checkout_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def nothing(name: str) -> Message:
         raise metadata.PackageNotFoundError(name)
 
@@ -38,7 +40,7 @@ def test_a_checkout_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("summary", [None, "Batches of inference requests"])
-def test_another_project_of_this_name_is_told(
+def test_install_command_names_another_project(
     summary: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "metadata", lambda _: distribution(summary))
@@ -47,7 +49,7 @@ def test_another_project_of_this_name_is_told(
     )
 
 
-def test_no_text_says_to_install_by_the_name_of_the_project() -> None:
+def test_no_message_suggests_pip_install_batchinfer() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("jobs/**/*.md")]
     code = (ROOT / "batchinfer").rglob("*.py")
     for path in [*pages, *code, Path(errors.__file__)]:

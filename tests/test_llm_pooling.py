@@ -188,7 +188,7 @@ def test_score_accepts_subclasses_of_str_and_names_bad_texts(
             scorer.score("a", ["b", "\ud800"], use_tqdm=False)
     with pytest.raises(ValueError, match="data_2: 1: the prompt has 600 tokens"):
         llm.score("a", ["b", "x" * 600], use_tqdm=False)
-    with pytest.raises(ValueError, match="prompt 1: its text of data_2 is empty"):
+    with pytest.raises(ValueError, match="prompt 1: the text of data_2 is empty"):
         head.score("a", ["b", " "], use_tqdm=False)
 
 

@@ -1,4 +1,4 @@
-"""Callers' functions that change logits: what they get, and what becomes of what they return."""
+"""Logits processors of calls: their arguments and their effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pick_next(output_token_ids: list[int], logits: Tensor) -> Tensor:
     return logits
 
 
-def test_a_function_chooses_the_tokens(llm: LLM) -> None:
+def test_a_logits_processor_chooses_the_tokens(llm: LLM) -> None:
     (sample,) = run(llm, pick_next, logprobs=2)
     assert sample.token_ids == [10, 11, 12, 13, 14]
     assert sample.cumulative_logprob == 0.0, "of what it returned"
@@ -46,7 +46,7 @@ def test_a_function_chooses_the_tokens(llm: LLM) -> None:
         assert {tuple(one.token_ids) for one in samples} == {(10, 11, 12, 13, 14)}
 
 
-def test_a_function_sees_prompt_output_and_logits(llm: LLM) -> None:
+def test_a_logits_processor_gets_prompt_output_and_logits(llm: LLM) -> None:
     seen: list[tuple[list[int], list[int], Tensor]] = []
 
     def watch(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_function_sees_prompt_output_and_logits(llm: LLM) -> None:
         torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
 
 
-def test_functions_run_one_after_another_before_bans(llm: LLM) -> None:
+def test_logits_processors_run_in_order_before_bans(llm: LLM) -> None:
     def only_two(_: list[int], logits: Tensor) -> Tensor:
         kept = torch.full_like(logits, -math.inf)
         kept[20:22] = logits[20:22]
@@ -91,7 +91,7 @@ def test_functions_run_one_after_another_before_bans(llm: LLM) -> None:
         (lambda *_: 1 / 0, ZeroDivisionError, "division"),
     ],
 )
-def test_what_is_no_processor_is_refused(
+def test_invalid_logits_processors_are_refused(
     llm: LLM, processor: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

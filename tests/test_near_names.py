@@ -33,7 +33,7 @@ COMPOSED, DECOMPOSED = "pr\u00f6mpt", "pro\u0308mpt"
     ],
     ids=ascii,
 )
-def test_names_that_look_the_same_are_told_apart(asked: str, known: str, difference: str) -> None:
+def test_names_that_look_the_same_are_explained(asked: str, known: str, difference: str) -> None:
     """Also short ones, which have little in common, and before one that is spelt more alike."""
     assert meant(asked, [f"{asked}s", known]) == (
         f"did you mean {known} (it looks the same: {difference})?"
@@ -54,7 +54,7 @@ def test_any_text_may_be_a_name(name: str, known: list[str]) -> None:
     assert (unseen_difference(name, form) != "") == (name != form)
 
 
-def test_columns_and_files_are_told_apart(tmp_path: Path) -> None:
+def test_columns_and_files_that_look_the_same_are_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         make_source(PromptConfig(column=COMPOSED), ["id", DECOMPOSED])
     assert str(raised.value).startswith(

@@ -64,7 +64,7 @@ PATTERNS = [
 ]
 
 
-def test_greedy_text_is_what_transformers_gives(llm: LLM, model: Path) -> None:
+def test_greedy_text_equals_that_of_transformers(llm: LLM, model: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = ["Is it so?", "When?", "Shout! " * 9]
@@ -96,7 +96,7 @@ def test_greedy_text_is_what_transformers_gives(llm: LLM, model: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_beams_are_what_transformers_gives(llm: LLM, model: Path, pattern: str) -> None:
+def test_beams_equal_those_of_transformers(llm: LLM, model: Path, pattern: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     inputs = AutoTokenizer.from_pretrained(model)("When?", return_tensors="pt")
     prompt = inputs["input_ids"].shape[1]
@@ -123,7 +123,7 @@ def test_beams_are_what_transformers_gives(llm: LLM, model: Path, pattern: str) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_ends_by_choice_is_valid(llm: LLM, temperature: float) -> None:
+def test_finished_json_is_valid(llm: LLM, temperature: float) -> None:
     num_samples = 2 if temperature else 1
     names = [name for name in SCHEMAS for _ in range(6)]
     params = [
@@ -157,7 +157,7 @@ def test_what_ends_by_choice_is_valid(llm: LLM, temperature: float) -> None:
     ],
     ids=["many", "odd"],
 )
-def test_a_text_of_a_long_list_of_choices_is_one_of_them(llm: LLM, texts: list[str]) -> None:
+def test_choice_with_a_long_list(llm: LLM, texts: list[str]) -> None:
     params = SamplingParams(max_tokens=40, n=4, seed=3, structured_outputs={"choice": texts})
     (output,) = llm.generate(["Choose:"], params, use_tqdm=False)
     assert output.error is None
@@ -165,7 +165,7 @@ def test_a_text_of_a_long_list_of_choices_is_one_of_them(llm: LLM, texts: list[s
     assert {sample.text for sample in output.outputs} <= set(texts)
 
 
-def test_rows_beside_them_and_a_small_pool_change_nothing(llm: LLM, model: Path) -> None:
+def test_structured_text_does_not_depend_on_batch_or_pool_size(llm: LLM, model: Path) -> None:
     prompts = [f"A row that says {at} and a little more." for at in range(24)]
     free = SamplingParams(max_tokens=30, seed=5, temperature=1.0, n=2)
     within = SamplingParams(
@@ -192,7 +192,7 @@ def test_a_complete_text_ends_before_min_tokens(llm: LLM) -> None:
     assert output.outputs[0].text == "ab"
 
 
-def test_a_bad_grammar_is_told_before_anything_runs(llm: LLM) -> None:
+def test_an_invalid_grammar_is_refused_before_anything_runs(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs={"regex": "("})
     with pytest.raises(ValueError, match=r"prompt 1: structured_outputs: a regular expression"):
         llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)

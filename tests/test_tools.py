@@ -96,7 +96,7 @@ def test_a_job_must_call_the_tools_of_its_file(model: Path, tmp_path: Path) -> N
     assert len(ids) == sum(len(one["tool_calls"]) for row in done for one in row["outputs"])
 
 
-def test_rows_have_tools_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_rows_may_have_their_own_tools(model: Path, tmp_path: Path) -> None:
     tools = [json.dumps([LAMP]), None, "["]
     spec = job(
         *(tmp_path, model, {"prompt": ["a", "b", "c"], "tools": tools}),
@@ -114,7 +114,7 @@ def test_rows_have_tools_of_their_own(model: Path, tmp_path: Path) -> None:
     assert broken["error"]["message"].startswith("column tools: tools are not JSON")
 
 
-def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
+def test_invalid_tools_and_parsers_are_refused(model: Path, tmp_path: Path) -> None:
     rows = {"prompt": ["a"]}
     with pytest.raises(UsageError, match=r"prompt.*tool_choice needs tools"):
         job(tmp_path, model, rows, prompt={"tool_choice": "required"})
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
         run_job(job(tmp_path, model, rows, prompt=prompt, output=output), quiet=True)
 
 
-def test_batches_call_tools(model: Path, tmp_path: Path) -> None:
+def test_batch_files_with_tools(model: Path, tmp_path: Path) -> None:
     body: dict[str, Any] = {"messages": TALK, "max_tokens": 200, "tools": [LAMP, DOOR]}
     spoken = {"role": "assistant", "content": "", "tool_calls": [{**CALL_LAMP, "id": "1"}]}
     spoken["tool_calls"][0]["function"] = {"name": "lamp", "arguments": '{"what": "on"}'}
@@ -172,7 +172,7 @@ def test_batches_call_tools(model: Path, tmp_path: Path) -> None:
     assert turn["response"]["status_code"] == 200
 
 
-def test_python_calls_have_tools(model: Path) -> None:
+def test_chat_parses_tool_calls(model: Path) -> None:
     llm = LLM(str(model), dtype="float32", num_kv_blocks=100, tool_parser="hermes")
     call = '<tool_call>\n{"name": "lamp", "arguments": {"what": "on"}}\n</tool_call>'
     params = SamplingParams(max_tokens=200, structured_outputs={"choice": [f"I do.{call}"]})
@@ -201,9 +201,7 @@ def llm(model: Path) -> LLM:
         ("none", set(), False),
     ],
 )
-def test_python_calls_must_call_what_is_chosen(
-    llm: LLM, choice: Any, names: set[str], shown: bool
-) -> None:
+def test_chat_obeys_tool_choice(llm: LLM, choice: Any, names: set[str], shown: bool) -> None:
     params = SamplingParams(max_tokens=200, n=4, seed=3)
     (output,) = llm.chat(TALK, params, tools=[LAMP, DOOR], tool_choice=choice, use_tqdm=False)
     assert (output.prompt or "").startswith("lamp door Answer with") == shown
@@ -216,7 +214,7 @@ def test_python_calls_must_call_what_is_chosen(
             assert json.loads(call.arguments)["what"] in choices
 
 
-def test_a_choice_of_tools_that_cannot_be_is_refused(llm: LLM, model: Path) -> None:
+def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
     plain = SamplingParams(max_tokens=4)
     held = SamplingParams(structured_outputs={"choice": ["a"]})
     named = {"type": "function", "function": {"name": "window"}}
@@ -240,7 +238,7 @@ def test_a_choice_of_tools_that_cannot_be_is_refused(llm: LLM, model: Path) -> N
         without.chat(TALK, plain, tools=[LAMP], tool_choice="required")
 
 
-def test_the_format_of_calls_is_found_in_the_template_of_the_llm(tmp_path: Path) -> None:
+def test_tool_parser_auto_reads_the_template_of_the_llm(tmp_path: Path) -> None:
     """Which is another than the model's."""
     plain = make_text_model(tmp_path)
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Whatever runs rows has compiled what a step draws and judges tokens by before that step."""
+"""Jobs and calls compile the sampling kernels of a step before that step."""
 
 from __future__ import annotations
 

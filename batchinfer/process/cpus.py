@@ -75,7 +75,8 @@ def cgroup_quota(root: str = "/") -> float | None:
     for line in _read(root, "/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        points, files = list[str](), ("cpu.max",)
+        points = list[str]()
+        files: tuple[str, ...] = ("cpu.max",)
         if number == "0" and not controllers:
             points = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
         elif "cpu" in controllers.split(","):

@@ -36,7 +36,6 @@ from batchinfer.text.prompts import Prompt
 ParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 
 _KNOWN = ("prompts", "pooling_params", "adapter", "lora_request", "use_tqdm", "errors")
-_PAIR = ("query", "document")
 _DATA = ("data_1", "data_2")
 _PARAMS = "PoolingParams(...)"
 
@@ -228,14 +227,20 @@ class PoolingCalls:
         recipe = partial(
             PairBuilder,
             PromptConfig(parse_special_tokens=True, on_too_long="truncate_right"),
-            pair_columns=_PAIR,
+            pair_columns=_DATA,
             max_model_len=ANY_LENGTH if most is None else most,
-            columns=_PAIR,
+            columns=_DATA,
             leaves_room=False,
         )
         with self._calls.one_call("score"):
-            rows = [dict(zip(_PAIR, pair, strict=True)) for pair in pairs]
-            prompts = list(map(_without_columns, self._processes.prompts(recipe).build(rows)))
+            rows = [dict(zip(_DATA, pair, strict=True)) for pair in pairs]
+            # An error names the argument: there are no columns.
+            prompts = [
+                RowError(one.code, one.message.replace("column data", "the text of data"))
+                if isinstance(one, RowError)
+                else one
+                for one in self._processes.prompts(recipe).build(rows)
+            ]
             each = [(params, head)] * len(prompts)
             return self._run(
                 *(prompts, each, lambda scores: ScoringOutput(float(scores[0]))),
@@ -328,16 +333,6 @@ def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {kind_of(value)}; give a text")
     return checked_text(value, name)
-
-
-def _without_columns(prompt: Prompt | RowError) -> Prompt | RowError:
-    """Names the arguments of ``score`` in an error, in place of the columns of a pair."""
-    if not isinstance(prompt, RowError):
-        return prompt
-    message = prompt.message
-    for column, name in zip(_PAIR, _DATA, strict=True):
-        message = message.replace(f"column {column}", f"its text of {name}")
-    return RowError(prompt.code, message)
 
 
 def _cosine(
