@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import triton
 from compile_cases import Case
-from compile_table import Row
 from sass import Compiled, read_cubin
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -23,9 +23,82 @@ from triton.runtime.jit import JITFunction
 
 from batchinfer.kernels import fp8, launch
 
+COMPILED = Path(__file__).resolve().parent / "compiled.csv"
+"""What the kernels compile to, by fingerprint, so that none is compiled again unchanged."""
 _CONVERTS_FP8 = 89
 """From this compute capability on there are instructions for float8."""
 _IMPORTED = re.compile(r"^from (batchinfer\.kernels\.\w+) import", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel of one case, compiled for one target; counts as in `Compiled`."""
+
+    triton: str
+    target: str
+    case: str
+    kernel: str
+    num_warps: int
+    num_stages: int
+    shared_bytes: int  # of a program
+    registers: int
+    stack: int
+    tensor_core: int
+    copies_16: int
+    accesses_16: int
+    instructions: int
+    loop: int
+    issued: float  # instructions that all warps of a program issue in the main loop, per `unit`
+    unit: str
+    fingerprint: str  # of the source and the launch
+
+    @property
+    def name(self) -> str:
+        """Target, case and kernel."""
+        return f"{self.target} {self.case} {self.kernel.removesuffix('_kernel').strip('_')}"
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a CSV file; none where there is no such file."""
+    if not path.exists():
+        return []
+    parse = {
+        field.name: {"str": str, "int": int, "float": float}[str(field.type)]
+        for field in fields(Row)
+    }
+    with path.open(newline="") as file:
+        lines = csv.DictReader(file)
+        return [Row(**{name: parse[name](text) for name, text in line.items()}) for line in lines]
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows, in order of their columns."""
+    with path.open("w", newline="") as file:
+        names = [field.name for field in fields(Row)]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, sorted(rows, key=astuple)))
+
+
+def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
+    """A line for each kernel that is worse than the kept one: more than a tenth more instructions,
+    a larger stack, or no products on tensor cores or copies of 16 bytes where it had some."""
+    before = {(row.triton, row.name): row for row in kept}
+    lines = []
+    for row in rows:
+        old, where = before.get((row.triton, row.name)), f"{row.name} (Triton {row.triton})"
+        if old is None:
+            continue
+        if row.issued > 1.1 * old.issued:
+            lines.append(f"{where}: issues {row.issued:g} per {row.unit}, {old.issued:g} before")
+        if row.stack > old.stack:
+            lines.append(f"{where}: a stack of {row.stack} bytes, {old.stack} before")
+        lines += [
+            f"{where}: {name} 0, {getattr(old, name)} before"
+            for name in ("tensor_core", "copies_16")
+            if getattr(old, name) and not getattr(row, name)
+        ]
+    return lines
 
 
 class _Target:

@@ -3,8 +3,7 @@
 python benchmarks/compile_report.py                      # a table, for sm_80 and sm_90
 python benchmarks/compile_report.py --cases d128 d256    # some of it
 python benchmarks/compile_report.py --update             # the table, and keep it in compiled.csv
-python benchmarks/compile_report.py --check              # against compile_ceilings.csv
-python benchmarks/compile_report.py --set-ceilings       # to what compiled.csv has
+python benchmarks/compile_report.py --check              # fail where one is worse than there
 PYTHONPATH=FOLDER python benchmarks/compile_report.py    # with the Triton that lies in FOLDER
 
 What compiled.csv has of a kernel is not compiled again while its source and launch are the same.
@@ -23,17 +22,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # and this with torch; its tensors here are small
 
 from compile_cases import CASES  # noqa: E402
-from compile_kernels import Compiler  # noqa: E402
-from compile_table import (  # noqa: E402
-    CEILINGS,
-    COMPILED,
-    Ceiling,
-    Row,
-    above_ceilings,
-    ceilings_of,
-    read,
-    write,
-)
+from compile_kernels import COMPILED, Compiler, Row, read, regressions, write  # noqa: E402
 
 TARGETS = (80, 90)
 _HEAD = (
@@ -42,16 +31,9 @@ _HEAD = (
 
 
 def report(targets: list[int], names: list[str], *, fresh: bool = False) -> list[Row]:
-    """Rows of cases for targets, which are compute capabilities; compiled where need be.
-
-    Args:
-        names: of cases; none for all.
-        fresh: compile what is known as well.
-
-    Returns:
-        Rows for this Triton, and those that are known for others.
-    """
-    compiler = Compiler([] if fresh else read(COMPILED, Row))
+    """Rows of cases (all where `names` is empty) for compute capabilities, compiled where they are
+    not known or `fresh`; of other versions of Triton those that are known."""
+    compiler = Compiler([] if fresh else read(COMPILED))
     rows = []
     for target in targets:
         for case in CASES:
@@ -83,7 +65,7 @@ def _print(rows: list[Row], against: list[Row]) -> None:
 
 def _keep(rows: list[Row], *, all_cases: bool) -> None:
     """Put rows into compiled.csv, for those of the same name there."""
-    kept = {(row.triton, row.name): row for row in [*read(COMPILED, Row), *rows]}
+    kept = {(row.triton, row.name): row for row in [*read(COMPILED), *rows]}
     there = {row.name for row in rows}
     write(COMPILED, [row for row in kept.values() if not all_cases or row.name in there])
 
@@ -97,20 +79,18 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="compile what is known as well")
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--set-ceilings", action="store_true")
     parser.add_argument("--against", type=Path, help="an earlier report, to say what has changed")
     parser.add_argument("--out", type=Path, help="also write the rows there, as CSV")
     args = parser.parse_args()
     rows = report(args.targets, args.cases, fresh=args.fresh)
-    _print(rows, read(args.against, Row) if args.against else [])
+    _print(rows, read(args.against) if args.against else [])
+    worse = regressions(rows, read(COMPILED)) if args.check else []
     if args.update:
         _keep(rows, all_cases=not args.cases and len(args.targets) == len(TARGETS))
     if args.out is not None:
         write(args.out, rows)
-    if args.set_ceilings:
-        write(CEILINGS, ceilings_of(read(COMPILED, Row)))
-    if args.check and (above := above_ceilings(rows, read(CEILINGS, Ceiling))):
-        sys.exit("\n".join(above))
+    if worse:
+        sys.exit("\n".join(worse))
 
 
 if __name__ == "__main__":

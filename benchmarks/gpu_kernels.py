@@ -65,7 +65,7 @@ def test_files() -> list[str]:
     return sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"pytest\.mark\.gpu\b|\bNEEDS_CUDA\b|\bCPU_AND_CUDA\b", path.read_text())
+        if re.search(r"pytest\.mark\.gpu\b|\b(NEEDS_CUDA|CPU_AND_CUDA|on_both)\b", path.read_text())
     )
 
 

@@ -52,13 +52,13 @@ def read_cubin(path: Path, cuobjdump: str, nvdisasm: str) -> Compiled:
     """Read a file of compiled code that holds one kernel.
 
     Raises:
-        ValueError: the tools say something else than they are known to.
+        ValueError: the tools print something unknown.
         subprocess.CalledProcessError: a tool failed.
     """
-    usage = _USAGE.search(_said(cuobjdump, "--dump-resource-usage", str(path)))
+    usage = _USAGE.search(_output_of(cuobjdump, "--dump-resource-usage", str(path)))
     if usage is None:
         raise ValueError(f"{path}: cuobjdump names no registers")
-    instructions, labels = parse(_said(nvdisasm, "-c", "-ndf", str(path)))
+    instructions, labels = parse(_output_of(nvdisasm, "-c", "-ndf", str(path)))
     if not instructions:
         raise ValueError(f"{path}: nvdisasm shows no instructions")
     return Compiled(
@@ -114,5 +114,5 @@ def _count(pattern: re.Pattern[str], instructions: Sequence[Instruction]) -> int
     return sum(pattern.match(instruction.name) is not None for instruction in instructions)
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

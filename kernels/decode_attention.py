@@ -1,6 +1,6 @@
 """Attention of the sequences that compute one token in this step.
 
-As many programs as run at a time take (piece, KV head) after (piece, KV head) from the work list,
+Each program takes (piece, KV head) after (piece, KV head) from the work list,
 and `merge_partials` joins the pieces of a context. A context of one piece is written at once. A
 row's result depends neither on which program takes a piece nor on when. Pieces that several
 sequences have in common are computed for all of them together, before (`shared_attention.py`).
@@ -24,9 +24,8 @@ from batchinfer.kernels.attend import (
 )
 from batchinfer.kernels.decode_work import DecodeWork
 from batchinfer.kernels.fp8_split import MAX_HEADS, attend_split, load_split
-from batchinfer.kernels.launch import OPTIONS
+from batchinfer.kernels.launch import OPTIONS, num_persistent
 from batchinfer.kernels.pieces import merge_partials, pieces, store_partials
-from batchinfer.kernels.residency import launch_resident
 from batchinfer.kernels.shared_attention import attend_shared
 
 _FLOAT8_WIDTH = 32
@@ -71,9 +70,8 @@ def attend_decodes(
     if split:
         key_block = max(_FLOAT8_WIDTH, cache.KEY_BLOCK.value)
         cache = cache._replace(KEY_BLOCK=tl.constexpr(key_block))
-    launch_resident(
-        _decode_kernel,
-        len(work.items) * num_kv_heads,
+    num_programs = num_persistent(work.items.device, len(work.items) * num_kv_heads)
+    _decode_kernel[(num_programs,)](
         **shared | {"cache": cache},
         partials=work.partials,
         max_pieces=work.max_pieces,

@@ -35,7 +35,7 @@ from batchinfer.kernels.attend import (
 )
 from batchinfer.kernels.decode_work import shared_rows
 from batchinfer.kernels.fixed_work import FixedWork
-from batchinfer.kernels.launch import OPTIONS, check_launchable
+from batchinfer.kernels.launch import OPTIONS, check_launchable, num_persistent
 from batchinfer.kernels.paged_attention import shared_arguments
 from batchinfer.kernels.pieces import (
     fixed_pieces,
@@ -44,7 +44,6 @@ from batchinfer.kernels.pieces import (
     merge_partials,
     store_partials,
 )
-from batchinfer.kernels.residency import num_resident
 
 
 def fixed_config(heads: Heads) -> LaunchConfig:
@@ -107,26 +106,25 @@ def fixed_attention(
     )  # fmt: skip
     num_kv_heads = key_cache.shape[1]
     config = fixed_config(Heads.of(query, key_cache, value_cache))
-    arguments = {
-        **shared,
-        "partials": work.partials,
-        "max_pieces": work.max_pieces,
-        "PIECE": work.piece,
-        "totals_ptr": work.partials.out_ptr,
-        "items_ptr": work.items,
-        "counters_ptr": work.counters,
-        "launch": launch,
-        "TOKENS": work.tokens,
-        "TILE": min(config.tile, work.piece),
-        "ROWS": config.rows,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **OPTIONS,
-    }
-    programs = min(len(work.items) * num_kv_heads, num_resident(_fixed_kernel, **arguments))
+    num_programs = num_persistent(query.device, len(work.items) * num_kv_heads)
     value_block = padded(value_cache.shape[3])
-    totals = work.partials.out_ptr.new_empty(programs, 2, config.rows, value_block)
-    _fixed_kernel[(programs,)](**arguments | {"totals_ptr": totals})
+    totals = work.partials.out_ptr.new_empty(num_programs, 2, config.rows, value_block)
+    _fixed_kernel[(num_programs,)](
+        **shared,
+        partials=work.partials,
+        max_pieces=work.max_pieces,
+        totals_ptr=totals,
+        items_ptr=work.items,
+        counters_ptr=work.counters,
+        launch=launch,
+        PIECE=work.piece,
+        TOKENS=work.tokens,
+        TILE=min(config.tile, work.piece),
+        ROWS=config.rows,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **OPTIONS,
+    )
     if work.max_pieces > 1:
         merge_partials(
             work.partials,

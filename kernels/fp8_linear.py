@@ -20,7 +20,6 @@ Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is that
 are few.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,12 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import FP8, as_readable, widen
 from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, num_blocks
 from batchinfer.kernels.fp8_widen import widen_words
-from batchinfer.kernels.launch import OPTIONS, check_launchable, compute_capability
+from batchinfer.kernels.launch import (
+    OPTIONS,
+    check_launchable,
+    compute_capability,
+    num_multiprocessors,
+)
 
 _GROUPED = 8  # tiles of rows that take a weight's tile one after the other: it is in L2 then
 _FEW_ROWS = 64  # up to so many, reading the weights decides
@@ -144,16 +148,8 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     # A program of few rows takes a fraction of a multiprocessor.
-    wanted = _num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
+    wanted = num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
     return _even_pieces(num_blocks(width), wanted)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Of a device that is not there as many as an H100 has."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _even_pieces(groups: int, wanted: int) -> int:

@@ -24,9 +24,13 @@ import triton.language as tl
 from batchinfer.kernels.attend import LOG2E, LaunchConfig, divide, padded
 from batchinfer.kernels.chunk_attention import ChunkWork
 from batchinfer.kernels.decode_work import DecodeWork
-from batchinfer.kernels.launch import OPTIONS, check_launchable, compute_capability
+from batchinfer.kernels.launch import (
+    OPTIONS,
+    check_launchable,
+    compute_capability,
+    num_persistent,
+)
 from batchinfer.kernels.pieces import merge_partials, pieces
-from batchinfer.kernels.residency import launch_resident
 
 _MOST_HEADS = 32  # of a program: outputs of more would not fit its registers
 _MERGED_HEADS = 16  # of a program that merges: their outputs fill its registers
@@ -118,9 +122,8 @@ def latent_attention(
         **OPTIONS,
     }
     if work is not None:
-        launch_resident(
-            _latent_decode_kernel,
-            len(work.items) * arguments["NUM_TILES"],
+        num_programs = num_persistent(query.device, len(work.items) * arguments["NUM_TILES"])
+        _latent_decode_kernel[(num_programs,)](
             **arguments,
             partials=work.partials,
             max_pieces=work.max_pieces,

@@ -14,6 +14,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 # 3.9, which warns where the option is left out.
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
+_PERSISTENT_EACH = 4  # programs for each multiprocessor
+_INTERPRETED = 2  # programs of the interpreter, one after the other
+
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
     """Raise unless all tensors are on one CUDA device, or Triton interprets."""
@@ -26,6 +29,25 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
             f"{name}: tensors are on {device.type!r}, the Triton kernel needs a CUDA device. "
             "Elsewhere use the CPU path, or set TRITON_INTERPRET=1 before triton is imported."
         )
+
+
+def num_persistent(device: torch.device, most: int) -> int:
+    """Programs of a launch in which each takes item after item of a work list, at most `most`.
+
+    Four fill a multiprocessor as far as registers allow, or further: a program that starts when the
+    list is empty returns at once.
+    """
+    if device.type != "cuda":
+        return min(most, _INTERPRETED)
+    return min(most, _PERSISTENT_EACH * num_multiprocessors(device))
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; of one that is not there as many as an H100 has."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def warps_for(elements: int) -> int:

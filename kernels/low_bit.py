@@ -233,7 +233,7 @@ def low_bit_product(
     bias: torch.Tensor | None = None,  # [out]
     onto: torch.Tensor | None = None,  # [M, out]
 ) -> torch.Tensor:
-    """``x @ weight.T + bias + onto`` of rows as int8, [M, out] of the dtype of x: the twin of
+    """``x @ weight.T + bias + onto`` of rows as int8, [M, out] of the dtype of x: the reference of
     ``gemm`` over a weight that ``pack_low_bit`` has packed."""
     codes, row_scales = round_rows(x)
     if isinstance(weight, Int8Weight):

@@ -6,6 +6,9 @@ that the kernels may not read: a stale slot or a table entry past a sequence's b
 
 import torch
 
+from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.fp8_blocks import BLOCK, MOST, dequantize_blocks, num_blocks, scales_of
+
 
 def paged_attention(
     query: torch.Tensor,  # [T, Hq, Dk]
@@ -121,7 +124,7 @@ def kv_write(
     kept = slot_mapping >= 0
     slots, offsets = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
     key, value = key[kept], value[kept]
-    if value_cache.dtype == torch.float8_e4m3fn and value_cache.stride(3) != 1:
+    if value_cache.dtype == FP8 and value_cache.stride(3) != 1:
         lost = value.isnan()
         key = key.masked_fill(lost.any(2, keepdim=True), torch.nan)
         value = value.masked_fill(lost, 0)
@@ -143,7 +146,7 @@ def unpack_tables(
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values as the cache holds them: what float8 e4m3fn cannot hold is its largest number, with
     the sign, where older versions of torch would make it NaN."""
-    if dtype == torch.float8_e4m3fn:
+    if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
 
@@ -277,3 +280,39 @@ def matmul(
     if bias is not None:
         product += bias.double()
     out.copy_(product + out.double() if adds else product)
+
+
+def quantize_groups(
+    x: torch.Tensor,  # [T, K] any float
+    *,
+    codes: torch.Tensor,  # [T, K] float8
+    scales: torch.Tensor,  # [G, T] float32
+) -> None:
+    """Write rows as float8 and the scales of their groups of 128 columns, group after group."""
+    for group in range(num_blocks(x.shape[1])):
+        columns = slice(group * BLOCK, (group + 1) * BLOCK)
+        numbers = x[:, columns].float()
+        scales[group], up = scales_of(numbers.abs().amax(1))
+        codes[:, columns] = (numbers * up[:, None]).clamp(-MOST, MOST).to(FP8)
+
+
+def fp8_linear(
+    x: torch.Tensor,  # [T, K]; float8 with scales
+    weight: torch.Tensor,  # [N, K] float8
+    weight_scales: torch.Tensor,  # [ceil(N / 128), G] float32
+    *,
+    out: torch.Tensor,  # [T, N]
+    x_scales: torch.Tensor | None = None,  # [G, T] float32
+    bias: torch.Tensor | None = None,  # [N]
+    adds: bool = False,
+    pieces: int | None = None,
+) -> None:
+    """Write, or add, rows times a weight's transpose, of the numbers that both stand for."""
+    del pieces  # decides how the kernel is launched
+    rows = x.double()
+    if x_scales is not None:
+        rows = rows * x_scales.T.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    product = rows @ dequantize_blocks(weight, weight_scales, torch.float64).T
+    if bias is not None:
+        product += bias.double()
+    out.copy_(out.double() + product if adds else product)

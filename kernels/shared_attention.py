@@ -22,9 +22,8 @@ from batchinfer.kernels.attend import (
     load_query,
 )
 from batchinfer.kernels.decode_work import DecodeWork, shared_rows
-from batchinfer.kernels.launch import OPTIONS
+from batchinfer.kernels.launch import OPTIONS, num_persistent
 from batchinfer.kernels.pieces import store_partials
-from batchinfer.kernels.residency import launch_resident
 
 
 def shared_config(heads: Heads) -> LaunchConfig:
@@ -55,9 +54,8 @@ def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch
         launch: which of the launches that the work list is for.
     """
     config = shared_config(heads)
-    launch_resident(
-        _shared_kernel,
-        len(work.items) * shared["NUM_KV_HEADS"],
+    num_programs = num_persistent(work.items.device, len(work.items) * shared["NUM_KV_HEADS"])
+    _shared_kernel[(num_programs,)](
         **{name: value for name, value in shared.items() if name not in _UNUSED},
         partials=work.partials,
         max_pieces=work.max_pieces,

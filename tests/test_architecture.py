@@ -58,7 +58,7 @@ ROOMS = [
         "records of what a user may ask for, checked when made",
         ("errors", "near_names"),
     ),
-    Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
+    Room("kernels", "tensors and numbers only: Triton, C, and their references in torch"),
     Room("engine.step", "the message each way between engine and worker"),
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
     Room("engine.runner", "the border to the worker", ("engine.step",)),

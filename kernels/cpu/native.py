@@ -99,7 +99,7 @@ def paged_attention(
     shared_lens: torch.Tensor | None = None,  # [S] int32
     kernel: int | None = None,
 ) -> None:
-    """Causal attention over a paged KV cache on the CPU; twin: ``reference.paged_attention``.
+    """Causal attention over a paged KV cache on the CPU; reference: ``reference.paged_attention``.
 
     float32 or bfloat16, over a pool of the same or of float8 e4m3fn, float32 accumulation. A row's
     bits depend on its own context alone. Keys of float8 are strided: ``[width][size]`` in a block.
@@ -181,7 +181,7 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], last two contiguous
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Store keys and values in their slots; twin: ``reference.kv_write``."""
+    """Store keys and values in their slots; reference: ``reference.kv_write``."""
     library = load()
     assert library is not None
     arguments = _WriteArgs(

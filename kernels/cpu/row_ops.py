@@ -1,6 +1,6 @@
 """Row-wise operations of a decoder layer, in C, called through ctypes.
 
-float32 or bfloat16, float32 arithmetic, rounded once; twins of the same names: ``reference``.
+float32 or bfloat16, float32 arithmetic, rounded once; references of the same names: ``reference``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inputs that the kernels and their twins are compared on: odd shapes on purpose.
+"""The inputs that the kernels and their references are compared on: odd shapes on purpose.
 
 A case is a shape; `build_*` makes its tensors from a seed, on a device, in a dtype. What a kernel
 may not read is made to show: stale cache contents are NaN, table entries past a sequence's blocks

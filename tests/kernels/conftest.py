@@ -35,3 +35,9 @@ def gpu() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 is set, which is silently wrong in bfloat16")
     return "cuda"
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """The device of a test that is `on_both`."""
+    return str(request.getfixturevalue(request.param))

@@ -1,4 +1,4 @@
-"""The C kernels' attention beside its twin."""
+"""The C kernels' attention beside its reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = (*CPU_CASES, *ODD_CASES)
 
 
 def check_attention_over_fp8(case: AttentionCase, dtype: torch.dtype) -> None:
-    """Of queries in ``dtype`` over a pool of float8, beside its twin."""
+    """Of queries in ``dtype`` over a pool of float8, beside its reference."""
     got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
     for inputs in (got, expected):
         for name in ("key_cache", "value_cache"):

@@ -1,4 +1,4 @@
-"""The C kernels' attention to latents beside its twin."""
+"""The C kernels' attention to latents beside its reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 
 from batchinfer.kernels.cpu import native
 from tests.kernels.cpu_attention import TOLERANCE
-from tests.kernels.latent_cases import INTERPRETED_LATENT_CASES, LatentCase, build_latent, twin
+from tests.kernels.latent_cases import (
+    INTERPRETED_LATENT_CASES,
+    LatentCase,
+    build_latent,
+    latent_reference,
+)
 from tests.kernels.stored import store
 
 _MIXED = INTERPRETED_LATENT_CASES[0]
@@ -23,9 +28,9 @@ CASES = (
 
 
 def check_latents(case: LatentCase, dtype: torch.dtype) -> None:
-    """Close to the twin, and a sequence's bits are those that it has alone."""
+    """Close to the reference, and a sequence's bits are those that it has alone."""
     expected, got = (build_latent(case, "cpu", dtype) for _ in range(2))
-    twin(**expected)
+    latent_reference(**expected)
     # Values are not written where they lie in their keys.
     store(got["cache"], got["cache"][..., :0])
     attend(**got)

@@ -80,7 +80,7 @@ def check_low_bit(
     bias: torch.Tensor | None = None,
     onto: torch.Tensor | None = None,
 ) -> None:
-    """By all instructions there are: the bits of the twin, and a row's wherever it stands."""
+    """By all instructions there are: the bits of the reference, and a row's wherever it stands."""
     expected = low_bit_product(x, weight, bias, onto)
     for name in gemm.available_low_bit(type(weight)):
         packed = gemm.pack_low_bit(weight, name)

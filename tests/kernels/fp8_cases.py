@@ -1,4 +1,4 @@
-"""Inputs that the kernels of float8 products and their twins are compared on."""
+"""Inputs that the kernels of float8 products and their references are compared on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.fp8_blocks import num_blocks, quantize_blocks
-from batchinfer.kernels.fp8_reference import quantize_groups
+from batchinfer.kernels.reference import quantize_groups
 
 
 @dataclass(frozen=True)

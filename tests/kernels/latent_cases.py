@@ -1,4 +1,4 @@
-"""The inputs that attention to latents and its twin are compared on."""
+"""The inputs that attention to latents and its reference are compared on."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def work_lists(case: LatentCase, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"work": decodes, "chunks": chunks if has_chunks else None}
 
 
-def twin(cache: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
+def latent_reference(cache: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
     """`latent_attention` by its definition: keys are latents, and values what they begin with."""
     reference.paged_attention(
         key_cache=cache,

@@ -1,4 +1,4 @@
-"""Inputs that the kernels of adapters and their twins are compared on."""
+"""Inputs that the kernels of adapters and their references are compared on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inputs that the row-wise kernels and their twins are compared on: odd shapes on purpose."""
+"""Inputs of the row-wise kernels and their references: odd shapes on purpose."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The inputs that the sampling kernels and their twins are compared on."""
+"""The inputs that the sampling kernels and their references are compared on."""
 
 from __future__ import annotations
 

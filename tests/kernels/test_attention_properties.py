@@ -1,4 +1,4 @@
-"""Attention on random shapes and random trees of prefixes, against its twin.
+"""Attention on random shapes and random trees of prefixes, against its reference.
 
 Apart from the other tests, which a machine with a GPU runs without Hypothesis.
 """
@@ -47,7 +47,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
 
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_twin_on_random_shapes() -> None:
+def test_equals_its_reference_on_random_shapes() -> None:
     @settings(deadline=None, max_examples=25, derandomize=True)
     @given(attention_cases())
     def compare(case: AttentionCase) -> None:
@@ -85,7 +85,7 @@ def trees(draw: st.DrawFn) -> SharedCase:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_twin_on_random_trees() -> None:
+def test_equals_its_reference_on_random_trees() -> None:
     @settings(deadline=None, max_examples=25, derandomize=True)
     @given(trees())
     def compare(case: SharedCase) -> None:

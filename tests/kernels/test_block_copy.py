@@ -1,29 +1,20 @@
+"""Copied blocks: the kernel leaves the pool as its reference does."""
+
 import pytest
 import torch
 
-from batchinfer.kernels import block_copy, launch, reference
+from batchinfer.kernels import block_copy, reference
 from tests.kernels.cases import COPY_CASES, CopyCase, build_copy
+from tests.kernels.places import on_both
 
 
-def check(case: CopyCase, device: str, dtype: torch.dtype) -> None:
-    """The kernel leaves the whole pool as its twin does, bit for bit."""
+@on_both()
+@pytest.mark.parametrize("case", COPY_CASES, ids=str)
+def test_equals_its_reference_bit_for_bit(case: CopyCase, dtype: torch.dtype, device: str) -> None:
     got, expected = build_copy(case, device, dtype), build_copy(case, device, dtype)
     block_copy.block_copy(**got)
     reference.block_copy(**expected)
     torch.testing.assert_close(got["pool"], expected["pool"], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", COPY_CASES, ids=str)
-def test_equals_its_twin(case: CopyCase, dtype: torch.dtype, interpreter: str) -> None:
-    check(case, interpreter, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", COPY_CASES, ids=str)
-def test_equals_its_twin_on_a_gpu(case: CopyCase, dtype: torch.dtype, gpu: str) -> None:
-    check(case, gpu, dtype)
 
 
 @pytest.mark.gpu
@@ -49,9 +40,3 @@ def test_refuses_elements_with_gaps(interpreter: str) -> None:
     pool = torch.zeros(4, 32, device=interpreter)[:, ::2]
     with pytest.raises(ValueError, match="contiguous"):
         block_copy.block_copy(pool, torch.zeros(1, 2, dtype=torch.int32))
-
-
-def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="block_copy: tensors are on 'cpu'"):
-        block_copy.block_copy(**build_copy(COPY_CASES[0], "cpu", torch.float32))

@@ -1,5 +1,4 @@
-"""Builds for lesser processors than this one, and with tiles in plain C: equal to the twins, as the
-build for this one is."""
+"""Builds for lesser processors than this one, and with tiles in plain C, equal the references."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def test_every_number_of_float8_is_widened_exactly() -> None:
 
 @dtypes
 @pytest.mark.parametrize("case", [*CPU_CASES[::10], ODD_CASES[1]], ids=str)
-def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
+def test_attention_equals_its_reference(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
 
 
@@ -193,7 +192,9 @@ def test_float8_is_multiplied_as_the_numbers_it_stands_for(
 
 @dtypes
 @pytest.mark.parametrize("case", LOW_BIT_CASES, ids=str)
-def test_low_bit_products_have_the_bits_of_their_twin(dtype: torch.dtype, case: LowBitCase) -> None:
+def test_low_bit_products_have_the_bits_of_their_reference(
+    dtype: torch.dtype, case: LowBitCase
+) -> None:
     check_low_bit(*build_low_bit(case, dtype))
 
 
@@ -219,14 +220,14 @@ def test_sums_of_floats_have_the_same_bits_wherever_multiply_adds_are_fused(
 
 @dtypes
 @pytest.mark.parametrize("case", ROW_CASES[::2], ids=str)
-def test_row_ops_equal_their_twins(case: RowCase, dtype: torch.dtype) -> None:
+def test_row_ops_equal_their_references(case: RowCase, dtype: torch.dtype) -> None:
     test_cpu_row_ops.test_rms_norm(case, dtype)
     test_cpu_row_ops.test_silu_mul(case, dtype)
 
 
 @dtypes
 @pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
-def test_rotary_write_equals_its_twin(case: RotaryCase, dtype: torch.dtype) -> None:
+def test_rotary_write_equals_its_reference(case: RotaryCase, dtype: torch.dtype) -> None:
     test_cpu_row_ops.test_rotary_write(case, dtype)
 
 

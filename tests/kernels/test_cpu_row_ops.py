@@ -1,4 +1,4 @@
-"""The row-wise C kernels: equal to their twins, with bits that depend on nothing but the row."""
+"""The row-wise C kernels: equal to their references, with bits that depend on the row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edited logits: the kernel's values are its twin's bit for bit, and nothing else is written."""
+"""Edited logits: those of the reference bit for bit, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import edit_logits, sampling_reference
+from tests.kernels.places import on_both
 from tests.kernels.sample_cases import Rows, build_edits
 
 LISTS: list[dict[str, Any]] = [
@@ -36,10 +37,10 @@ def check(logits: torch.Tensor, lists: list[dict[str, Any]], device: str) -> Non
         torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@on_both()
 @pytest.mark.parametrize("vocab", [45, 33_000])
-def test_values_are_the_twins(vocab: int, dtype: torch.dtype, interpreter: str) -> None:
-    check(Rows(vocab, padding=3).logits(3, dtype, interpreter), LISTS, interpreter)
+def test_logits_are_those_of_the_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
+    check(Rows(vocab, padding=3).logits(3, dtype, device), LISTS, device)
 
 
 def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +60,3 @@ def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyP
                 *one.get("output", ())})
         for one in LISTS
     ]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [45, 33_000])
-def test_values_are_the_twins_on_a_gpu(vocab: int, dtype: torch.dtype, gpu: str) -> None:
-    check(Rows(vocab, padding=3).logits(3, dtype, gpu), LISTS, gpu)

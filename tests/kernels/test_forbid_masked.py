@@ -1,4 +1,4 @@
-"""Masks over logits: the kernel equals its twin, and leaves all other logits alone."""
+"""Masks over logits: the kernel equals its reference, and leaves all other logits alone."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from batchinfer.kernels import forbid_masked, sampling_reference
+from tests.kernels.places import on_both
 from tests.kernels.sample_cases import Rows
 
-SHAPES = pytest.mark.parametrize(
+
+@on_both()
+@pytest.mark.parametrize(
     ("vocab", "words"), [(1, 1), (31, 1), (45, 2), (45, 1), (45, 4), (9001, 282), (9001, 0)]
 )
-
-
-def check(vocab: int, words: int, dtype: torch.dtype, device: str) -> None:
+def test_equals_its_reference(vocab: int, words: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     masks = torch.randint(-(2**31), 2**31, (3, words), generator=generator).int().to(device)
     rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
@@ -24,19 +25,6 @@ def check(vocab: int, words: int, dtype: torch.dtype, device: str) -> None:
     sampling_reference.forbid_masked(expected, rows, masks)
     assert torch.equal(got, expected)
     assert padding.isnan().all()
-
-
-@SHAPES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_its_twin(vocab: int, words: int, dtype: torch.dtype, interpreter: str) -> None:
-    check(vocab, words, dtype, interpreter)
-
-
-@pytest.mark.gpu
-@SHAPES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_its_twin_on_a_gpu(vocab: int, words: int, dtype: torch.dtype, gpu: str) -> None:
-    check(vocab, words, dtype, gpu)
 
 
 def test_no_rows(interpreter: str) -> None:

@@ -26,6 +26,7 @@ from tests.kernels.cases import (
     build_write,
     transposed,
 )
+from tests.kernels.places import on_both
 from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
 from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 
@@ -37,8 +38,7 @@ ATTENTION_CASES = [
 ]
 SHARED = INTERPRETED_SHARED_CASES[1]
 SIXTEEN_BIT = [torch.float16, torch.bfloat16]
-interpreted = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-compiled = pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+places = on_both(compiled=SIXTEEN_BIT)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interprete
 
 
 @triton.jit
-def _through_halves(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
+def _through_split(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     upper, lower, down = split_float8(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
     back_ptr += rows * SIZE + columns
@@ -113,7 +113,7 @@ def _through_halves(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexp
     tl.store(back_ptr + SIZE * SIZE, widen(lower, tl.float32) * down[:, None])
 
 
-def check_halves(device: str) -> None:
+def check_split(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 16, generator=generator)
     x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
@@ -122,7 +122,7 @@ def check_halves(device: str) -> None:
     x = x.bfloat16().float().to(device)
     back = torch.full((32, 16), torch.nan, device=device)
     stored = tl.float8e4nv if device == "cuda" else tl.uint8
-    _through_halves[(1,)](x, back, CACHE_TYPE=stored, SIZE=16)
+    _through_split[(1,)](x, back, CACHE_TYPE=stored, SIZE=16)
     total = back[:16] + back[16:]
     finite = x.isfinite().all(1)
     largest = x[finite].abs().amax(1, keepdim=True)
@@ -134,17 +134,19 @@ def check_halves(device: str) -> None:
 
 
 def test_a_bfloat16_query_is_the_sum_of_two_of_float8(interpreter: str) -> None:
-    check_halves(interpreter)
+    check_split(interpreter)
 
 
 @pytest.mark.gpu
 def test_a_bfloat16_query_is_the_sum_of_two_of_float8_on_a_gpu(gpu: str) -> None:
     if not converts_fp8(torch.device(gpu)):
         pytest.skip("the device has no float8")
-    check_halves(gpu)
+    check_split(gpu)
 
 
-def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:
+@places
+@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
+def test_kv_write(case: WriteCase, dtype: torch.dtype, device: str) -> None:
     pools = []
     for write in (kv_write, reference.kv_write):
         pool, arguments = build_write(case, device, dtype, FP8)
@@ -156,20 +158,9 @@ def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
 
 
-@interpreted
-@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_kv_write(case: WriteCase, dtype: torch.dtype, interpreter: str) -> None:
-    check_write(case, interpreter, dtype)
-
-
-@pytest.mark.gpu
-@compiled
-@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_kv_write_on_a_gpu(case: WriteCase, dtype: torch.dtype, gpu: str) -> None:
-    check_write(case, gpu, dtype)
-
-
-def check_rotary_write(case: RotaryCase, device: str, dtype: torch.dtype) -> None:
+@places
+@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+def test_rotary_write(case: RotaryCase, dtype: torch.dtype, device: str) -> None:
     pool, got = build_rotary_write(case, device, dtype, FP8)
     expected_pool, expected = build_rotary_write(case, device, dtype, FP8)
     for arguments in (got, expected):
@@ -186,19 +177,6 @@ def check_rotary_write(case: RotaryCase, device: str, dtype: torch.dtype) -> Non
     assert (pool != expected_pool).sum() - pool.isnan().sum() <= 1e-3 * pool.numel()
 
 
-@interpreted
-@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
-def test_rotary_write(case: RotaryCase, dtype: torch.dtype, interpreter: str) -> None:
-    check_rotary_write(case, interpreter, dtype)
-
-
-@pytest.mark.gpu
-@compiled
-@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
-def test_rotary_write_on_a_gpu(case: RotaryCase, dtype: torch.dtype, gpu: str) -> None:
-    check_rotary_write(case, gpu, dtype)
-
-
 def check_attention(case: AttentionCase | SharedCase, device: str, dtype: torch.dtype) -> None:
     if isinstance(case, AttentionCase):
         inputs = build_attention(case, device, dtype, FP8)
@@ -212,21 +190,22 @@ def check_attention(case: AttentionCase | SharedCase, device: str, dtype: torch.
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
 
 
-@interpreted
+@on_both(compiled=())
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
-def test_attention(case: AttentionCase | SharedCase, dtype: torch.dtype, interpreter: str) -> None:
-    check_attention(case, interpreter, dtype)
+def test_attention(case: AttentionCase | SharedCase, dtype: torch.dtype, device: str) -> None:
+    check_attention(case, device, dtype)
 
 
-@pytest.mark.gpu
-@compiled
+@on_both(interpreted=(), compiled=SIXTEEN_BIT)
 @pytest.mark.parametrize("case", [*INTERPRETED_ATTENTION_CASES, *INTERPRETED_SHARED_CASES], ids=str)
-def test_attention_on_a_gpu(case: AttentionCase | SharedCase, dtype: torch.dtype, gpu: str) -> None:
-    check_attention(case, gpu, dtype)
+def test_attention_on_a_gpu(
+    case: AttentionCase | SharedCase, dtype: torch.dtype, device: str
+) -> None:
+    check_attention(case, device, dtype)
 
 
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
-def test_decodes_in_halves(
+def test_decodes_of_split_queries(
     case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are on an H100, with float16 for the bfloat16 that cannot be interpreted."""
@@ -288,7 +267,7 @@ def split_at(
     ("tile", "block_size"),
     [(32, 16), (64, 16), (128, 16), (256, 16), (256, 8), (128, 2), (64, 24), (32, 128)],
 )
-def test_halves_of_weights_meet_their_values_in_tiles_of(
+def test_split_weights_meet_their_values_in_tiles_of(
     tile: int, block_size: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_work, "DECODE_PIECE", tile)
@@ -301,7 +280,7 @@ def test_halves_of_weights_meet_their_values_in_tiles_of(
 
 
 @pytest.mark.parametrize("first", [0.0, 12.0, 14.0, 104.0])
-def test_halves_keep_small_weights_beside_large_ones_of_another_tile(
+def test_split_weights_keep_small_ones_beside_large_ones_of_another_tile(
     first: float, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first token of a text often has nearly all of the weight, and many others the rest.
@@ -318,7 +297,7 @@ def test_halves_keep_small_weights_beside_large_ones_of_another_tile(
     torch.testing.assert_close(last, expected, rtol=2e-3, atol=lost)
 
 
-def test_a_key_of_nan_is_seen_in_halves(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_query_sees_a_key_of_nan(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.zeros(128)
     scores[70] = torch.nan
     assert split_at(scores, torch.ones(128), interpreter, monkeypatch).isnan()

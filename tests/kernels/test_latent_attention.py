@@ -1,4 +1,4 @@
-"""Attention to latents equals its twin, whatever the dead parts of the cache hold."""
+"""Attention to latents equals its reference, whatever the dead parts of the cache hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.latent_cases import (
     LATENT_CASES,
     LatentCase,
     build_latent,
-    twin,
+    latent_reference,
     work_lists,
 )
 from tests.kernels.test_paged_attention import TOLERANCE
@@ -22,14 +22,14 @@ def check(case: LatentCase, device: str, dtype: torch.dtype) -> None:
     arguments = build_latent(case, device, dtype)
     got, expected = arguments["out"], torch.full_like(arguments["out"], float("nan"))
     latent_attention(**arguments, **work_lists(case, arguments))
-    twin(**arguments | {"out": expected})
+    latent_reference(**arguments | {"out": expected})
     assert expected.isfinite().all()
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("case", INTERPRETED_LATENT_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_its_twin(
+def test_equals_its_reference(
     case: LatentCase, dtype: torch.dtype, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
@@ -39,7 +39,7 @@ def test_equals_its_twin(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_equals_its_twin_on_a_gpu(case: LatentCase, dtype: torch.dtype, gpu: str) -> None:
+def test_equals_its_reference_on_a_gpu(case: LatentCase, dtype: torch.dtype, gpu: str) -> None:
     check(case, gpu, dtype)
 
 

@@ -1,17 +1,20 @@
-"""Products of adapters: equal to their twins, and the same bits whatever else is in the step."""
+"""Products of adapters: equal to their references, with bits that depend on no other row."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from batchinfer.kernels import launch, lora, reference
+from batchinfer.kernels import lora, reference
 from tests.kernels.lora_cases import LORA_CASES, LoraCase, build_lora
+from tests.kernels.places import on_both
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(case: LoraCase, device: str, dtype: torch.dtype) -> None:
+@on_both()
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_equals_its_reference(case: LoraCase, dtype: torch.dtype, device: str) -> None:
     scale = TOLERANCE[dtype]
     got, expected = (build_lora(case, device, dtype)[0] for _ in range(2))
     lora.lora_shrink(**got)
@@ -36,19 +39,6 @@ def check(case: LoraCase, device: str, dtype: torch.dtype) -> None:
     assert torch.equal(got["out"][others], untouched[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
-def test_equals_its_twin(case: LoraCase, dtype: torch.dtype, interpreter: str) -> None:
-    check(case, interpreter, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
-def test_equals_its_twin_on_a_gpu(case: LoraCase, dtype: torch.dtype, gpu: str) -> None:
-    check(case, gpu, dtype)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_rows_bits_do_not_depend_on_the_others(dtype: torch.dtype, gpu: str) -> None:
@@ -63,12 +53,3 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype: torch.dtype, gpu: str) -
     lora.lora_shrink(**shrink | alone | {"lowered": lowered})
     lora.lora_expand(**expand | alone | {"lowered": lowered, "out": out})
     assert torch.equal(out[row], expand["out"][row])
-
-
-def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    shrink, expand = build_lora(LORA_CASES[0], "cpu", torch.float32)
-    with pytest.raises(RuntimeError, match="lora_shrink: tensors are on 'cpu'"):
-        lora.lora_shrink(**shrink)
-    with pytest.raises(RuntimeError, match="lora_expand: tensors are on 'cpu'"):
-        lora.lora_expand(**expand)

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: rounded closely, and multiplied to the bits of the twin."""
+"""Weights of 8 and 4 bits: rounded closely, and multiplied to the bits of the reference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ cases = st.builds(
 @example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
 @example(case=LowBitCase(7, 128, 70, 64, extreme=True, table=True), dtype=torch.float32)
 @settings(max_examples=60)
-def test_products_have_the_bits_of_their_twin(case: LowBitCase, dtype: torch.dtype) -> None:
+def test_products_have_the_bits_of_their_reference(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
 
 

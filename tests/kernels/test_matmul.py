@@ -1,4 +1,4 @@
-"""Products: equal to their twin, and a row's bits are the same at any number of rows."""
+"""Products: equal to their reference, and a row's bits are the same at any number of rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import launch, reference
+from batchinfer.kernels import reference
 from batchinfer.kernels.matmul import matmul
 from tests.kernels.interpreted_dot import sum_rows_alike
+from tests.kernels.places import on_both
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -57,7 +58,9 @@ def build(case: MatmulCase, device: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def check(case: MatmulCase, device: str, dtype: torch.dtype) -> None:
+@on_both()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_its_reference(case: MatmulCase, dtype: torch.dtype, device: str) -> None:
     arguments = build(case, device, dtype)
     expected = arguments["out"].clone()
     reference.matmul(**arguments | {"out": expected})
@@ -68,19 +71,6 @@ def check(case: MatmulCase, device: str, dtype: torch.dtype) -> None:
     assert outer is not None
     outer[1 : 1 + case.rows, : case.outputs] = float("nan")
     assert outer.isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_its_twin(case: MatmulCase, dtype: torch.dtype, interpreter: str) -> None:
-    check(case, interpreter, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_its_twin_on_a_gpu(case: MatmulCase, dtype: torch.dtype, gpu: str) -> None:
-    check(case, gpu, dtype)
 
 
 def check_rows_apart(
@@ -113,9 +103,3 @@ def test_a_rows_bits_do_not_depend_on_the_others_on_a_gpu(
 ) -> None:
     counts = [*range(1, 300), 512, 1000, 1024, 4096, 8191]
     check_rows_apart(gpu, dtype, rows=8192, outputs=outputs, depth=1000, counts=counts)
-
-
-def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(RuntimeError, match="matmul: tensors are on 'cpu'"):
-        matmul(**build(CASES[0], "cpu", torch.float32))

@@ -6,14 +6,13 @@ from batchinfer.kernels import (
     chunk_attention,
     decode_attention,
     decode_work,
-    launch,
     paged_attention,
     reference,
 )
 from batchinfer.kernels.attend import Heads, tile_tokens
 from batchinfer.kernels.chunk_attention import ChunkWork, chunk_config, plan_chunks
 from batchinfer.kernels.decode_attention import decode_config
-from batchinfer.kernels.decode_work import DECODE_PIECE, default_num_splits, plan_decode
+from batchinfer.kernels.decode_work import DECODE_PIECE, plan_decode
 from batchinfer.kernels.pieces import Partials
 from tests.kernels.cases import (
     ATTENTION_CASES,
@@ -33,7 +32,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
-    """The kernel's output is the twin's, and finite, whatever the dead parts of the cache hold."""
+    """The output is the reference's, and finite, whatever the dead parts of the cache hold."""
     inputs = build_attention(case, device, dtype)
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
     paged_attention.paged_attention(**got)
@@ -46,13 +45,13 @@ def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", INTERPRETED_ATTENTION_CASES, ids=str)
 @pytest.mark.usefixtures("short_pieces")
-def test_equals_its_twin(case: AttentionCase, dtype: torch.dtype, interpreter: str) -> None:
+def test_equals_its_reference(case: AttentionCase, dtype: torch.dtype, interpreter: str) -> None:
     check(case, interpreter, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_equals_its_twin_on_a_gpu(case: AttentionCase, gpu: str) -> None:
+def test_equals_its_reference_on_a_gpu(case: AttentionCase, gpu: str) -> None:
     check(case, gpu, torch.bfloat16)
 
 
@@ -99,11 +98,6 @@ def listed(lens: list[tuple[int, int]], **options: int) -> list[tuple[int, int]]
     num_items, *taken = work.counters.flatten().tolist()
     assert taken == [0] * 7
     return [(sequence, piece) for sequence, piece in work.items[:num_items].tolist()]
-
-
-def test_only_decodes_have_pieces_and_an_empty_context_has_one(interpreter: str) -> None:
-    lens = [(1, 1025), (5, 900), (1, 512), (0, 700), (1, 0), (1, 513)]
-    assert sorted(listed(lens)) == [(0, 0), (0, 1), (0, 2), (2, 0), (4, 0), (5, 0), (5, 1)]
 
 
 def test_a_window_shortens_the_list(interpreter: str) -> None:
@@ -197,15 +191,6 @@ def test_a_nan_in_one_sequence_stays_there(interpreter: str) -> None:
     assert inputs["out"][1:4].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "reach", "expected"),
-    [(1, 1, 1), (1, 512, 1), (1, 513, 3), (1, 4096, 9), (1024, 10**6, 15), (10**7, 10**6, 1)],
-)
-def test_default_num_splits(num_sequences: int, reach: int, expected: int) -> None:
-    splits = default_num_splits(num_sequences, 32, 128, reach)
-    assert splits == expected
-
-
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("element_bytes", [1, 2, 4])
 @pytest.mark.parametrize("widths", [32, 96, 192, 256, 384, 512])
@@ -285,13 +270,6 @@ def test_contexts_of_one_piece_are_not_merged(
     case = AttentionCase("x", ((1, context_len), (1, 5)))
     paged_attention.paged_attention(**build_attention(case, interpreter, torch.float32).arguments)
     assert bool(launched) == merged
-
-
-def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    inputs = build_attention(ATTENTION_CASES[0], "cpu", torch.float32)
-    with pytest.raises(RuntimeError, match="paged_attention: tensors are on 'cpu'"):
-        paged_attention.paged_attention(**inputs.arguments)
 
 
 def test_refuses_caches_of_another_dtype(interpreter: str) -> None:

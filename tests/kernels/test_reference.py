@@ -1,4 +1,4 @@
-"""The twins define what is correct, so they are checked against torch and by hand."""
+"""The references define what is correct, so they are checked against torch and by hand."""
 
 import math
 
@@ -8,14 +8,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from batchinfer.kernels import reference
 from tests.kernels.cases import (
-    COPY_CASES,
     INTERPRETED_ATTENTION_CASES,
     WRITE_CASES,
     AttentionCase,
-    CopyCase,
     WriteCase,
     build_attention,
-    build_copy,
     build_write,
 )
 
@@ -23,7 +20,7 @@ PLAIN_CASES = [case for case in INTERPRETED_ATTENTION_CASES if not (case.softcap
 
 
 def run(case: AttentionCase) -> dict[str, torch.Tensor]:
-    """The arguments of a case in float32 after the twin has filled `out`."""
+    """The arguments of a case in float32 after the reference has filled `out`."""
     arguments = build_attention(case, "cpu", torch.float32).with_fresh_out()
     reference.paged_attention(**arguments)
     return arguments
@@ -136,13 +133,3 @@ def test_kv_write_puts_every_token_in_its_slot(case: WriteCase) -> None:
                 first = start + (head * case.block_size + offset) * width
                 expected[slot, first : first + width] = arguments[name][token, head]
     torch.testing.assert_close(pool, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("case", COPY_CASES, ids=str)
-def test_block_copy_copies_every_pair(case: CopyCase) -> None:
-    arguments = build_copy(case, "cpu", torch.float32)
-    expected = arguments["pool"].clone()
-    for source, destination in arguments["pairs"].tolist():
-        expected[destination] = arguments["pool"][source]
-    reference.block_copy(**arguments)
-    torch.testing.assert_close(arguments["pool"], expected, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Sampling: the kernel's tokens are its twin's, for any row, filter and edit."""
+"""Sampling: the kernel's tokens are its reference's, for any row, filter and edit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_tokens_are_the_twins(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
+def test_tokens_are_the_references(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
     check(rows.logits(len(KINDS), dtype, interpreter), list(KINDS.values()), interpreter)
 
 
@@ -161,8 +161,8 @@ def test_no_distributions(interpreter: str) -> None:
     [*ROWS, *FLAT, Rows(151_936), replace(ROWS[4], vocab=50_257, padding=15)],
     ids=str,
 )
-def test_tokens_are_the_twins_on_a_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
-    """Whose sums are exact: the twin, on the CPU, has the same weights, up to one in 2^29."""
+def test_tokens_are_the_references_on_a_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
+    """Whose sums are exact: the reference, on the CPU, has the same weights, up to one in 2^29."""
     logits = rows.logits(len(KINDS), dtype)
     got = build_sample(logits.to(gpu), list(KINDS.values()), gpu)
     expected = build_sample(logits, list(KINDS.values()))

@@ -1,4 +1,4 @@
-"""Sampling and edits of logits against their twins, for any rows, filters and lists.
+"""Sampling and edits of logits against their references, for any rows, filters and lists.
 
 Apart from the tests for a GPU, which run where Hypothesis may be missing.
 """

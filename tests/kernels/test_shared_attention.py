@@ -27,7 +27,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
-    """The output is the twin's, which knows of no sharing, and finite."""
+    """The output is the reference's, which knows of no sharing, and finite."""
     inputs = build_shared(case, device, dtype)
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
     paged_attention.paged_attention(**got)
@@ -40,7 +40,7 @@ def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
 @pytest.mark.usefixtures("short_pieces")
-def test_equals_its_twin(case: SharedCase, dtype: torch.dtype, interpreter: str) -> None:
+def test_equals_its_reference(case: SharedCase, dtype: torch.dtype, interpreter: str) -> None:
     check(case, interpreter, dtype)
 
 

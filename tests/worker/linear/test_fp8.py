@@ -15,7 +15,7 @@ from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
 from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
-from batchinfer.kernels.fp8_reference import quantize_groups
+from batchinfer.kernels.reference import quantize_groups
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.forward import forward
