@@ -13,8 +13,7 @@ from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.console.phases import phase
 from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.text.tokenizer import Tokenizer
-from batchinfer.worker.encoder.loader import load_encoder
-from batchinfer.worker.encoder.row_bits import check_batch_invariance as check_encoder_invariance
+from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
 from batchinfer.worker.encoder.runner import ModelEncoder
 from batchinfer.worker.linear.choice import KernelRequirements
 from batchinfer.worker.threads.threads import StepThreads
@@ -49,7 +48,7 @@ def build_encoder(
         log(f"there is no KV pool, as texts are read whole: {names} without effect")
     longest = loaded.description.max_model_len
     if engine.deterministic:
-        check_encoder_invariance(loaded.encoder, loaded.description.vocab_size, longest)
+        check_encoder_invariance(loaded)
     threads = None
     if thread_count is not None:
         threads = StepThreads(thread_count, governed=loaded.kernels.is_batch_invariant)

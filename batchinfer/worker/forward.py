@@ -32,10 +32,10 @@ def forward(
     """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
 
     Args:
-        prev_token_ids: int64 [K of the step before], on the pool's device, what
-            ``step.previous_sample`` refers to.
-        graphs: take the steps they can.
-        body_outputs: the output of the model's body is appended, for more of its logits.
+        prev_token_ids: int64 [K of the step before], on the pool's device, which
+            ``step.previous_sample`` indexes.
+        graphs: replay these for the steps that they have.
+        body_outputs: append the output of the model's body here, to compute more logits from.
 
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
@@ -67,7 +67,7 @@ def forward(
 def _input_ids(
     step: Step, tensors: Mapping[str, torch.Tensor], prev_token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """The step's tokens [T]; those the host does not know yet are put in on the device."""
+    """The step's tokens [T]; tokens that the host does not know yet are filled in on the device."""
     token_ids = tensors["token_ids"]
     if not (step.previous_sample >= 0).any():
         return token_ids
@@ -79,10 +79,8 @@ def _input_ids(
 def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     """Arrays that a forward pass reads, in the integer types torch indexes with."""
     shared = step.shared_prefixes
-    tree: dict[str, npt.NDArray[np.generic]] = {}
-    if shared is not None:
-        tree = {"order": shared.order, "shared_lens": shared.shared_lens}
-    return tree | {
+    return {
+        **({"order": shared.order, "shared_lens": shared.shared_lens} if shared else {}),
         "token_ids": step.token_ids.astype(np.int64),
         "previous_sample": step.previous_sample.astype(np.int64),
         "positions": step.positions.astype(np.int64),

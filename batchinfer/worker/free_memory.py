@@ -1,4 +1,4 @@
-"""Memory that a device and its host have left."""
+"""Free memory of a device and its host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
-    """The memory of a device at hand, with ``loaded_bytes`` of weights on it."""
+    """The memory of a device with ``loaded_bytes`` of weights on it."""
     free = free_host_bytes()
     if device.type == "cuda":
         return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
@@ -23,39 +23,32 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: what the host has, or its limits allow.
+    """Memory that this process may still take: the host's, or as its limits allow.
 
-    These are of its control group and of its address space (``ulimit -v``). Files in the page
+    The limits are of its control group and of its address space (``ulimit -v``). Files in the page
     cache count as free: the kernel drops them when memory is asked for.
     """
     import psutil  # here: the tests of a GPU's kernels run where it is not installed
 
-    free = min(int(psutil.virtual_memory().available), _address_space_left())
+    free = int(psutil.virtual_memory().available)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, max(0, limit - int(psutil.Process().memory_info().vms)))
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        group_limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         cached = int(stat["inactive_file"]) + int(stat["active_file"])
     except (OSError, ValueError, KeyError):
         return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used + cached))
-
-
-def _address_space_left() -> int:
-    """Bytes that may still be mapped, used or not."""
-    import psutil
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    return max(0, limit - int(psutil.Process().memory_info().vms))
+    return free if group_limit == "max" else max(0, min(free, int(group_limit) - used + cached))
 
 
 def return_freed_memory() -> None:
-    """Have the C library give back to the system what is freed, where it can (glibc).
+    """Have the C library return freed memory to the system, if it can (glibc).
 
-    Threads that made weights leave it to arenas of their own, which nothing else is put into: after
-    a dequantized model of 0.2 billion parameters was packed, that was twice its size.
+    Threads that make weights leave freed memory in arenas of their own, which nothing else uses:
+    after a dequantized model of 0.2 billion parameters was packed, that was twice its size.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -1,8 +1,7 @@
-"""The KV pool: one tensor on the device, and blocks in host memory with their way there and back.
+"""The KV pool: one tensor on the device, and blocks in host memory that are swapped.
 
-It lies in one of two orders. Block-major, a block of all layers is one contiguous run: what is
-copied and swapped. Layer-major, the blocks of one layer lie together: what a layer's attention
-reads, from fewer pages of memory.
+It has one of two orders. Block-major, a block of all layers is contiguous, for copies and swaps.
+Layer-major, the blocks of one layer are together, so its attention reads fewer pages of memory.
 """
 
 from __future__ import annotations
@@ -22,29 +21,27 @@ from batchinfer.kernels.cpu import native
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
 LAYER_MAJOR = False
-"""Order of a pool that is not told."""
-
+"""Default order of a pool."""
 _MEASURED_BYTES = 4 * 2**20
-"""Touched of the host's memory before a block is swapped."""
-
+"""Copied to measure the time of a swap."""
 _ALIGNMENT = 64  # bytes of a cache line
 _RESIDENT_BYTES = 256 * 2**20
-"""The first part of a CPU's pool, where blocks are taken from first, is made resident at once: the
-first steps would pay for it in page faults (on a virtual machine 7 % of a short run)."""
+"""The first part of a CPU's pool, where blocks are taken first, is made resident at once: the first
+steps would pay for it in page faults (on a virtual machine 7 % of a short run)."""
 
 
 class HostBlocks:
-    """Host memory for blocks, each of them one contiguous run there.
+    """Host memory for blocks, each contiguous.
 
-    Beside a CUDA pool it is pinned, and copied on a stream of its own. Beside a CPU's it is plain
-    memory, of which no more is touched than has been used.
+    For a CUDA pool it is pinned, and copied on a stream of its own. For a CPU's it is plain memory,
+    touched only as it is used.
 
     Args:
         blocks: the pool's, [slot, layer, elements of a layer], strided.
         num_blocks: host slots.
 
     Raises:
-        DeviceError: when there is no room.
+        DeviceError: there is no room.
     """
 
     def __init__(self, blocks: torch.Tensor, num_blocks: int) -> None:
@@ -55,7 +52,7 @@ class HostBlocks:
         self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in. What is queued on the device after it finds them there.
+        """Copy blocks out, then in, before what is queued on the device after this.
 
         Args:
             outs: [O, 2] pairs of (slot, host slot).
@@ -73,7 +70,7 @@ class HostBlocks:
         computing.wait_stream(self._stream)
 
     def measure(self) -> float:
-        """Seconds that a block takes one way: the mean of both, the way out to untouched memory."""
+        """Measure the seconds that a block takes one way: the mean of both ways."""
         max_pairs = min(len(self._blocks), len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
@@ -97,13 +94,13 @@ class HostBlocks:
 
 
 def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Uninitialised ``[num_blocks, layer, elements of a layer]``."""
+    """Uninitialized ``[num_blocks, layer, elements of a layer]``."""
     shape = (num_blocks, *blocks.shape[1:])
     num_bytes = math.prod(shape) * blocks.element_size()
     try:
         if blocks.is_cuda or num_blocks == 0:
             return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
-        # NumPy asks Linux for huge pages where torch does not.
+        # NumPy asks Linux for huge pages, torch does not.
         raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
         return raw.view(blocks.dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
@@ -117,15 +114,14 @@ class KVCache:
     """Keys and values of every block, ``[slot, layer, key or value, kv_head]`` or, layer-major,
     ``[layer, slot, key or value, kv_head]``.
 
-    A KV head's are ``[token, width]``; where the C kernels for a CPU read them they lie otherwise
-    (``kernels/cpu/blocks.h``), in as many elements. Values of float8 on a CUDA device are
-    ``[width, token]``, and none of them is NaN (``kernels/fp8_split.py``): such a pool begins with
+    Those of a KV head are ``[token, width]``; the C kernels for a CPU order as many elements in
+    another way (``kernels/cpu/blocks.h``). On a CUDA device values of float8 are
+    ``[width, token]``, and none may be NaN (``kernels/fp8_split.py``): such a pool begins with
     zeros.
 
-    A slot holds the layers of one layer group; a layer's place is among those of its group.
-
-    Slots are flat rows of elements because keys and values may differ in width. One slot more
-    than asked for, ``null_slot``, holds zeros and is never written: padding reads from it.
+    A slot holds the layers of one layer group. Slots are flat rows of elements because keys and
+    values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
+    written: padding reads from it.
     """
 
     def __init__(
@@ -138,15 +134,15 @@ class KVCache:
         *,
         layer_major: bool = LAYER_MAJOR,
     ) -> None:
-        """Make an uninitialised pool; past its first part, memory is touched as it is written.
+        """Make an uninitialized pool; after its first part, memory is touched as it is written.
 
         Args:
-            num_blocks: slots beside the null slot.
+            num_blocks: slots without the null slot.
             dtype: the model's; the pool has it unless the layout says float8.
             layer_major: the pool's order is [layer, slot] instead of [slot, layer].
 
         Raises:
-            DeviceError: when the pool does not fit the device, or the blocks on the host that.
+            DeviceError: the pool does not fit the device, or the host blocks do not fit the host.
         """
         self.layout = layout
         self.dtype = dtype
@@ -175,29 +171,28 @@ class KVCache:
 
     @property
     def is_native(self) -> bool:
-        """Whether the C kernels for a CPU write the pool and attend to it: not to latents of
-        float8."""
+        """Whether the C kernels for a CPU write and read the pool; they take no float8 latents."""
         if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
         return native.reads(self.pool.dtype, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool."""
+        """Size of the pool."""
         return self.pool.nbytes
 
     def group(self, layer: int) -> int:
-        """Number of a layer's group, by which block tables and slots are found."""
+        """Number of a layer's group, which has its own block tables and slots."""
         return self._places[layer][0]
 
     def shape(self, layer: int) -> KVShape:
-        """Heads and widths of what a layer attends to."""
+        """Heads and widths of a layer's keys and values."""
         return self._shapes[layer]
 
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: [slot, kv_head, block_size, key_width], strided.
 
-        On a CPU the elements of a block may lie otherwise; ``read`` tells them by position.
+        On a CPU the elements of a block may have another order; ``read`` returns them by position.
         """
         shape = self.shape(layer)
         keys = self._view(self._offset(layer), shape.num_kv_heads, shape.key_width)
@@ -219,7 +214,7 @@ class KVCache:
         return values.as_strided(values.shape, (*outer, 1, self.layout.block_size))
 
     def read(self, layer: int, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the keys and values of a block, [kv_head, block_size, width], or of several."""
+        """Copy the keys and values of a block, [kv_head, block_size, width], or of several."""
         key, value = self.key(layer)[slots], self.value(layer)[slots]
         if self.is_native and not self.layout.fp8:
             key = native.read_keys(key)
@@ -235,10 +230,10 @@ class KVCache:
         value: torch.Tensor,  # [T, kv_head, value_width]
         slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset
     ) -> None:
-        """Store the keys and values of T tokens, each where ``slot_mapping`` says.
+        """Store the keys and values of T tokens.
 
         Raises:
-            ValueError: they are not of the layout's shape.
+            ValueError: they do not have the layout's shape.
         """
         shapes, own = [tuple(key.shape[1:]), tuple(value.shape[1:])], self.shape(layer)
         expected = [(own.num_kv_heads, width) for width in (own.key_width, own.value_width)]
@@ -269,8 +264,7 @@ class KVCache:
         norms: HeadNorms | None,
     ) -> None:
         """Rotate queries in place by their positions; store rotated keys, and values."""
-        caches = self.key(layer), self.value(layer)
-        rotary_write(qkv, cos, sin, *caches, slot_mapping, norms)
+        rotary_write(qkv, cos, sin, self.key(layer), self.value(layer), slot_mapping, norms)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy whole blocks: pairs [C, 2] of (source slot, destination slot).
@@ -319,20 +313,20 @@ class KVCache:
 
 
 def _turns_values(layout: KVLayout, device: torch.device) -> bool:
-    """Whether values lie in their blocks by columns."""
+    """Whether values are stored by columns in their blocks."""
     return layout.fp8 and device.type == "cuda" and not layout.latent
 
 
 def _allocate(
     num_slots: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uninitialised, of a shape that holds so many slots."""
+    """Uninitialized memory of a shape that holds ``num_slots`` slots."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.empty(shape, device=device, dtype=dtype)
-        # NumPy asks Linux for huge pages where torch does not: blocks lie far apart, and with
-        # small pages every gathered head costs a TLB miss.
+        # NumPy asks Linux for huge pages, torch does not: blocks are far apart, and with small
+        # pages every gathered head costs a TLB miss.
         raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         aligned = torch.from_numpy(raw[start : start + num_bytes])

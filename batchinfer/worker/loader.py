@@ -60,7 +60,7 @@ _ON_STRIDES = (
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model as its folder describes it; no weights are read for this."""
+    """A model as its folder describes it, without its weights."""
 
     folder: Path
     pretrained: PreTrainedConfig
@@ -72,7 +72,7 @@ class ModelDescription:
     dtype: str
     lora: tuple[Adapter, ...]
     latent: bool
-    """Latent attention, where it has that, keeps its latents; else expanded keys and values."""
+    """Its latent attention caches latents, not expanded keys and values."""
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +85,7 @@ class ModelDescription:
         return {adapter.name: number for number, adapter in enumerate(self.lora, start=1)}
 
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
-        """How the model's KV is laid out in blocks of ``block_size`` tokens.
+        """The layout of the model's KV in blocks of ``block_size`` tokens.
 
         Raises:
             ModelError: its layers attend within chunks that such blocks do not fill evenly.
@@ -110,9 +110,9 @@ class LoadedModel(ModelDescription):
     model: torch.nn.Module
     adapter_bytes: int
     kernels: KernelChoice
-    """What multiplies by the weights that are not quantized."""
+    """The kernel of the linear layers that are not quantized."""
     kernel_names: Mapping[str, str]
-    """What multiplies, by the dtype of the weights."""
+    """Kernels of the linear layers, by dtype or quantization of the weights."""
     facts: Mapping[str, Any]
     """For the summary: name, revision, family, parameters, bytes."""
 
@@ -129,8 +129,8 @@ def describe_model(
     Args:
         device_type: ``cpu`` or ``cuda``, where the model is to run.
         latent: ``engine.latent_cache``.
-        weights_too: fetch them, check their headers, and take their dtype where the config has
-            none; else that is float32.
+        weights_too: fetch them, check their headers, and take their dtype if the config has none;
+            else that is float32.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
@@ -159,7 +159,7 @@ def describe_model(
 
 
 def check_adapter(model: ModelDescription, device_type: str, adapter: Adapter) -> None:
-    """Raise ModelError for an adapter that does not go with how the model's KV is kept."""
+    """Raise ModelError if an adapter cannot be used while latents are cached."""
     if model.latent:
         check_latents(model.config, device_type, (target.module for target in adapter.targets))
 
@@ -176,57 +176,43 @@ def load_model(
     """Check a model folder (or hub id), load its weights and try a few tokens.
 
     Args:
-        kernels: what is to multiply.
+        kernels: requirements on the linear layers' kernel.
         latent: ``engine.latent_cache``.
         more_adapters: leave layers apart, so that adapters can be added later.
-        random_weights: make these up; the folder's are not looked at.
+        random_weights: make up the weights and ignore the folder's.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
-        DeviceError: the weights do not fit the device, or no such kernels are there.
+        DeviceError: the weights do not fit the device, or it has no such kernels.
     """
     described = describe_model(choice, device.type, latent=latent, weights_too=not random_weights)
-    dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
-    longest, quantization = described.max_model_len, choice.quantization
-    files = described.folder, described.pretrained
     num_bytes = None if random_weights else file_bytes(described.folder)
-    check_buildable(*files, num_bytes)
+    check_buildable(described.folder, described.pretrained, num_bytes)
     load = partial(
+        _load,
+        described,
+        device,
+        choice.quantization,
         make_random_weights if random_weights else load_weights,
-        *(*files, dtype, device, longest, quantization),
+        num_bytes or 0,
     )
-    model = _loaded(load, num_bytes, described, quantization)
+    model = load()
     num_parameters = sum(p.numel() for p in model.parameters())
-    block_size = probe_block_size(described.config, 16)
     layout = KVLayout.from_config(
-        described.config, block_size=block_size, dtype=dtype, latent=described.latent
+        described.config,
+        block_size=probe_block_size(described.config, 16),
+        dtype=described.dtype,
+        latent=described.latent,
     )
-    _check_model(described.folder, model, layout, longest)
-    if not fuse(model, layout, longest):
-        model = _loaded(load, num_bytes, described, quantization)
-    names: dict[str, str] = {}
-    if device.type == "cpu":
-        names |= {kind: one.name for kind, one in pack_codes(model, torch_dtype).items()}
-        if quantization in ON_CPU:
-            names[quantization] = quantize_packed(model, quantization, torch_dtype).name
-        product = choose_kernel(model, torch_dtype, kernels)
-        if product.kernel is not None:
-            with phase("packing weights"):
-                pack_linears(model, product.kernel, torch_dtype)
-                pack_experts(model, product.kernel, torch_dtype)
-        _unmap_weights(model)
-        return_freed_memory()
-        fuse_native_layers(model, layout)
-    else:
-        if quantization == "fp8":
-            names["fp8"] = quantize_fp8(model)
-        product = choose_cuda_kernel(device, torch_dtype, kernels)
-        if product.kernel is not None:
-            pack_linears(model, product.kernel, torch_dtype)
-        torch.cuda.empty_cache()  # merged and quantized weights left holes of their size
+    _check_family(described, model, layout)
+    if not fuse(model, layout, described.max_model_len):
+        model = load()
+    kernel, names = _pack(model, described, device, choice.quantization, kernels)
     weight_bytes = model_bytes(model)
+    if device.type == "cpu":
+        fuse_native_layers(model, layout)
     if described.lora or more_adapters:
-        add_adapters(model, layout, described.lora, product.kernel)
+        add_adapters(model, layout, described.lora, kernel.kernel)
     elif device.type == "cpu":
         join_native_layers(model, layout)
     adapter_bytes = model_bytes(model) - weight_bytes
@@ -234,80 +220,103 @@ def load_model(
         **vars(described),
         model=model,
         adapter_bytes=adapter_bytes,
-        kernels=product,
-        kernel_names=MappingProxyType({dtype: product.name, **names}),
+        kernels=kernel,
+        kernel_names=MappingProxyType({described.dtype: kernel.name, **names}),
         facts={
             "name": choice.name,
             "revision": choice.revision,
             "family": described.pretrained.model_type,
-            "dtype": dtype,
-            "quantization": quantization_of(described.config, quantization),
+            "dtype": described.dtype,
+            "quantization": quantization_of(described.config, choice.quantization),
             "parameters": num_parameters,
             "weight_bytes": weight_bytes,
             "adapter_bytes": adapter_bytes,
-            "max_model_len": longest,
+            "max_model_len": described.max_model_len,
             **({"longrope": True} if uses_longrope(described.pretrained) else {}),
         },
     )
 
 
-def _loaded(
-    load: Callable[..., torch.nn.Module],
-    num_bytes: int | None,
+def _load(
     described: ModelDescription,
+    device: torch.device,
     quantization: str | None,
+    make: Callable[..., torch.nn.Module],
+    num_bytes: int,
 ) -> torch.nn.Module:
-    """The model, with what is kept of its checkpoint beside plain weights."""
-    with phase("loading the model", num_bytes or 0, "bytes") as loading:
-        model = load(show_share=loading.set_share)
+    """Load the weights, and keep the codes of layers that were saved as ``quantization`` says."""
+    folder, pretrained = described.folder, described.pretrained
+    with phase("loading the model", num_bytes, "bytes") as loading:
+        model = make(
+            *(folder, pretrained, described.dtype, device, described.max_model_len, quantization),
+            show_share=loading.set_share,
+        )
     return_freed_memory()
     temper_queries(model)
-    _keep_codes(model, described, quantization)
+    if quantization is not None and quantization in KEPT:
+        with phase("finding saved codes"):
+            keep_prequantized(model, folder, described.config, quantization, device.type)
     if described.latent:
         keep_latents(model)
     return model
 
 
-def _keep_codes(
-    model: torch.nn.Module, described: ModelDescription, quantization: str | None
-) -> None:
-    """Have layers that were saved with as few bits as are wanted packed as they were saved."""
-    if quantization is not None and quantization in KEPT:
-        with phase("finding saved codes"):
-            device_type = next(model.parameters()).device.type
-            keep_prequantized(model, described.folder, described.config, quantization, device_type)
-
-
-def _check_model(
-    folder: Path, model: torch.nn.Module, layout: KVLayout, max_model_len: int
-) -> None:
+def _check_family(described: ModelDescription, model: torch.nn.Module, layout: KVLayout) -> None:
+    device = next(model.parameters()).device
     try:
         with phase("checking the model"):
             check_attention(model, layout)
-            free_bytes = _free_bytes(next(model.parameters()).device)
-            check_against_eager(model, max_model_len, free_bytes, latent=layout.latent)
+            is_cuda = device.type == "cuda"
+            free_bytes = torch.cuda.mem_get_info(device)[0] if is_cuda else free_host_bytes()
+            check_against_eager(model, described.max_model_len, free_bytes, latent=layout.latent)
     except ModelError as error:
-        key = blame(folder, runs_on_meta)
+        key = blame(described.folder, runs_on_meta)
         more = _ON_STRIDES if "multiple of 16 bytes" in str(error) else ""
-        raise ModelError(f"{folder}/config.json: {key}{error}{more}") from error
+        raise ModelError(f"{described.folder}/config.json: {key}{error}{more}") from error
 
 
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+def _pack(
+    model: torch.nn.Module,
+    described: ModelDescription,
+    device: torch.device,
+    quantization: str | None,
+    required: KernelRequirements,
+) -> tuple[KernelChoice, dict[str, str]]:
+    """Quantize weights, and pack them for the kernels that will read them.
 
-
-def _unmap_weights(model: torch.nn.Module) -> None:
-    """Copy unpacked tensors out of the mapped weight files: one tensor keeps all of a file."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and not tensor.is_inference():  # merged: not the file's
-            tensor.data = tensor.data.clone()
+    Returns:
+        The kernel of the weights that are not quantized, and the names of the others by method.
+    """
+    dtype, names = getattr(torch, described.dtype), {}
+    if device.type == "cpu":
+        names = {method: kernel.name for method, kernel in pack_codes(model, dtype).items()}
+        if quantization in ON_CPU:
+            names[quantization] = quantize_packed(model, quantization, dtype).name
+        chosen = choose_kernel(model, dtype, required)
+        if chosen.kernel is not None:
+            with phase("packing weights"):
+                pack_linears(model, chosen.kernel, dtype)
+                pack_experts(model, chosen.kernel, dtype)
+        # One tensor keeps all of a mapped weight file: copy those that are not packed.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta and not tensor.is_inference():  # merged: not the file's
+                tensor.data = tensor.data.clone()
+        return_freed_memory()
+    else:
+        if quantization == "fp8":
+            names["fp8"] = quantize_fp8(model)
+        chosen = choose_cuda_kernel(device, dtype, required)
+        if chosen.kernel is not None:
+            pack_linears(model, chosen.kernel, dtype)
+        torch.cuda.empty_cache()  # merged and quantized weights left holes of their size
+    return chosen, names
 
 
 def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
     """``wanted``, or else the longest sequence that the config ``values`` allow, in tokens.
 
     Raises:
-        ModelError: it is too short or too long, or neither says.
+        ModelError: it is too short or too long, or neither is set.
     """
     allowed = max_positions(values)
     if wanted is None and allowed is None:
@@ -316,15 +325,15 @@ def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
         raise ModelError(
             f"model.max_model_len is {wanted}; it must be 2 or more, to hold a prompt and an output"
         )
-    if wanted is not None and allowed is not None and wanted > allowed:
+    if allowed is not None and (wanted or 0) > allowed:
         raise ModelError(
             f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
         )
-    longest = wanted if wanted is not None else allowed
-    assert longest is not None
-    if longest < 2:
+    if allowed is not None and allowed < 2 and wanted is None:
         raise ModelError(
-            f"the model's config.json (max_position_embeddings) allows {longest} tokens; a prompt "
+            f"the model's config.json (max_position_embeddings) allows {allowed} tokens; a prompt "
             "and an output need 2"
         )
+    longest = wanted or allowed
+    assert longest is not None
     return longest

@@ -1,7 +1,4 @@
-"""How many KV blocks the pool gets, and where a device's memory goes.
-
-Beside the pool it goes to weights, activations, logits and CUDA graphs.
-"""
+"""Sizes the KV pool and plans the rest of a device's memory."""
 
 from __future__ import annotations
 
@@ -28,13 +25,11 @@ _INNER_COPIES = 3
 # Copies of the logits themselves: the model's own, and one scaled or capped as some families do.
 LOGITS_COPIES = 2
 
-# Of an instantiated graph of some hundred kernels, by estimate.
-_BYTES_PER_GRAPH = 8 * 2**20
+_BYTES_PER_GRAPH = 8 * 2**20  # estimate for some hundred kernels
 _GRAPH_SHARE = 1 / 64
-# As they come to the device, and spread to rows of a fixed length.
-_TABLE_COPIES = 2
-# Pieces of contexts, and most that their partial results take, for layers of one window and shape
-# (`kernels/decode_work.py`).
+_TABLE_COPIES = 2  # as they come to the device, and spread to rows of a fixed length
+# Tokens of a piece of a context, and the most that partial results take, for layers of one window
+# and shape (`kernels/decode_work.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 
@@ -43,7 +38,7 @@ _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
 
 
 def activation_elements(config: Mapping[str, Any]) -> int:
-    """Elements of one token's activations, its logits not among them."""
+    """Elements of one token's activations, without its logits."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
@@ -55,10 +50,8 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Most bytes of what pieces of contexts come to, which attention on CUDA joins in a step.
-
-    Layers of one window and shape use the same; those of others have their own beside it.
-    """
+    """Upper bound of the bytes of partial results, one for each piece of a context, which attention
+    on CUDA merges in a step. Layers of the same window and shape share theirs."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = range(layout.num_layers)
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
@@ -79,8 +72,8 @@ def graph_bytes(
     max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Bytes of all graphs of steps and of what they read, an upper estimate. They share one pool,
-    as large as the largest needs."""
+    """Upper estimate of the bytes of all graphs of steps and of what they read. They share one
+    memory pool, as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = sizes[0].tokens * activation_elements(config) + logits
@@ -94,11 +87,11 @@ def graph_bytes(
 def max_graph_tokens(
     engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], total: int
 ) -> int:
-    """Tokens of the largest step with a graph: as many as a step may have, halved until their
-    activations take a small share of the device's memory; but always a decode of every sequence.
+    """Tokens of the largest step with a graph.
 
-    Larger steps run longer than the host takes to launch them, on a device with little memory more
-    than on others.
+    As many as a step may have, halved until their activations take a small share of the device's
+    memory, but at least one for each sequence. Larger steps run longer than the host takes to
+    launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes
@@ -116,39 +109,33 @@ class DeviceMemory:
     free: int
     total: int
     host_free: int | None
-    """Bytes of the host, which are the device's if that is a CPU; None: nobody knows."""
+    """Bytes of the host, which are the device's if that is a CPU; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Plan of a device's memory: bytes by purpose."""
+    """Bytes of a device by purpose."""
 
     num_blocks: int
     weight_bytes: int
     adapter_bytes: int
     pool_bytes: int
     activation_bytes: int
-    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA with what pieces of its
-    contexts come to."""
+    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA with ``pieces_bytes``."""
     logits_bytes: int
-    """Estimate for sampling ``max_num_seqs`` rows, or scoring as many of a prompt's as are taken
-    at a time."""
+    """Estimate for sampling ``max_num_seqs`` rows, or scoring ``SCORED_ROWS`` rows of a prompt."""
     graph_bytes: int
     """Estimate for graphs of steps; CUDA only."""
     max_graph_tokens: int
     """Tokens of the largest step that has a graph; CUDA only."""
     available_bytes: int
-    """What the device had for all of these."""
+    """What the device has for all of these."""
     num_host_blocks: int
     host_bytes: int
-    """Of the host, for blocks that were given up; on a CPU touched as it is used."""
+    """Swap space of the host; on a CPU touched as it is used."""
 
     def lines(self, quantization: str | None = None) -> list[str]:
-        """The plan as a table, for the log.
-
-        Args:
-            quantization: what is said of the weights; None: they are not quantized.
-        """
+        """The plan as a table, for the log."""
         rows = (
             (f"weights ({quantization})" if quantization else "weights", self.weight_bytes),
             *([("adapters", self.adapter_bytes)] if self.adapter_bytes else []),
@@ -183,32 +170,34 @@ def fit_memory(
         DeviceError: with numbers and the key to change, when not even one block fits, or when
             more blocks are asked for than fit.
     """
-    activations = _activation_bytes(engine, layout, config)
-    logits = _logits_bytes(engine, layout, config, memory.kind)
-    graphs = graph_tokens = 0
     free, total = memory.free, memory.total
+    sizes = {"max_num_seqs": engine.max_num_seqs, "max_model_len": max_model_len}
+    elements = engine.max_num_batched_tokens * activation_elements(config)
+    activations = elements * layout.element_bytes
+    rows = max(engine.max_num_seqs, min(SCORED_ROWS, engine.max_num_batched_tokens))
+    vocab_size = int(text_config(config)["vocab_size"])
+    logits = rows * vocab_size * layout.element_bytes * LOGITS_COPIES
+    logits += workspace_bytes(rows, vocab_size, memory.kind)
+    graphs = graph_tokens = 0
     if memory.kind == "cuda":
         graph_tokens = max_graph_tokens(engine, layout, config, total)
-        graphs = graph_bytes(
-            layout,
-            config,
-            max_num_seqs=engine.max_num_seqs,
-            max_graph_tokens=graph_tokens,
-            max_model_len=max_model_len,
-        )
-        # Steps without a graph have theirs beside those of the graphs.
-        activations += pieces_bytes(
-            layout, config, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len
-        )
+        graphs = graph_bytes(layout, config, max_graph_tokens=graph_tokens, **sizes)
+        activations += pieces_bytes(layout, config, **sizes)  # steps without a graph have their own
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs
         key = "engine.gpu_memory_utilization"
-        num_blocks = _blocks(engine, layout, default=room // layout.bytes_per_block)
+        default = room // layout.bytes_per_block
     else:
         room, key = free, "engine.kv_cache_memory"
-        usable = engine.max_num_seqs * _slots_each(engine, layout, max_model_len)
-        quarter = int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block
-        num_blocks = _blocks(engine, layout, default=min(usable, quarter))
+        num_new = min(engine.max_num_batched_tokens, max_model_len)
+        usable = engine.max_num_seqs * layout.slots_for(max_model_len, num_new)
+        default = min(usable, int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block)
+    num_blocks = default
+    if engine.num_kv_blocks is not None:
+        num_blocks = engine.num_kv_blocks
+    elif engine.kv_cache_memory is not None:
+        pool_bytes = parse_size(engine.kv_cache_memory, "engine.kv_cache_memory")
+        num_blocks = pool_bytes // layout.bytes_per_block
     pool_bytes = num_blocks * layout.bytes_per_block
     if num_blocks < 1 and engine.kv_cache_memory is not None:
         raise DeviceError(
@@ -217,36 +206,42 @@ def fit_memory(
         )
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(
-            f"a KV pool of {max(num_blocks, 1)} blocks takes {_mib(layout, num_blocks)} MiB; "
-            f"the device leaves {max(room, 0) / 2**20:,.1f} MiB beside weights of "
-            f"{weight_bytes / 2**20:,.1f} MiB",
+            f"a KV pool of {max(num_blocks, 1)} blocks takes "
+            f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f} MiB; the device leaves "
+            f"{max(room, 0) / 2**20:,.1f} MiB beside weights of {weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
     host_blocks = _host_blocks(engine, layout, memory, pool_bytes)
     return MemoryPlan(
-        num_blocks,
-        weight_bytes,
-        adapter_bytes,
-        pool_bytes,
-        activations,
-        logits,
-        graphs,
-        graph_tokens,
-        total,
-        host_blocks,
-        host_blocks * layout.bytes_per_block,
+        num_blocks=num_blocks,
+        weight_bytes=weight_bytes,
+        adapter_bytes=adapter_bytes,
+        pool_bytes=pool_bytes,
+        activation_bytes=activations,
+        logits_bytes=logits,
+        graph_bytes=graphs,
+        max_graph_tokens=graph_tokens,
+        available_bytes=total,
+        num_host_blocks=host_blocks,
+        host_bytes=host_blocks * layout.bytes_per_block,
     )
 
 
-def _slots_each(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
-    """Slots that one sequence can use."""
-    return layout.slots_for(max_model_len, min(engine.max_num_batched_tokens, max_model_len))
+def _hint(engine: EngineConfig, default_key: str) -> str:
+    if engine.num_kv_blocks is not None:
+        return "lower engine.num_kv_blocks"
+    if engine.kv_cache_memory is not None:
+        return "lower engine.kv_cache_memory to less than what is left"
+    return (
+        f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
+        "or take a smaller model"
+    )
 
 
 def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
-    """Blocks that ``swap_space`` holds: the default as far as the host has it.
+    """Blocks that ``swap_space`` holds; the default is cut to what the host has.
 
     None for a model with windows, whose blocks are not swapped yet.
     """
@@ -269,49 +264,10 @@ def _host_blocks(
     return wanted_bytes // layout.bytes_per_block
 
 
-def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:
-    if engine.num_kv_blocks is not None:
-        return engine.num_kv_blocks
-    if engine.kv_cache_memory is not None:
-        return (
-            parse_size(engine.kv_cache_memory, "engine.kv_cache_memory") // layout.bytes_per_block
-        )
-    return default
-
-
-def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any]) -> int:
-    elements = engine.max_num_batched_tokens * activation_elements(config)
-    return elements * layout.element_bytes
-
-
-def _logits_bytes(
-    engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device_type: str
-) -> int:
-    scored = min(SCORED_ROWS, engine.max_num_batched_tokens)
-    rows, vocab = max(engine.max_num_seqs, scored), int(text_config(config)["vocab_size"])
-    logits = rows * vocab * layout.element_bytes * LOGITS_COPIES
-    return logits + workspace_bytes(rows, vocab, device_type)
-
-
 def _size(num_bytes: int) -> str:
-    """At least so many bytes, as a size that a job file can have."""
+    """A size for the job file, rounded up."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
-
-
-def _mib(layout: KVLayout, num_blocks: int) -> str:
-    return f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f}"
-
-
-def _hint(engine: EngineConfig, default_key: str) -> str:
-    if engine.num_kv_blocks is not None:
-        return "lower engine.num_kv_blocks"
-    if engine.kv_cache_memory is not None:
-        return "lower engine.kv_cache_memory to less than what is left"
-    return (
-        f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
-        "or take a smaller model"
-    )
 
 
 def model_bytes(model: torch.nn.Module) -> int:

@@ -25,14 +25,14 @@ Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 
 
 class ModelRunner:
-    """Runner of steps on a model: the data plane as the engine sees it.
+    """Runs steps on a model: the data plane as the engine sees it.
 
-    On CUDA everything a step does is queued on the current stream, nothing waits for it, and the
-    next step takes its tokens from the device; so steps run in order, as ``Runner`` asks. On the
-    CPU a step is computed when it is submitted.
+    On CUDA a step is queued on the current stream, nothing waits for it, and the next step takes
+    its tokens from the device; so steps run in order, as ``Runner`` requires. On the CPU a step is
+    computed when it is submitted.
 
     Args:
-        kernel: what multiplies by the model's weights, and so by what instructions to attend.
+        kernel: of the model's linear layers, whose instructions attention uses too.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ModelRunner:
         self._scorer = PromptScorer(model)
 
     def use_graphs(self, graphs: StepGraphs | None) -> None:
-        """Replay these from the next step on."""
+        """Replay these graphs from the next step on."""
         self._graphs = graphs
 
     def submit(self, step: Step) -> Pending:
-        """Start one step. A step that samples nothing gives an empty result.
+        """Start one step. The result of a step that samples nothing is empty.
 
         Raises:
-            OutOfMemory: there is none for it.
+            OutOfMemory: there is too little memory for it.
         """
         with raise_out_of_memory():
             if step.scored is None and step.pooled is None:
@@ -68,27 +68,20 @@ class ModelRunner:
             return self._start_with_body(step)
 
     def _start(self, step: Step, body_outputs: list[Any] | None = None) -> SampleHandle:
-        logits = forward(
-            self._model,
-            self._cache,
-            self._backend,
-            step,
-            self._previous.token_ids,
-            self._graphs,
-            body_outputs,
-        )
+        state = self._model, self._cache, self._backend
+        logits = forward(*state, step, self._previous.token_ids, self._graphs, body_outputs)
         if step.num_samples == 0:
             return SampleHandle.nothing(logits.device)
         return self._sample(logits, step.sampling)
 
     def _start_with_body(self, step: Step) -> Pending:
-        """Sample, then score: the samples' logits are gone before the prompts' are taken."""
+        """Sample, then score: the samples' logits are freed before the prompts' are computed."""
         outputs: list[Any] = []
-        self._previous = self._start(step, outputs)
+        pending: Pending = (sampled := self._start(step, outputs))
+        self._previous = sampled
         (output,) = outputs
-        pending: Pending = self._previous
         if step.scored is not None:
-            pending = ScoredHandle(self._previous, self._scorer(output, step.scored))
+            pending = ScoredHandle(sampled, self._scorer(output, step.scored))
         if step.pooled is not None:
             pending = PooledHandle(pending, output, step.pooled)
         return pending

@@ -1,4 +1,4 @@
-"""Errors for want of memory, told from others, and what a failed step held let go."""
+"""Recognizes out-of-memory errors and frees what the failed step had allocated."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ _MESSAGES = (
     "CUDA error: out of memory",  # the driver's, for pinned memory too
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-_LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
+_LONGEST_REASON = 200  # characters; torch then explains its allocator
 
 
 class raise_out_of_memory:  # noqa: N801
-    """Turn an error inside for want of memory into ``OutOfMemory``, and let go of what it had.
+    """Turn an out-of-memory error inside into ``OutOfMemory``.
 
-    A class, as a generator would cost each step a microsecond.
-
-    Raises:
-        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
-            by then, and torch keeps no CUDA memory that nothing uses.
+    The tensors of the functions that failed are freed by then, and torch keeps no unused CUDA
+    memory. A class, because a generator would cost each step a microsecond.
     """
 
     def __enter__(self) -> None:
@@ -46,7 +43,7 @@ class raise_out_of_memory:  # noqa: N801
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory is what was lacking: torch's on either device, NumPy's or a C kernel's."""
+    """Whether torch (on either device), NumPy or a C kernel ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)

@@ -1,7 +1,6 @@
-"""Row-wise operations on whatever device the tensors are on.
+"""Row-wise operations on the device of their tensors; ``kernels/reference.py`` defines each.
 
-Triton on a CUDA device; on a CPU the C kernels where they can be built, else the torch twins. What
-each computes is said in ``kernels/reference.py``.
+They run in Triton on a CUDA device, and on a CPU in C if that can be built, else in torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
     """Root mean square norm of [..., W] by a weight [W].
 
     Raises:
-        ValueError: the weight is of another width or dtype.
+        ValueError: the weight has another width or dtype.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
@@ -51,8 +50,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate: [T, 2 * W], gate and up side by side, to [T, W]; rows need not follow each
-    other."""
+    """SwiGLU's gate: [T, 2 * W], gate and up side by side, to [T, W]; rows may be strided."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul
@@ -73,13 +71,31 @@ def rotary_write(
     slot_mapping: torch.Tensor,  # [T] int64
     norms: HeadNorms | None,
 ) -> None:
-    """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values in their
-    slots.
+    """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values.
 
     Raises:
-        ValueError: the shapes or dtypes are not those of a q/k/v product, its positions and norms.
+        ValueError: shapes or dtypes do not fit each other. A model's own code may pass anything,
+            and the kernels get pointers.
     """
-    _check_rotary_write(qkv, cos, sin, key_cache, value_cache, norms)
+    width, rotary_width = key_cache.shape[3], cos.shape[-1]
+    weights = [] if norms is None else [norms.query, norms.key]
+    fits = (
+        key_cache.shape == value_cache.shape
+        and qkv.shape[1] % width == 0
+        and qkv.shape[1] > 2 * key_cache.shape[1] * width
+        and qkv.stride(1) == 1
+        and cos.shape == sin.shape == (len(qkv), rotary_width)
+        and rotary_width % 2 == 0
+        and rotary_width <= width <= cpu.MAX_HEAD_WIDTH
+        and all(weight.shape == (width,) for weight in weights)
+        and len({tensor.dtype for tensor in (qkv, cos, sin, *weights)}) == 1
+        and key_cache.dtype in (qkv.dtype, torch.float8_e4m3fn)
+    )
+    if not fits:
+        raise ValueError(
+            f"q/k/v {tuple(qkv.shape)} {qkv.dtype}, rotary positions {tuple(cos.shape)} "
+            f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not fit each other"
+        )
     arguments = (qkv, cos.contiguous(), sin.contiguous(), key_cache, value_cache, slot_mapping)
     options = head_norm_options(norms)
     if qkv.is_cuda:
@@ -94,42 +110,8 @@ def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
     """Arguments of the kernels' ``rotary_write`` for the norms."""
     if norms is None:
         return {"q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0}
-    return {
-        "q_norm": norms.query,
-        "k_norm": norms.key,
-        "eps": norms.eps,
-        "offset": norms.offset,
-    }
-
-
-def _check_rotary_write(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    norms: HeadNorms | None,
-) -> None:
-    """Check what the kernels' pointers go to: a module from elsewhere may hand over anything."""
-    tokens, width, rotary_width = len(qkv), key_cache.shape[3], cos.shape[-1]
-    weights = [] if norms is None else [norms.query, norms.key]
-    fits = (
-        key_cache.shape == value_cache.shape
-        and qkv.shape[1] % width == 0
-        and qkv.shape[1] > 2 * key_cache.shape[1] * width
-        and qkv.stride(1) == 1
-        and cos.shape == sin.shape == (tokens, rotary_width)
-        and rotary_width % 2 == 0
-        and rotary_width <= width <= cpu.MAX_HEAD_WIDTH
-        and all(weight.shape == (width,) for weight in weights)
-        and len({tensor.dtype for tensor in (qkv, cos, sin, *weights)}) == 1
-        and key_cache.dtype in (qkv.dtype, torch.float8_e4m3fn)
-    )
-    if not fits:
-        raise ValueError(
-            f"q/k/v {tuple(qkv.shape)} {qkv.dtype}, rotary positions {tuple(cos.shape)} "
-            f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not fit each other"
-        )
+    options = {"q_norm": norms.query, "k_norm": norms.key}
+    return {**options, "eps": norms.eps, "offset": norms.offset}
 
 
 def _cpu(dtype: torch.dtype) -> ModuleType:

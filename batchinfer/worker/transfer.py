@@ -1,4 +1,4 @@
-"""Host arrays to device tensors, many in one copy; a tensor to the host without waiting for it."""
+"""Copies host arrays to a device, many at once, and tensors to the host without waiting."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _ALIGNMENT = 16  # bytes; enough for any dtype's view and for vector loads
 def to_device(
     arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the arrays' shapes and dtypes on ``device``; one transfer for all of them.
-
-    On the CPU they share the arrays' memory.
-    """
+    """Copy arrays to tensors on ``device`` in one transfer; on the CPU they share memory."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
     offsets, end = {}, 0
@@ -39,10 +36,10 @@ def to_device(
 
 
 class HostCopy:
-    """A tensor's copy to the host, begun when it is made; on the CPU the tensor itself.
+    """A tensor's copy to the host, started in the constructor; on the CPU the tensor itself.
 
-    On CUDA the copy goes to pinned memory in the order of the current stream, with an event behind
-    it. torch keeps the pinned memory until the copy is done, whether or not anybody waits.
+    On CUDA the copy goes to pinned memory in the order of the current stream, followed by an event.
+    torch keeps the pinned memory until the copy is done, even if nobody waits.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -55,7 +52,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> npt.NDArray[np.generic]:
-        """The array; waits for this copy and nothing after it."""
+        """Wait for this copy, but for nothing after it, and return the array."""
         if self._event is not None:
             self._event.synchronize()
         array: npt.NDArray[np.generic] = self._host.numpy()

@@ -1,11 +1,12 @@
-"""Loads a model of transformers' own classes that reads texts whole."""
+"""Loads an encoder: a model of transformers' own classes that reads whole texts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.encoder.attention import ENCODER_ATTENTION, packed_sequences, register
 from batchinfer.worker.encoder.description import EncoderDescription, describe_encoder
 from batchinfer.worker.encoder.mpnet import pack_attention
-from batchinfer.worker.encoder.native_layers import join_encoder_layers
+from batchinfer.worker.encoder.native_layers import TOLERANCE, join_encoder_layers
 from batchinfer.worker.free_memory import return_freed_memory
 from batchinfer.worker.linear.choice import (
     KernelChoice,
@@ -27,18 +28,19 @@ from batchinfer.worker.linear.choice import (
     choose_kernel,
 )
 from batchinfer.worker.linear.packed_linear import pack_linears
-from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.checkpoint import file_bytes
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded
+from batchinfer.worker.verify import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
-"""A layer over BERT's first token that hidden states do not go through."""
-_TOLERANCE = 0.05
-"""Of a largest hidden state: far over what rounding does, far under what another text does."""
+"""A layer over BERT's first token, which hidden states do not go through."""
+_LENGTHS = (1, 2, 5, 17, 33, 64)
+_COUNT = 5
+"""Lengths of texts, and texts of each length, that must have the bits that they have alone."""
 
 
 class Encoder:
@@ -47,12 +49,12 @@ class Encoder:
     Args:
         body: of transformers' own classes, with ``ENCODER_ATTENTION``.
         offset: position of a sequence's first token.
-        causal: no token sees those after it.
+        causal: no token attends to later ones.
     """
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 takes segments too, but has no embeddings of them: it would add those of tokens.
+        # GPT-2 takes segments too, but has no embeddings for them: it would add those of tokens.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1
@@ -84,10 +86,22 @@ class Encoder:
         hidden_states: torch.Tensor = output.last_hidden_state[0]
         return hidden_states
 
+    def states(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Hidden states [T, H] of texts, [L] token ids each, side by side."""
+        runs, start = [], 0
+        for length, group in groupby(map(len, texts)):
+            count = len(list(group))
+            runs.append((start, count, length))
+            start += count * length
+        positions = torch.cat([torch.arange(len(text)) for text in texts]).to(self.body.device)
+        return self(torch.cat([*texts]).to(self.body.device), positions, positions * 0, runs)
+
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Which embedding of a position each token takes, [T]. Where texts begin after padding's,
-        tokens of padding take that, and those after them count without them, as in transformers'
-        ``create_position_ids_from_input_ids``."""
+        """The index of each token's position embedding, [T].
+
+        If texts begin after the padding's position, tokens of padding take that, and the tokens
+        after them count without them, as in transformers' ``create_position_ids_from_input_ids``.
+        """
         if self._offset == 0:
             return positions
         is_padding = token_ids == self._offset - 1
@@ -105,7 +119,7 @@ class LoadedEncoder:
     encoder: Encoder
     kernels: KernelChoice
     kernel_names: Mapping[str, str]
-    """What multiplies, by the dtype of the weights."""
+    """The kernel of the linear layers, by the dtype of their weights."""
     facts: Mapping[str, Any]
     """For the summary."""
 
@@ -117,32 +131,33 @@ def load_encoder(
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
-        DeviceError: the weights do not fit the device, or no such kernels are there.
+        DeviceError: the weights do not fit the device, or it has no such kernels.
     """
     description = describe_encoder(choice, weights_too=True)
     dtype = getattr(torch, description.dtype)
     with phase("loading the model", file_bytes(description.folder), "bytes") as loading:
         body = _read(description, dtype, device, loading.set_share)
     num_parameters = sum(parameter.numel() for parameter in body.parameters())
-    causal = not attends_both_ways(description.config)
     with phase("checking the model"):
-        encoder = _tried(description, body, causal=causal)
-    if device.type == "cpu":
-        product = choose_kernel(body, dtype, kernels)
-        if product.kernel is not None:
-            with phase("packing weights"):
-                _join_layers(description, encoder, product.kernel)
-                pack_linears(body, product.kernel, dtype)
-        return_freed_memory()
-    else:
-        product = choose_cuda_kernel(device, dtype, kernels)
-        if product.kernel is not None:
-            pack_linears(body, product.kernel, dtype)
+        encoder = _checked(description, body)
+    choose = (
+        partial(choose_kernel, body)
+        if device.type == "cpu"
+        else partial(choose_cuda_kernel, device)
+    )
+    chosen = choose(dtype, kernels)
+    if chosen.kernel is not None:
+        with phase("packing weights"):
+            if device.type == "cpu":
+                texts = _texts(description, 7, 2)
+                join_encoder_layers(body, chosen.kernel, dtype, lambda: encoder.states(texts))
+            pack_linears(body, chosen.kernel, dtype)
+    return_freed_memory()
     return LoadedEncoder(
         description,
         encoder,
-        product,
-        MappingProxyType({description.dtype: product.name}),
+        chosen,
+        MappingProxyType({description.dtype: chosen.name}),
         {
             "name": choice.name,
             "revision": choice.revision,
@@ -193,50 +208,32 @@ def _read(
     return loaded
 
 
-def _tried(description: EncoderDescription, body: PreTrainedModel, *, causal: bool) -> Encoder:
-    """The encoder that a body makes, which has run two short texts, beside one another, alone and
-    as transformers does: a body whose texts see each other, that makes something else of them, or
-    that cannot be run packed is refused.
+def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
+    """Make an encoder of a body and run two short texts, beside each other, alone, and as
+    transformers does.
 
     Raises:
-        ModelError: it cannot be run.
+        ModelError: it cannot be run packed, its texts see each other, or its hidden states are not
+            those of transformers.
     """
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
+        causal = not attends_both_ways(description.config)
         encoder = Encoder(body, position_offset(description.config), causal=causal)
-        packed, alone = _states(description, encoder, 3, 2), _states(description, encoder, 2)
-        expected = _reference(encoder.body, _token_ids(description, encoder, 3))
-    except Exception as error:  # whatever a model's own code raises
+        first, second = _texts(description, 3, 2)
+        packed, alone = encoder.states([first, second]), encoder.states([second])
+        expected = _reference(body, first)
+    except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
-    if not _alike(packed[3:], alone):
+    if not verify(alone, packed[3:], TOLERANCE):
         raise ModelError(f"{family} cannot be run: texts in one packed row change each other")
-    if not _alike(packed[:3], expected):
+    if not verify(expected, packed[:3], TOLERANCE):
         raise ModelError(f"{family} cannot be run: transformers gives other hidden states")
     return encoder
 
 
-def _join_layers(description: EncoderDescription, encoder: Encoder, kernel: LinearKernel) -> None:
-    """Run the layers in one call where that gives the same hidden states."""
-    lengths = (7, 2)
-    expected = _states(description, encoder, *lengths)
-
-    def gives_the_same() -> bool:
-        return _alike(_states(description, encoder, *lengths), expected)
-
-    join_encoder_layers(encoder.body, kernel, expected.dtype, gives_the_same)
-
-
-def _states(description: EncoderDescription, encoder: Encoder, *lengths: int) -> torch.Tensor:
-    """Hidden states of short texts side by side."""
-    ids = torch.cat([_token_ids(description, encoder, length) for length in lengths])
-    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-    starts = accumulate(lengths, initial=0)
-    runs = [(start, 1, length) for start, length in zip(starts, lengths, strict=False)]
-    return encoder(ids, positions, positions * 0, runs)
-
-
-def _token_ids(description: EncoderDescription, encoder: Encoder, length: int) -> torch.Tensor:
-    return torch.arange(4, 4 + length, device=encoder.body.device) % description.vocab_size
+def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]:
+    return [torch.arange(4, 4 + length) % description.vocab_size for length in lengths]
 
 
 @torch.inference_mode()
@@ -245,12 +242,33 @@ def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     with quiet_transformers():  # of families whose attention is no function, it warns of that
         body.set_attn_implementation("eager")
         try:
-            states: torch.Tensor = body(input_ids=token_ids[None]).last_hidden_state[0]
+            states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state
         finally:
             body.set_attn_implementation(ENCODER_ATTENTION)
-    return states
+    return states[0]
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    difference = (one - other).float().abs().max()
-    return bool(difference <= _TOLERANCE * other.float().abs().max())
+def check_encoder_invariance(loaded: LoadedEncoder) -> None:
+    """Check for ``engine.deterministic`` that hidden states of texts have the same bits alone and
+    beside texts of equal and other lengths.
+
+    Raises:
+        ModelError: their bits differ, or on a CUDA device may.
+    """
+    encoder, description = loaded.encoder, loaded.description
+    lengths = [length for length in _LENGTHS if length <= description.max_model_len]
+    texts = _texts(description, *lengths)
+    why = ""
+    if encoder.body.device.type == "cuda":
+        why = "products and attention on a CUDA device do not keep a text's bits"
+    elif not torch.equal(
+        encoder.states([text for text in texts for _ in range(_COUNT)]),
+        torch.cat([encoder.states([text]).repeat(_COUNT, 1) for text in texts]),
+    ):
+        why = "some layers compute a text's last bits in another way when others run beside"
+    if why:
+        raise ModelError(
+            "engine.deterministic is true, but in models of the family "
+            f"{encoder.body.config.model_type!r}, which read texts whole, {why}",
+            hint="set engine.deterministic: false",
+        )

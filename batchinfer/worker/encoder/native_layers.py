@@ -1,7 +1,7 @@
-"""Encoder layers of BERT's shape that run as one call of a C function, on a CPU.
+"""Encoder layers of BERT's shape that run as one call of a C function on a CPU.
 
-Attention, norms and activations of torch take two fifths of an encoder's time at MiniLM's width,
-and their threads wait for each other after each.
+torch's attention, norms and activations take two fifths of an encoder's time at MiniLM's width, and
+its threads wait for each other after each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from batchinfer.kernels.cpu.encoder_layers import (
 from batchinfer.worker.encoder.attention import current_runs
 from batchinfer.worker.linear.packed_linear import PackedLinear, merged, packs
 from batchinfer.worker.linear_kernels import LinearKernel
+from batchinfer.worker.verify import Swap, swap_verified
 
+TOLERANCE = 0.05
+"""For rows of hidden states: far more than rounding changes, far less than another text does."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -35,7 +38,7 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 
 
 class _Parts(NamedTuple):
-    """What a layer is made of."""
+    """The parts of a layer."""
 
     qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
     o: nn.Linear
@@ -53,7 +56,7 @@ class NativeEncoderLayers(nn.Module):
 
     Args:
         parts: of each layer; widths, heads, scale and activation are the same in all.
-        kernel: the project's own, that takes their weights.
+        kernel: the project's own.
     """
 
     def __init__(self, parts: Sequence[_Parts], kernel: LinearKernel) -> None:
@@ -73,7 +76,7 @@ class NativeEncoderLayers(nn.Module):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Run the layers on [1, T, width], in the memory of ``hidden_states`` where it is
+        """Run the layers on [1, T, width], in the memory of ``hidden_states`` if that is
         contiguous."""
         hidden_states = hidden_states.contiguous()
         hidden = hidden_states[0]
@@ -88,9 +91,9 @@ class NativeEncoderLayers(nn.Module):
         return hidden_states
 
     def _room(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Uninitialised [T, 3 * width], in the same memory each time where it is enough."""
+        """Uninitialized [T, 3 * width], in the same memory each time if that is large enough."""
         if len(self._qkv) < len(hidden):
-            self._qkv = torch.empty(0)  # a larger one beside it might not fit
+            self._qkv = torch.empty(0)  # both might not fit
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 
@@ -113,47 +116,37 @@ def join_encoder_layers(
     body: nn.Module,
     kernel: LinearKernel,
     dtype: torch.dtype,
-    gives_the_same: Callable[[], bool],
+    states: Callable[[], torch.Tensor],
 ) -> bool:
-    """Swap all layers of an encoder for ``NativeEncoderLayers``, where they are of that shape.
+    """Swap all layers of an encoder for ``NativeEncoderLayers``, if it computes the same then.
 
     Args:
-        kernel: what multiplies by the body's weights.
-        gives_the_same: whether the body, its layers swapped, gives what it did before; else they
-            stay.
+        kernel: of the body's linear layers.
+        states: runs the body; hidden states [T, H].
 
     Returns:
         Whether they were swapped.
     """
     if kernel.kind != "own" or not supports(dtype):
         return False
-    for parent in list(body.modules()):
-        for name, child in list(parent.named_children()):
-            parts = _parts_of_all(child, kernel, dtype)
-            if not parts:
-                continue
-            setattr(parent, name, nn.ModuleList([NativeEncoderLayers(parts, kernel)]))
-            if gives_the_same():
-                return True
-            setattr(parent, name, child)
-    return False
+    swaps = [
+        Swap(parent, name, nn.ModuleList([NativeEncoderLayers(parts, kernel)]))
+        for parent in body.modules()
+        for name, child in parent.named_children()
+        if (parts := _parts_of_all(child, kernel, dtype))
+    ]
+    return bool(swaps) and swap_verified(swaps, states, states(), TOLERANCE)
 
 
 def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> list[_Parts]:
-    """The parts of each layer; none where some are of another shape."""
+    """The parts of each layer; none if some have another shape."""
     if not isinstance(child, nn.ModuleList):
         return []
     found = [_parts(layer) for layer in child]
     parts = [each for each in found if each is not None and _fits(each, kernel, dtype)]
     shapes = {
-        (
-            each.num_heads,
-            each.scale,
-            type(each.activation),
-            each.qkv[0].weight.shape,
-            each.up.weight.shape,
-        )
-        for each in parts
+        (p.num_heads, p.scale, type(p.activation), p.qkv[0].weight.shape, p.up.weight.shape)
+        for p in parts
     }
     return parts if len(parts) == len(child) and len(shapes) == 1 else []
 

@@ -127,14 +127,14 @@ def test_what_cannot_be_pooled_is_refused(
         run_job(job(tmp_path, folder), quiet=True)
 
 
-def test_texts_that_do_not_keep_their_bits_are_refused_where_they_must(
+def test_a_deterministic_job_refuses_batch_dependent_encoders(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job(tmp_path, model, TEXTS[:2])
     pinned = replace(spec.engine, deterministic=True, num_kv_blocks=4, swap_space=0)
     log: list[str] = []
     config = spec.model.config("pooling")
-    monkeypatch.setattr(loader, "_alike", lambda *_: True)
+    monkeypatch.setattr(loader, "verify", lambda *_: True)
     monkeypatch.setattr(Encoder, "__call__", lambda self, ids, *rest: torch.ones(len(ids), 1))
     build_engine(config, pinned, log=log.append)
     assert "engine.num_kv_blocks, engine.swap_space without effect" in log[-1]
