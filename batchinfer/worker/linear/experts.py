@@ -1,16 +1,15 @@
 """Mixtures of experts over weights packed once, on a CPU.
 
 The rows of each expert are multiplied side by side, after transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``): torch has BLAS rearrange an expert's weight in every step, and
-multiplies by nothing but floats. A token's experts are added up one after the other in float32, so
-that its bits do not depend on the tokens beside it where the products' do not.
+(``grouped_mm_experts_forward``). There BLAS rearranges weights in every step and multiplies only
+floats. A token's experts are summed in order in float32, so its bits do not depend on other tokens
+if the kernel is batch-invariant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 from batchinfer.worker.linear.codes import HostCodes
 from batchinfer.worker.linear_kernels import LinearKernel, OwnPacked, Packed, pack_codes
 
-_DOWN = "down_proj"
 _CODES = "saved_codes"
 
 
@@ -29,7 +27,7 @@ class ExpertWeights:
 
     Args:
         experts: transformers' module.
-        name: of the parameter.
+        name: of its parameter.
     """
 
     experts: Any
@@ -48,49 +46,51 @@ class ExpertWeights:
             return [None] * len(self.weight)
         return list(getattr(self.experts, f"{self.name}_bias").detach())
 
-    def codes(self, expert: int) -> HostCodes | None:
-        """What ``keep_expert_codes`` has kept of it."""
-        read = getattr(self.experts, _CODES, {}).get(self.name)
-        codes: HostCodes | None = None if read is None else read(expert)
-        return codes
+    def packed(
+        self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
+    ) -> Iterator[Packed]:
+        """Pack the matrix of each expert; from the codes that were kept if ``as_saved``."""
+        read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
+        for expert, weight in enumerate(self.weight):
+            codes: HostCodes | None = read and read(expert)
+            yield kernel.pack(weight) if codes is None else pack_codes(codes, dtype)
 
 
 def keep_expert_codes(experts: Any, name: str, read: Callable[[int], HostCodes | None]) -> None:
-    """Keep how the codes are read that one expert's matrix was saved with, until it is packed."""
+    """Keep a function that reads the codes of one expert's matrix, until it is packed."""
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
-
-
-Pack = Callable[[ExpertWeights], Iterable[Packed]]
-"""Packs a matrix of every expert."""
 
 
 class PackedExperts(nn.Module):
     """A layer's experts, each matrix packed.
 
     Args:
-        experts: transformers' module; what is packed is deleted from it.
-        pack: packs a matrix.
+        experts: transformers' module; packed weights are deleted from it.
+        as_saved: pack the codes that experts were saved with, if they were kept.
     """
 
-    def __init__(self, experts: Any, pack: Pack) -> None:
+    def __init__(
+        self, experts: Any, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
+    ) -> None:
         super().__init__()
         self.num_experts: int = experts.num_experts
         self._has_gate: bool = experts.has_gate
         self._packed: list[list[Packed]] = []
         self._biases: list[Sequence[torch.Tensor | None]] = []
         self.nbytes = 0
-        """Of what is packed."""
+        """Of the packed weights."""
         for matrix in matrices_of(experts):
-            num_bytes, packed = matrix.weight.nbytes, list(pack(matrix))
+            num_bytes = matrix.weight.nbytes
+            packed = list(matrix.packed(kernel, dtype, as_saved=as_saved))
             own = [one.weight.nbytes for one in packed if isinstance(one, OwnPacked)]
             self.nbytes += sum(own) if own else num_bytes
             self._packed.append(packed)
             self._biases.append(matrix.biases)
             delattr(experts, matrix.name)
         if hasattr(experts, _CODES):
-            delattr(experts, _CODES)  # it holds what was loaded
+            delattr(experts, _CODES)  # it holds the loaded weights
         self.experts = experts
-        """What is left of it: the gate, or the activation, and biases."""
+        """The rest: the gate or the activation, and biases."""
 
     def forward(
         self,
@@ -116,7 +116,7 @@ class PackedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _times(self, matrix: int, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Products of rows that lie by experts."""
+        """Multiply rows that are sorted by expert."""
         products, first = [], 0
         for count, packed, bias in zip(
             *(counts, self._packed[matrix], self._biases[matrix]), strict=True
@@ -128,14 +128,14 @@ class PackedExperts(nn.Module):
 
 
 def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
-    """Those that go up and down."""
+    """The matrices that go up and down."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    return ExpertWeights(experts, up), ExpertWeights(experts, _DOWN)
+    return ExpertWeights(experts, up), ExpertWeights(experts, "down_proj")
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and module of the layers' experts, as far as they are built as transformers'
-    own functions for them need."""
+    """Parent, name and module of each layer's experts that are built as transformers' own functions
+    for them require."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_plain(child):
@@ -152,25 +152,19 @@ def _is_plain(module: Any) -> bool:
 def pack_experts(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
 ) -> int:
-    """Pack the experts of a model that ``kernel`` takes, a layer after the other.
+    """Pack the experts of a model that ``kernel`` takes, one layer after the other.
 
     Args:
         dtype: of the weights that are packed.
-        as_saved: take the codes that experts were saved with, where they were kept.
+        as_saved: pack the codes that experts were saved with, if they were kept.
 
     Returns:
-        How many layers' experts were packed.
+        The number of layers whose experts were packed.
     """
     count = 0
     for parent, name, experts in expert_modules(model):
         weights = [matrix.weight for matrix in matrices_of(experts)]
         if all(one.dtype == dtype and kernel.takes(one[0]) for one in weights):
-            setattr(parent, name, PackedExperts(experts, partial(_pack, kernel, as_saved)))
+            setattr(parent, name, PackedExperts(experts, kernel, dtype, as_saved=as_saved))
             count += 1
     return count
-
-
-def _pack(kernel: LinearKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
-    for expert, weight in enumerate(matrix.weight):
-        codes = matrix.codes(expert) if as_saved else None
-        yield kernel.pack(weight) if codes is None else pack_codes(codes, weight.dtype)

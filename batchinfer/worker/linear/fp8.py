@@ -1,8 +1,8 @@
 """Linear layers over weights of float8 e4m3fn in blocks of 128 x 128, on a CUDA device.
 
-A weight takes a byte instead of two, which is what a step of few rows waits for. From compute
+A weight takes one byte instead of two, and steps of few rows wait for weights. From compute
 capability 8.9 on the rows are rounded to float8 as well, in groups of 128 columns, and multiplied
-as such, twice as fast as in 16 bits; before that only the weights are (``kernels/fp8_linear.py``).
+twice as fast as in 16 bits; before that only weights are rounded (``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchinfer.worker.linear.codes import Float8Weight, codes_of
 from batchinfer.worker.model.quantization import is_plain
 
 _FLOAT8_PRODUCTS = 89
-"""Compute capability from which on devices multiply float8."""
+"""First compute capability that multiplies float8."""
 
 
 class Fp8Linear(nn.Module):
@@ -55,8 +55,8 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def quantized(cls, linear: nn.Linear, *, rows_too: bool) -> Fp8Linear:
-        """The layer with its weight as it was saved in float8, if it was; else rounded to nearest,
-        a block's largest number becoming 448."""
+        """The layer with its weight in float8: as it was saved, or rounded to nearest, so that a
+        block's largest number becomes 448."""
         from batchinfer.kernels.fp8_blocks import quantize_blocks
 
         weight, saved = linear.weight.detach(), codes_of(linear)
@@ -94,16 +94,16 @@ class Fp8Linear(nn.Module):
 
 
 def quantize_fp8(model: Any) -> str:
-    """Round the weights of a model's linear layers to float8, but the output head's, or take them
-    as they were saved in it (``saved_codes``).
+    """Round the weights of a model's linear layers to float8, except the output head's.
 
-    ``model.quantization: fp8``; call it when the layers are fused.
+    ``model.quantization: fp8``; call it when the layers are fused. Weights that were saved in
+    float8 are taken as they are.
 
     Args:
         model: one of transformers' for text, on its device.
 
     Returns:
-        What multiplies by them, for people and records.
+        The name of their kernel, for people and records.
 
     Raises:
         ModelError: the model has no such layers.

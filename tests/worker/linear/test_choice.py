@@ -1,4 +1,4 @@
-"""What multiplies: the kernel asked for, the one before, or the fastest measured."""
+"""The choice of a GEMM kernel: the required one, the pinned one, or the fastest measured."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, gflops: Mapping[str, float]) -> No
     monkeypatch.setattr(kernel_choice, "time_kernels", speeds)
 
 
-def test_the_fastest_is_taken_and_its_speed_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_kernel_is_chosen_and_speeds_are_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     speeds = {OWN.name: 200.0, OLD_OWN.name: 100.0, ONEDNN.name: 900.0, TORCH.name: 300.0}
     measured(monkeypatch, speeds)
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements())
@@ -82,7 +84,7 @@ def test_the_fastest_is_taken_and_its_speed_told(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=4, max_size=4))
-def test_our_own_is_taken_unless_another_is_much_faster(speeds: list[float]) -> None:
+def test_the_own_kernel_is_chosen_unless_another_is_much_faster(speeds: list[float]) -> None:
     gflops = {each.name: speed for each, speed in zip(ALL, speeds, strict=True)}
     chosen = fastest(ALL, gflops)
     own, others = max(speeds[:2]), max(speeds[2:])
@@ -99,13 +101,13 @@ def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("onednn", ONEDNN), ("torch", TORCH)])
-def test_the_one_asked_for_is_taken(kind: str, expected: LinearKernel) -> None:
+def test_cpu_kernels_chooses_a_kind(kind: str, expected: LinearKernel) -> None:
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements(kind))
     assert choice.kernel is expected
     assert f"engine.cpu_kernels is {kind}" in str(choice)
 
 
-def test_a_kernel_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (TORCH,))
     for required in (
         KernelRequirements("own"),
@@ -116,7 +118,7 @@ def test_a_kernel_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
             choose_kernel(nn.Sequential(LARGE), F32, required)
 
 
-def test_deterministic_takes_the_first_that_keeps_a_rows_bits_whatever_is_measured(
+def test_a_deterministic_job_takes_the_first_batch_invariant_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (ONEDNN, OWN, OLD_OWN))
@@ -127,13 +129,13 @@ def test_deterministic_takes_the_first_that_keeps_a_rows_bits_whatever_is_measur
 
 
 @pytest.mark.parametrize("before", ALL, ids=lambda kernel: kernel.name)
-def test_a_resumed_job_goes_on_with_what_it_began_with(before: LinearKernel) -> None:
+def test_a_resumed_job_keeps_its_kernel(before: LinearKernel) -> None:
     required = KernelRequirements(pinned={"float32": before.name, "bfloat16": "own AMX"})
     choice = choose_kernel(nn.Sequential(LARGE), F32, required)
     assert (choice.kernel, choice.why) == (before, "as in the runs before")
 
 
-def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
+def test_a_missing_pinned_kernel_is_logged_or_refused_if_deterministic() -> None:
     required = KernelRequirements("onednn", pinned={"float32": "own AMX"})
     assert "runs before had own AMX, and bits may differ" in str(
         choose_kernel(nn.Sequential(LARGE), F32, required)
@@ -146,54 +148,29 @@ def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
         )
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.mark.parametrize("damage", [None, b"", b"[1]", b'{"own AVX2": 3}'])
+def test_timings_are_cached_unless_the_file_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
     monkeypatch.setattr(kernel_choice.library, "cache_folder", lambda: tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("damage", [None, b"", b"{", b"[1]", b'{"own AVX2": 3}'])
-def test_kernels_are_timed_once(cache: Path, damage: bytes | None) -> None:
-    """And again where what is kept of it is damaged."""
     shapes = {(48, 64): 3, (64, 32): 1}
     first = kernel_choice.time_kernels(ALL, shapes, F32)
     assert set(first) == {each.name for each in ALL}
     assert all(speed > 0 for speed in first.values())
-    (kept,) = cache.iterdir()
+    (cached,) = tmp_path.iterdir()
     if damage is not None:
-        kept.write_bytes(damage)
+        cached.write_bytes(damage)
     calls = Counting.calls
     again = kernel_choice.time_kernels(ALL, shapes, F32)
     assert (Counting.calls > calls) == (damage is not None)
     assert damage is not None or again == first
     kernel_choice.time_kernels(ALL, {(48, 64): 4}, F32)
-    assert len(list(cache.iterdir())) == 2
-
-
-def test_without_a_folder_to_keep_it_in_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice.library, "cache_folder", lambda: None)
-    assert set(kernel_choice.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
-
-
-def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_choice, "_SECONDS", 0.0)
-    seen = []
-    time_shape = kernel_choice._time_shape
-
-    def listen(kernels: Any, shape: Any, dtype: Any, ends: float) -> dict[str, float]:
-        seen.append(shape)
-        return time_shape(kernels, shape, dtype, ends)
-
-    monkeypatch.setattr(kernel_choice, "_time_shape", listen)
-    kernel_choice.time_kernels((OWN,), {(64, 64): 1, (32, 32): 5, (8, 8): 9}, F32)
-    assert seen == [(32, 32)]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.skipif(not native.supports(F32), reason="needs a C compiler")
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_rows_bits_are_tried_on_the_model(
+def test_batch_invariance_is_checked_on_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     monkeypatch.undo()
@@ -212,7 +189,7 @@ def test_a_rows_bits_are_tried_on_the_model(
             check_batch_invariance(loaded.model, loaded.layout(16))
 
 
-def test_on_cuda_torch_multiplies_unless_rows_are_to_keep_their_bits() -> None:
+def test_on_cuda_torch_multiplies_unless_the_job_is_deterministic() -> None:
     assert choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements()).name == "torch"
     choice = choose_cuda_kernel(CPU, torch.bfloat16, KernelRequirements(deterministic=True))
     assert choice.kernel is not None
@@ -222,7 +199,7 @@ def test_on_cuda_torch_multiplies_unless_rows_are_to_keep_their_bits() -> None:
     assert choose_cuda_kernel(CPU, torch.bfloat16, again).name == choice.name
 
 
-def test_on_cuda_rows_do_not_go_on_by_another_kernel() -> None:
+def test_on_cuda_a_deterministic_job_refuses_another_kernel() -> None:
     required = KernelRequirements(deterministic=True, pinned={"bfloat16": "own Triton 3.0.0 sm_70"})
     with pytest.raises(DeviceError, match=r"computed by own Triton 3\.0\.0 sm_70"):
         choose_cuda_kernel(CPU, torch.bfloat16, required)
