@@ -94,7 +94,6 @@ def build_engine(
         device=device,
         kernels=required,
         latent=engine.latent_cache,
-        more_adapters=more_adapters,
         random_weights=random_weights,
     )
     log(str(loaded.kernels))

@@ -170,7 +170,6 @@ def load_model(
     device: torch.device,
     kernels: KernelRequirements = _ANY_KERNELS,
     latent: bool = False,
-    more_adapters: bool = False,
     random_weights: bool = False,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try a few tokens.
@@ -178,7 +177,6 @@ def load_model(
     Args:
         kernels: requirements on the linear layers' kernel.
         latent: ``engine.latent_cache``.
-        more_adapters: leave layers apart, so that adapters can be added later.
         random_weights: make up the weights and ignore the folder's.
 
     Raises:
@@ -211,10 +209,9 @@ def load_model(
     weight_bytes = model_bytes(model)
     if device.type == "cpu":
         fuse_native_layers(model, layout)
-    if described.lora or more_adapters:
-        add_adapters(model, layout, described.lora, kernel.kernel)
-    elif device.type == "cpu":
         join_native_layers(model, layout)
+    if described.lora:
+        add_adapters(model, layout, described.lora, kernel.kernel)
     adapter_bytes = model_bytes(model) - weight_bytes
     return LoadedModel(
         **vars(described),

@@ -38,8 +38,8 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class NativeDecoderLayers(nn.Module):
     """Consecutive layers as one call: in Python their calls take a tenth of a decode step.
 
-    Gives the bits of the layers it is made of. Over a pool that the C kernels do not read (of
-    float8) those layers run themselves.
+    Gives the bits of the layers it is made of. Those run themselves in steps with adapters, which
+    add to their linear layers, and over a pool that the C kernels do not read (of float8).
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -64,7 +64,9 @@ class NativeDecoderLayers(nn.Module):
         """Run the layers on [1, T, hidden], in the memory of ``hidden_states``."""
         context, workspace = current_context(), self.workspace
         backend = context.backend
-        if not (isinstance(backend, NativeAttention) and backend.joins_layers):
+        if context.adapters is not None or not (
+            isinstance(backend, NativeAttention) and backend.joins_layers
+        ):
             options["position_embeddings"] = position_embeddings
             for layer in self.layers:
                 hidden_states = layer(hidden_states, **options)
@@ -212,13 +214,10 @@ class Workspace:
 
 
 @torch.inference_mode()
-def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
+def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
     """Swap fused layers for native ones, each by itself, if those give the same bits.
 
     Call it after ``fuse`` and ``pack_linears``.
-
-    Returns:
-        The number of layers swapped: all that can be native, or none.
     """
     dtype = next(model.parameters()).dtype
     workspace = Workspace(dtype)
@@ -226,19 +225,15 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
     def make(layer: Any) -> nn.Module | None:
         return NativeDecoderLayers([layer], workspace) if _fits(layer, dtype) else None
 
-    swaps = find_swaps(model, make)
-    if not swaps:
-        return 0
-    probe = Probe(model, layout, PROBE_TOKENS)
-    return len(swaps) if swap_verified(swaps, probe.logits, probe.logits(), 0.0) else 0
+    if swaps := find_swaps(model, make):
+        probe = Probe(model, layout, PROBE_TOKENS)
+        swap_verified(swaps, probe.logits, probe.logits(), 0.0)
 
 
 @torch.inference_mode()
 def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Join all layers into one call, if all are native and the model gives the same bits then.
-
-    Call it unless adapters are to be added between two products of a layer.
-    """
+    """Join all layers into one call if all are native, the model calls them in a row, and it gives
+    the same bits then."""
     probe = Probe(model, layout, PROBE_TOKENS)
 
     def join(layers: Any) -> nn.Module | None:
@@ -249,11 +244,19 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
             probe.logits()
         if not _pass_on_one_tensor(calls, parts):
             return None
-        inner = [layer for part in parts for layer in part.layers]
-        return nn.ModuleList([NativeDecoderLayers(inner, parts[0].workspace)])
+        return nn.ModuleList([NativeDecoderLayers([*layers_of(layers)], parts[0].workspace)])
 
     if swaps := find_swaps(model, join):
         swap_verified(swaps, probe.logits, probe.logits(), 0.0)
+
+
+def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
+    """A model's layers one by one, whether they are native, joined or neither."""
+    return nn.ModuleList(
+        layer
+        for module in modules
+        for layer in (module.layers if isinstance(module, NativeDecoderLayers) else [module])
+    )
 
 
 def _pass_on_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:

@@ -20,8 +20,7 @@ from torch import nn
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention.attention import current_context
-from batchinfer.worker.fusion.modules import keep_plain_attributes
-from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
+from batchinfer.worker.fusion.native_layers import layers_of
 from batchinfer.worker.linear.packed_linear import PackedLinear, packs
 from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.lora.checkpoint import Adapter
@@ -93,25 +92,6 @@ def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
     return PackedLinear(linear, kernel)
 
 
-class LayerInParts(nn.Module):
-    """A layer that is one call, but in steps with adapters runs module by module, to the same bits.
-
-    Only there can something be added between two of its products.
-    """
-
-    def __init__(self, layer: NativeDecoderLayers) -> None:
-        super().__init__()
-        keep_plain_attributes(self, layer)
-        self.whole = layer
-        (self.parts,) = layer.layers
-
-    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """[1, T, hidden], which is changed, and returned."""
-        runs = self.whole if current_context().adapters is None else self.parts
-        out: torch.Tensor = runs(hidden_states, **options)
-        return out
-
-
 def add_adapters(
     model: nn.Module,
     layout: KVLayout,
@@ -132,7 +112,6 @@ def add_adapters(
         ModelError: naming the adapter, when its layers cannot be added to.
         DeviceError: the weights do not fit the device.
     """
-    _split_native_layers(model)
     weight = next(model.parameters())
     for number, adapter in enumerate(adapters, start=first):
         try:
@@ -140,13 +119,6 @@ def add_adapters(
             _check_called(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
-
-
-def _split_native_layers(model: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, NativeDecoderLayers):
-                setattr(parent, name, LayerInParts(child))
 
 
 def _add_adapter(
@@ -175,8 +147,8 @@ def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
     there."""
     module: Any = model
     for part in name.split("."):
-        if isinstance(module, LayerInParts):
-            module = module.parts
+        if isinstance(module, nn.ModuleList):
+            module = layers_of(module)
         starts = getattr(module, "starts", {})
         if part in starts:
             merged_name, start = starts[part]

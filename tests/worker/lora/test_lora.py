@@ -24,11 +24,11 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.lora import config as adapter_targets
 from batchinfer.worker.lora.config import LoraConfig, NotSupportedError
-from batchinfer.worker.lora.lora import LayerInParts
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
@@ -173,17 +173,19 @@ def test_rows_of_an_adapter_have_the_same_bits_whatever_is_beside_them(
     assert torch.equal(beside[2], logits_of(loaded, [0, 1, 1, 1], lengths)[2])
 
 
-def test_steps_without_adapters_run_whole_layers(adapted: Callable[[str], Adapted]) -> None:
+def test_steps_without_adapters_run_all_layers_in_one_call(
+    adapted: Callable[[str], Adapted],
+) -> None:
     loaded = adapted("llama").loaded
-    layers = [module for module in loaded.model.modules() if isinstance(module, LayerInParts)]
-    whole, parts = [], []
-    for layer in layers:
-        layer.whole.register_forward_hook(lambda *_: whole.append(1))
-        layer.parts.register_forward_hook(lambda *_: parts.append(1))
+    modules = [*loaded.model.modules()]
+    (joined,) = [module for module in modules if isinstance(module, NativeDecoderLayers)]
+    parts: list[int] = []
+    for layer in joined.layers:
+        layer.register_forward_hook(lambda *_: parts.append(1))
     logits_of(loaded, None, [5])
-    assert (len(whole), len(parts)) == (len(layers), 0)
+    assert len(parts) == 0
     logits_of(loaded, [1], [5])
-    assert (len(whole), len(parts)) == (len(layers), len(layers))
+    assert len(parts) == len(joined.layers) == 3
 
 
 def test_adapters_are_counted_in_bytes(adapted: Callable[[str], Adapted]) -> None:
