@@ -1,4 +1,4 @@
-"""The text of a growing list of tokens, a small window at a time, and where stop strings end it."""
+"""The text of a growing list of tokens, decoded a small window at a time, and its stop strings."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from batchinfer.protocols import FinishedSample, StopChecker, StopMatch
 from batchinfer.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no UTF-8, or not yet."""
+"""Stands for bytes that are not UTF-8, or not yet."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_LONG_WINDOW = 64  # tokens; reached only by long runs of bytes that are no UTF-8
+_LONG_WINDOW = 64  # tokens; only long runs of bytes that are not UTF-8 reach it
 MAX_CHAR_TOKENS = 4
-"""Tokens that a character can be in: in UTF-8 it has at most four bytes."""
+"""Most tokens of a character, which has at most four bytes in UTF-8."""
 
 
 class IncrementalDetokenizer:
-    """Decodes one sample token by token; the text is always that of decoding all at once.
+    """Decodes one sample token by token, with the same text as decoding all tokens at once.
 
     Decoders look back: the first token of a text may lose its leading space, and a character's
-    bytes may be spread over tokens. So the window starts with tokens whose text is known (the
-    prefix), and the new text is what comes after theirs, as in vLLM's and TGI's detokenizers.
-    The window moves on only at a point that later tokens cannot change.
+    bytes may be spread over tokens. The window therefore starts with a prefix of tokens whose text
+    is known, and new text is the rest, as in vLLM's and TGI's detokenizers. The window moves only
+    to a point that later tokens cannot change.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -33,11 +33,11 @@ class IncrementalDetokenizer:
         self._prefix_tokens = 0
         self._prefix_chars = 0
         self.tail = ""
-        """The text after what ``push`` has returned. It can still change: it may end in the
-        replacement for a character whose bytes are not all there."""
+        """The text after what ``push`` has returned. It may still change: it may end in the
+        replacement for an incomplete character."""
 
     def push(self, token_id: int) -> str:
-        """Add the next token; returns the text that has settled since the last call."""
+        """Add the next token, and return the text that has become final since the last call."""
         newly_settled = self._settle()
         if token_id not in self._skipped and self._tokenizer.token(token_id) is not None:
             self._window.append(token_id)
@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
         return newly_settled
 
     def _settle(self) -> str:
-        """Move the window over the tail, where that can no longer change."""
+        """Move the window past the tail, if that can no longer change."""
         if not self.tail:
             return ""
         if self._tokenizer.has_byte_fallback:
@@ -57,8 +57,8 @@ class IncrementalDetokenizer:
         return self._settle_invalid() if len(self._window) > _LONG_WINDOW else ""
 
     def _settle_invalid(self) -> str:
-        """Settle most of a long run of bytes that are no UTF-8: up to where no character is
-        split, which shows in both sides having the same text apart as together."""
+        """Settle most of a long run of bytes that are not UTF-8, up to a point that splits no
+        character: both sides have the same text separately as together."""
         text = self._decode(self._window)
         last = len(self._window) - MAX_CHAR_TOKENS
         for end in range(last, max(last - MAX_CHAR_TOKENS, self._prefix_tokens), -1):
@@ -68,11 +68,11 @@ class IncrementalDetokenizer:
         return ""
 
     def _move_to(self, end: int, text: str | None = None) -> str:
-        """Make the window's tokens up to ``end``, whose new text is ``text`` (default: all of
-        the tail), the prefix."""
+        """Make the window's tokens up to ``end`` the prefix; ``text`` is their new text (default:
+        the tail)."""
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # a space that is stripped at the start: no sign of where it ends
+        if prefix_chars == 0:  # a stripped space at the start does not show where it ends
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens
@@ -85,10 +85,9 @@ class IncrementalDetokenizer:
 
 
 class StopStringChecker:
-    """Checker of one sample for its stop strings, which may straddle tokens.
+    """Searches one sample for stop strings, which may span tokens.
 
-    Of several matches the one that ends first in the text counts; of those that end together,
-    the first in the list.
+    The match that ends first in the text counts; if several end together, the first in the list.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class StopStringChecker:
 def make_stop_checker_factory(
     tokenizer: Tokenizer, params: SamplingParams
 ) -> Callable[[], StopChecker] | None:
-    """A factory of stop checkers, one for each sample of a row; None without stop strings."""
+    """Return a factory of stop checkers, one for each sample; None without stop strings."""
     if not params.stop:
         return None
     return lambda: StopStringChecker(
@@ -150,24 +149,23 @@ def make_stop_checker_factory(
 
 
 def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingParams) -> str:
-    """A sample's text, without the token or the string that stopped it unless that is asked for."""
+    """Return a sample's text, without the token or string that stopped it, unless asked for."""
     token_ids, match = sample.token_ids, sample.stop_match
     stopped_by_token = sample.finish_reason == "stop" and match is None
     if stopped_by_token and not params.include_stop_str_in_output:
-        token_ids = token_ids[:-1]  # it has no part in the text, even if it is ordinary
+        token_ids = token_ids[:-1]  # not part of the text, even if it is an ordinary token
     text = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
     return text if match is None else text[: match.text_end]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
-    """Text that a token adds to the tokens before it.
+    """Return the text that a token adds to the tokens before it.
 
-    A token that ends within a character adds nothing of it; the token that completes the
-    character adds all of it, as in vLLM's ``LogprobsProcessor._correct_decoded_token``
-    (vllm/v1/engine/logprobs.py).
+    The token that completes a character adds all of it, as in vLLM's
+    ``LogprobsProcessor._correct_decoded_token`` (vllm/v1/engine/logprobs.py).
 
     Args:
-        before: ids of the tokens it stands after; of these ``MAX_CHAR_TOKENS`` are looked at.
+        before: ids of the tokens before it; the last ``MAX_CHAR_TOKENS`` suffice.
     """
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     if REPLACEMENT not in (text[:1], text[-1:]):
@@ -185,10 +183,10 @@ def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> st
 def bad_words_token_ids(
     tokenizer: Tokenizer, bad_words: Sequence[str], vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each text in ``bad_words``, as at the start of a text and after a space.
+    """Return the token ids of each text in ``bad_words``, at the start of a text and after a space.
 
-    Like vLLM's; where the two differ in length both are banned (vLLM leaves out the second). Of
-    tokens that the model cannot write, whose ids are ``vocab_size`` or more, none is to be banned.
+    Like vLLM, which leaves out the second form if its length differs. Texts with ids from
+    ``vocab_size`` on, which the model cannot write, are left out.
     """
     spellings = [space + word.lstrip() for word in bad_words for space in ("", " ")]
     encoded = tokenizer.encode_batch(spellings, add_special_tokens=False, parse_special_tokens=True)

@@ -1,8 +1,7 @@
-"""Structured output: which tokens keep a text within its grammar.
+"""Structured output: masks of the tokens that keep a text within its grammar.
 
-Grammars are compiled and followed by llguidance (https://github.com/guidance-ai/llguidance), which
-bounds the work of both: a schema that is too large is refused, a sample whose grammar takes too
-much work in a step is in error.
+llguidance (https://github.com/guidance-ai/llguidance) compiles and follows grammars, with limits on
+the work: it refuses a schema that is too large, and a sample fails if a step takes too much work.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 _CACHED = 256
-"""Compiled grammars that are kept: rows often repeat each other's."""
+"""Number of compiled grammars to keep, because rows often repeat them."""
 _PROBED_TOKENS = 3
-"""Some expressions show that they explode only when they are used."""
+"""Some expressions explode only when they are used."""
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
-"""How messages begin on what nothing can follow: more than it allows would be of no use."""
+"""Beginnings of messages about grammars that allow no text, so that widening them is no use."""
 
 
 class CompiledGrammar:
     """A grammar compiled for one model's tokenizer.
 
     Args:
-        matcher: at the beginning of a text; copied for each sample.
-        eos_token_id: ends a text that is complete.
+        matcher: its state at the beginning of a text, copied for each sample.
+        eos_token_id: ends a complete text.
         masks: makes the token masks of samples, [samples, words].
     """
 
@@ -52,7 +51,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """Matcher of one sample, made when it is first looked at: rows that wait need none."""
+    """Matches one sample. The matcher is made on first use, so that waiting rows need none."""
 
     __slots__ = ("_beginning", "_eos_token_id", "_matcher")
 
@@ -72,7 +71,7 @@ class MatcherState:
         return _error_of(self.matcher)
 
     def amend(self, mask: Mask) -> None:
-        """A matcher's mask stays as it is."""
+        """Leave the matcher's mask unchanged."""
 
     def take(self, token_id: int) -> list[int]:
         matcher = self.matcher
@@ -92,7 +91,7 @@ class MatcherState:
 
 
 class GrammarCompiler:
-    """Compiler of ``structured_outputs`` for one model. Thread-safe.
+    """Compiles ``structured_outputs`` for one model. Thread-safe.
 
     Args:
         vocab_size: the model's token ids are below it.
@@ -109,10 +108,10 @@ class GrammarCompiler:
         self._model = lru_cache(1)(self._for_model)
 
     def compile(self, structured_outputs: Mapping[str, Any]) -> CompiledGrammar:
-        """The grammar that ``SamplingParams.structured_outputs`` asks for.
+        """Return the grammar of ``SamplingParams.structured_outputs``.
 
         Raises:
-            GrammarError: there is none, or none for this model, or llguidance is not installed.
+            GrammarError: it does not compile for this model, or llguidance is not installed.
         """
         return self._compiled(json.dumps(structured_outputs))
 
@@ -121,7 +120,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, self._eos_token_ids[0], self.masks)
 
     def _for_model(self) -> LLTokenizer:
-        """llguidance's tokenizer, which takes a second to make of a large one."""
+        """Return llguidance's tokenizer; making one of a large vocabulary takes a second."""
         _require_llguidance()
         from llguidance import LLTokenizer
 
@@ -138,11 +137,7 @@ class GrammarCompiler:
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
-    """Compile a grammar for no model in particular, to see whether it can be.
-
-    Raises:
-        GrammarError: it cannot, or llguidance is not installed.
-    """
+    """Raise a ``GrammarError`` if a grammar compiles for no model, or llguidance is missing."""
     _require_llguidance()
     _checked_matcher(_byte_tokenizer(), structured_outputs, _BYTES + 1)
 
@@ -150,7 +145,7 @@ def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
 def _checked_matcher(
     tokenizer: LLTokenizer, structured_outputs: Mapping[str, Any], num_tokens: int
 ) -> LLMatcher:
-    """The matcher of the first grammar in ``sources`` that can be compiled."""
+    """Return the matcher of the first grammar in ``sources`` that compiles."""
     failures = list[GrammarError]()
     for source in sources(structured_outputs, _compiles):
         try:
@@ -183,7 +178,7 @@ def _probe(matcher: LLMatcher, num_tokens: int) -> None:
     """Make the masks of a text's first tokens.
 
     Raises:
-        GrammarError: no text fits, or finding out takes too much work.
+        GrammarError: no text fits, or this takes too much work.
     """
     from llguidance.numpy import fill_next_token_bitmask
 
@@ -215,14 +210,14 @@ def _require_llguidance() -> None:
 
 @lru_cache(1)
 def _byte_tokenizer() -> LLTokenizer:
-    """A token for each byte, and an end."""
+    """Return a tokenizer with a token for each byte, and an end token."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Bytes()))
 
 
 class _Bytes:
-    """What llguidance's wrapper of tokenizers looks at."""
+    """The attributes that llguidance's wrapper of tokenizers reads."""
 
     eos_token_id = _BYTES
     bos_token_id = None
