@@ -138,31 +138,51 @@ void free_attention_plan(attention_plan *p) {
     free(p);
 }
 
-/* What the tasks of a thread work in, one after the other; to be freed. NULL: no memory. */
-static float *make_scratch(const attention_args *a, const attention_plan *p, task *t) {
+/* Number of KV heads of a task that one thread computes in turns: at most `most`, with at most 64
+   rows together, and only where enough runs are left for all threads. */
+static int heads_at_once(const attention_args *a, const attention_plan *p, int most) {
+    int heads = 1;
+    while (2 * heads <= most && a->num_kv_heads % (2 * heads) == 0 && 2 * heads * p->max_rows <= 64
+           && p->num_tasks * (a->num_kv_heads / (2 * heads)) >= 8 * a->num_threads)
+        heads *= 2;
+    return heads;
+}
+
+/* Allocate what a thread's tasks compute in, for each of `num_heads`. The caller frees it. NULL: no
+   memory. */
+static float *make_scratch(
+    const attention_args *a, const attention_plan *p, task *heads, int num_heads) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
     const size_t dv = (a->value_width + ACC_LANES - 1) / ACC_LANES * ACC_LANES;
-    const size_t floats = PIECE * (dk + dv) + HALF_ROWS * dv + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16) + 2;
-    const size_t bytes = floats * sizeof(float) + p->max_tiles * sizeof(part);
-    float *at = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    if (!at) return NULL;
-    memset(at, 0, bytes); /* what is computed and not used should at least be numbers */
-    t->acc_stride = (int32_t)dv;
-    t->keys = at;
-    t->values = t->keys + PIECE * dk;
-    t->half = t->values + PIECE * dv;
-    t->q = t->half + HALF_ROWS * dv;
-    t->s = t->q + rows * dk;
-    t->acc = t->s + rows * PIECE;
-    t->m = t->acc + rows * dv;
-    t->l = t->m + rows + 16;
-    t->top = t->l + rows + 16;
-    t->keep = t->top + rows + 16;
-    t->from = (int32_t *)(t->keep + rows + 16);
-    t->to = t->from + rows;
-    t->configured = t->to + rows;
-    t->parts = (part *)(t->configured + 2);
-    return at;
+    const size_t of_head = (rows * (dk + dv + PIECE) + 4 * (rows + 16) + 15) / 16 * 16;
+    const size_t of_all = PIECE * (dk + dv) + HALF_ROWS * dv + 2 * rows + 2;
+    const size_t bytes =
+        (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
+    float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
+    if (!scratch) return NULL;
+    memset(scratch, 0, bytes); /* what is computed and not used should at least be numbers */
+    task shared = {.acc_stride = (int32_t)dv};
+    shared.keys = at, at += PIECE * dk;
+    shared.values = at, at += PIECE * dv;
+    shared.half = at, at += HALF_ROWS * dv;
+    for (int h = 0; h < num_heads; h++, at += of_head) {
+        task *t = heads + h;
+        *t = shared;
+        t->s = at;
+        t->q = t->s + rows * PIECE;
+        t->acc = t->q + rows * dk;
+        t->m = t->acc + rows * dv;
+        t->l = t->m + rows + 16;
+        t->top = t->l + rows + 16;
+        t->keep = t->top + rows + 16;
+    }
+    for (int h = 0; h < num_heads; h++) {
+        heads[h].from = (int32_t *)at;
+        heads[h].to = heads[h].from + rows;
+        heads[h].configured = heads[h].to + rows;
+        heads[h].parts = (part *)(heads[h].configured + 2);
+    }
+    return scratch;
 }
 
 /* Of `start` and a piece's scores; NaN does not count. */

@@ -84,7 +84,7 @@ def test_write_equals_its_reference(case: WriteCase, dtype: torch.dtype) -> None
 def test_a_token_has_the_same_bits_however_it_is_computed(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
-    """One pass over a prompt, chunks of any size, and one token at a time."""
+    """One pass over a prompt, chunks of any size, single tokens, and each token as a sequence."""
     torch.manual_seed(0)
     length, num_heads, num_kv_heads = 300, 6, 2
     blocks = -(-length // block_size)
@@ -110,9 +110,25 @@ def test_a_token_has_the_same_bits_however_it_is_computed(
             )
         return out
 
+    def attend_side_by_side() -> torch.Tensor:
+        out = torch.empty_like(query)
+        native.paged_attention(
+            query,
+            pool[:, 0],
+            pool[:, 1],
+            table.repeat(length, 1),
+            torch.arange(length + 1, dtype=torch.int32),
+            torch.arange(1, length + 1, dtype=torch.int32),
+            scale=0.2,
+            out=out,
+            sliding_window=window,
+        )
+        return out
+
     whole = attend(length)
     for chunk in (1, 7, 64):
         assert torch.equal(attend(chunk), whole)
+    assert torch.equal(attend_side_by_side(), whole)
 
 
 @dataclass(frozen=True)
