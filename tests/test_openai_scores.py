@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.input.formats.openai_prompts import parts_of_body
+from batchinfer.job.input.openai_batch import parts_of_body
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_batch import run_batch

@@ -24,9 +24,9 @@ def prompt(text: str) -> Prompt:
     return Prompt(ids(text), text, truncated=True, has_control_text=True)
 
 
-def request_of(params: SamplingParams, *, own_seed: bool = False) -> Request:
+def request_of(params: SamplingParams) -> Request:
     maker = RequestMaker(TOKENIZER, frozenset({0}), grammars())
-    return maker.make(PromptRow(7, prompt("ask"), RowSampling(params, own_seed)))
+    return maker.make(PromptRow(7, prompt("ask"), RowSampling(params, own_seed=False)))
 
 
 def test_a_request_carries_what_the_job_says() -> None:
@@ -37,6 +37,7 @@ def test_a_request_carries_what_the_job_says() -> None:
     assert np.array_equal(request.prompt_token_ids, ids("ask"))
     assert tuple(ids("no")) in request.bad_words_token_ids
     assert request.make_stop_checker is not None
+    assert request_of(SamplingParams(seed=3)).make_stop_checker is None
 
 
 def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +49,3 @@ def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPat
     again = RowSampling(SamplingParams(seed=3, bad_words=("no",), logit_bias={5: 1.0}), True)
     second = maker.make(PromptRow(8, prompt("ask"), again))
     assert second.bad_words_token_ids == first.bad_words_token_ids
-
-
-def test_a_job_without_stop_strings_needs_no_checker() -> None:
-    assert request_of(SamplingParams(seed=3)).make_stop_checker is None
-
-
-def test_a_row_with_its_own_seed_forgets_its_id() -> None:
-    assert request_of(SamplingParams(seed=3), own_seed=True).rng_key == (3, 0)

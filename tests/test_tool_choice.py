@@ -49,6 +49,6 @@ def test_where_calls_are_messages_their_grammar_has_the_thinking_in_it(
 def test_such_a_grammar_has_no_budget() -> None:
     harmony = ToolChoices(FORMATS["openai"], GPT_OSS, grammars(GPT_OSS)).applied(BUDGET, TOOLS)
     assert isinstance(harmony, RowError)
-    assert harmony.message.startswith("max_reasoning_tokens does not go with a tool_choice")
+    assert harmony.message.startswith("max_reasoning_tokens cannot be combined with a tool_choice")
     hermes = ToolChoices(FORMATS["hermes"], QWEN, grammars(QWEN)).applied(BUDGET, TOOLS)
     assert isinstance(hermes, RowSampling)

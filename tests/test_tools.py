@@ -224,7 +224,12 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
         ([LAMP], None, plain, "tool_choice is null; it must be"),
         ([], "required", plain, "tool_choice is 'required', and there are no tools"),
         (None, CALL_LAMP, plain, "and there are no tools"),
-        ([LAMP], "required", held, "prompt 0: structured_outputs does not go with a tool_choice"),
+        (
+            [LAMP],
+            "required",
+            held,
+            "prompt 0: structured_outputs cannot be combined with a tool_choice",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             llm.chat(TALK, params, tools=tools, tool_choice=choice, use_tqdm=False)

@@ -23,59 +23,58 @@ BASE_MODEL = 0
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Sampling parameters of a row, and whose random numbers it draws."""
+    """Sampling parameters of a row."""
 
     params: SamplingParams
     own_seed: bool
-    """The row brought a seed: its samples depend on that seed alone, not on the row id."""
+    """The row has a seed of its own: its samples depend on that alone, not on the row id."""
     spans_thinking: bool = False
-    """Its structured output is of the whole sample, thinking included, not of the answer alone."""
+    """Its structured output covers the whole sample, thinking included, not the answer alone."""
 
     def rng_key(self, stream: int) -> tuple[int, int]:
-        """Seed and random stream of a row whose stream is ``stream`` unless it has its own seed."""
+        """Seed and random stream of a row with this stream, which a seed of its own replaces."""
         assert self.params.seed is not None, "a job has a seed"
         return self.params.seed, 0 if self.own_seed else stream
 
 
 @dataclass(slots=True, eq=False)
 class PromptRow:
-    """A row of the input, ready for the engine, or why it can never be.
+    """A row of the input, ready for the engine, or the error that keeps it from running.
 
-    The thread that reads rows fills in what it learns of them later (their keys, what they share),
-    before it hands them over.
+    The reading thread adds the row's key and the prefixes it shares before it hands the row over.
     """
 
     row_id: int
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
-    """None for a row that cannot run, or that draws nothing."""
+    """None if the row cannot run, or draws nothing."""
     reused_prefix_len: int = 0
-    """Prompt tokens that a row after it, in the order they run, begins with as well."""
+    """Length of the longest prefix that it shares with a row that runs later."""
     distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix that it has in common with a row before it, and those
-    given after the prompt."""
+    """Prompt tokens after the longest prefix shared with an earlier row, and the tokens given after
+    the prompt."""
     adapter: int = BASE_MODEL
-    """Number of the adapter it runs through."""
+    """Number of its adapter."""
     stream: int | None = None
-    """The random stream that is its own wherever it stands; None: its row id."""
+    """Its random stream; None: its row id."""
     tools: RowTools | None = None
-    """What its samples may call."""
+    """The tools that its samples may call."""
     key: bytes | None = None
-    """Hash of all that decides its answer; None where nobody asks for it."""
+    """Hash of all that decides its answer; None if no keys are needed."""
 
     def __post_init__(self) -> None:
-        """Let an error go of the frames and errors it was raised from, which hold the row."""
+        """Drop the traceback and causes of an error: their frames keep the row in memory."""
         if isinstance(self.prompt, RowError):
             self.prompt.__traceback__ = self.prompt.__cause__ = self.prompt.__context__ = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; 0 for a row that cannot run."""
+        """Tokens of the prompt; 0 if the row cannot run."""
         return 0 if isinstance(self.prompt, RowError) else len(self.prompt.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and those given with it, which are computed after it."""
+        """Tokens of the prompt, and of what is computed after it, such as completions to score."""
         after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
         return self.num_prompt_tokens + after
 
@@ -86,18 +85,18 @@ class PromptRow:
         return self.sampling.rng_key(self.row_id if self.stream is None else self.stream)
 
     def drop_text(self) -> None:
-        """Drop the prompt's text, which else stays in memory until the row is finished."""
+        """Drop the prompt's text to save memory until the row is finished."""
         if not isinstance(self.prompt, RowError):
             self.prompt = replace(self.prompt, text=None)
 
     def share_token_ids(self, other: PromptRow) -> None:
-        """Hold the token ids of an equal row, so that they are in memory once."""
+        """Use the token ids of an equal row, to keep them in memory once."""
         if not isinstance(self.prompt, RowError) and not isinstance(other.prompt, RowError):
             self.prompt = replace(self.prompt, token_ids=other.prompt.token_ids)
 
 
 def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -> Request:
-    """The request of a row that can run for the hidden states of its prompt.
+    """The request for the pooled hidden states of a row that can run.
 
     Args:
         pooling: as ``Request.pooling``.
@@ -118,11 +117,11 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
 
 
 class RequestMaker:
-    """Makes the requests of rows that are continued, for one model.
+    """Makes the requests of rows to generate from, for one model.
 
     Args:
-        reasoning: how the model marks its thinking; None: it is part of the answer.
-        vocab_size: the model's token ids are below it; None: as the tokenizer's are.
+        reasoning: how the model marks its thinking; None: thinking is part of the answer.
+        vocab_size: of the model; None: of the tokenizer.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class RequestMaker:
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
         self._reasoning = reasoning
-        # Most often a job has one list for all rows.
+        # Cached, because a job usually has one list for all rows.
         self._bad_words = lru_cache(maxsize=1024)(
             partial(bad_words_token_ids, tokenizer, vocab_size=vocab_size)
         )

@@ -1,9 +1,9 @@
-"""Samples of rows, drawn until enough of them pass, or all tries are used up.
+"""Samples of rows, drawn until enough of them pass or all tries are used up.
 
-They are judged by ``accept``, and by a schema that no grammar can insist on (``structured_outputs``
-with ``unsupported: check``). They are drawn a few at a time, each time as many as before or as are
-still wanted. Random numbers are keyed by sample index, and samples are judged in that order, so
-what is kept is what would be kept if all had been drawn at once.
+They are judged by ``accept``, and by a schema that no grammar can enforce (``structured_outputs``
+with ``unsupported: check``). Each round draws as many samples as all rounds before, at least as
+many as are missing. Random numbers are keyed by sample index and samples are judged in that order,
+so the result is the same as if all had been drawn at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.structured.json_validator import JsonValidator
 
 CHECKED_TRIES = 8
-"""Most samples drawn for each that is wanted, where a schema is checked and ``accept`` is not
-there to say how many."""
+"""Most samples drawn for each wanted one if a schema is checked without ``accept``."""
 _CODE = "invalid_structured_output"
 _KEPT_VALIDATORS = 256
 _NOT_JUDGED = Tally()
@@ -31,7 +30,7 @@ _NOT_JUDGED = Tally()
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When a row has samples enough."""
+    """When a row has enough samples."""
 
     wanted: int
     max_tries: int
@@ -39,10 +38,10 @@ class _Goal:
 
 
 class Resampling:
-    """Requests of rows and what is kept of their samples, for one model.
+    """Makes requests for samples and keeps those that pass, for one model.
 
     Args:
-        accept: judges the samples of every row; without it only a row's own schema does.
+        accept: judges the samples of every row; without it, only a row's own schema does.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Resampling:
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """A request for more samples, if they are needed and may be tried."""
+        """A request for more samples, if they are needed and tries are left."""
         goal = self._goal(row)
         if goal is None:
             return []
@@ -80,10 +79,10 @@ class Resampling:
         return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
 
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
-        """What came of a row: the samples that are kept, and the counts of all.
+        """The samples that a row keeps, and counts of all.
 
-        With ``accept`` there may be none. Without it a row that has fewer than it asked for is in
-        error, and those that it has take the places of the first.
+        With ``accept`` there may be none. Without it, a row with fewer samples than it asked for is
+        an error, and its samples are numbered from 0.
         """
         goal = self._goal(row)
         if goal is None:
@@ -108,7 +107,7 @@ class Resampling:
         return whole, Tally(len(samples), *map(verdicts.count, Verdict))
 
     def _goal(self, row: PromptRow) -> _Goal | None:
-        """None for a row whose samples nobody judges."""
+        """None if the row's samples are not judged."""
         assert row.sampling is not None
         params = row.sampling.params
         schema = checked_schema(params.structured_outputs)
@@ -117,7 +116,9 @@ class Resampling:
             return _Goal(self._accept.wanted(params.n), self._accept.max_tries, validator)
         if validator is None:
             return None
-        tries = 1 if params.temperature == 0 else CHECKED_TRIES  # the same text again and again
+        tries = (
+            1 if params.temperature == 0 else CHECKED_TRIES
+        )  # greedy: every try gives the same text
         return _Goal(params.n, min(tries * params.n, MAX_SAMPLES), validator)
 
     def _request(
@@ -134,8 +135,7 @@ class Resampling:
     def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
         """Verdicts on a row's samples so far.
 
-        Samples are judged once: the thread that asks for more of them hands the verdicts on with
-        their completion.
+        Samples are judged once: the verdicts travel with their completion to the writing thread.
         """
         verdicts = RowVerdicts(goal.wanted)
         for one in completions:
@@ -147,7 +147,7 @@ class Resampling:
         return verdicts
 
     def _samples(self, goal: _Goal, completion: Completion) -> Iterator[tuple[str, int, bool]]:
-        """Text and number of tokens of each, and whether a schema of its own allows the text."""
+        """Text and number of tokens of each sample, and whether the row's schema allows it."""
         request, validator = completion.request, goal.validator
         for output in completion.outputs:
             text = bare = self._text(request, output, request.params)
@@ -162,7 +162,7 @@ class Resampling:
     def _problem(
         self, goal: _Goal, verdicts: RowVerdicts, completions: Sequence[Completion]
     ) -> str:
-        """Message on a row that has too few samples: how many were drawn, why the last failed."""
+        """The error of a row with too few samples: how many were drawn, why the last failed."""
         assert goal.validator is not None
         samples = [(output, one.request) for one in completions for output in one.outputs]
         last = max(at for at, one in enumerate(verdicts.verdicts) if one is Verdict.REJECTED)
@@ -172,11 +172,9 @@ class Resampling:
         if sample.finish_reason == "length":
             why = f"it was cut at {len(sample.token_ids)} tokens"
         drawn = len(samples)
-        return (
-            f"of {drawn} samples too few are what the schema allows; of the last that is not, {why}"
-        )
+        return f"too few of {drawn} samples match the schema; the last one that does not: {why}"
 
 
 def _without_stop(params: SamplingParams) -> SamplingParams:
-    """Parameters by which a text is without the stop string or token that ended it."""
+    """Parameters that leave the stop string or token out of the text."""
     return replace(params, include_stop_str_in_output=False)

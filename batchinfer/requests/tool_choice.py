@@ -1,4 +1,4 @@
-"""Rows that must call a tool: their answers are held to a grammar of calls."""
+"""Rows that must call a tool: a grammar of calls constrains their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Grammars and parameters that are kept: rows often repeat each other's."""
+"""Grammars and parameters to cache: rows often repeat each other's."""
 
 
 class ToolChoices:
@@ -28,24 +28,26 @@ class ToolChoices:
         self._known: dict[str, str] = {}
         """Grammars by ``RowTools.key``."""
         self._made: dict[tuple[int, str], tuple[RowSampling, RowSampling]] = {}
-        """By identity of the parameters before, which are kept alive, and grammar."""
+        """By grammar and identity of the original parameters, which the value keeps alive."""
 
     def applied(
         self, sampling: RowSampling | RowError | None, tools: RowTools | None
     ) -> RowSampling | RowError | None:
-        """A row's parameters, so that it calls a tool where it must.
+        """A row's parameters, with a grammar of calls if it must call a tool.
 
         Error codes: ``invalid_structured_output``, ``bad_sampling_params``.
         """
         if tools is None or tools.choice == "auto" or not isinstance(sampling, RowSampling):
             return sampling
         if sampling.params.structured_outputs is not None:
-            problem = "structured_outputs does not go with a tool_choice that asks for a call"
+            problem = (
+                "structured_outputs cannot be combined with a tool_choice that asks for a call"
+            )
             return RowError("bad_sampling_params", problem)
         if self._format.spans_thinking and sampling.params.max_reasoning_tokens is not None:
             problem = (
-                "max_reasoning_tokens does not go with a tool_choice that asks for a call, as this "
-                "model writes them"
+                "max_reasoning_tokens cannot be combined with a tool_choice that asks for a call, "
+                "as this model writes them"
             )
             return RowError("bad_sampling_params", problem)
         try:

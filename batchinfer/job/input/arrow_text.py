@@ -18,15 +18,15 @@ BYTES_TYPE = {
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
-"""What a row's longest text may take, with every character in four bytes."""
+"""Bytes of the longest text that a row may hold, at four bytes a character."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes.
+    """Rows of ``batch`` as dicts, with all texts, nested ones too, as bytes.
 
-    Times are Python's, which have no nanoseconds; a value with a time that Python does not have
-    is a ``RowError``; so is a text that is too large for any use, of which no copy is made.
+    Times are Python's, without nanoseconds. A value with a time that Python cannot hold is a
+    ``RowError``, and so is a text that is too large for any use, which is not copied.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -37,13 +37,12 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def python_values(column: pa.Array) -> list[Any]:
-    """Values of ``column``, none changed: every text in them, however deep, as its bytes, every
-    time as its number."""
+    """Values of ``column``, unchanged: all texts, nested ones too, as bytes, times as numbers."""
     return _cast(column, _as_bytes_and_numbers).to_pylist()  # type: ignore[no-any-return]
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of this type are texts, or bytes that may be UTF-8."""
+    """Whether values of this type are texts or bytes, which may be UTF-8."""
     return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
@@ -56,10 +55,10 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that dictionaries in a column are pointed into: of a damaged file they may not be.
+    """Check that indices point into their dictionaries, which a damaged file may break.
 
     Raises:
-        OSError: it does not.
+        OSError: one does not.
     """
     if pa.types.is_dictionary(column.type):
         first, last = pc.min_max(column.indices).as_py().values()
@@ -73,7 +72,7 @@ def check_indices(column: pa.Array) -> None:
 
 
 def with_valid_text(column: pa.Array) -> pa.Array:
-    """``column`` with U+FFFD in place of what is not UTF-8; the same array if all of it is."""
+    """``column`` with U+FFFD in place of invalid UTF-8; the same array if it is valid."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
@@ -81,28 +80,36 @@ def with_valid_text(column: pa.Array) -> pa.Array:
     return column
 
 
+def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type with its innermost types replaced as ``leaf`` says."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(with_leaves(field.type, leaf)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(with_leaves(kind.key_type, leaf), with_leaves(kind.item_type, leaf))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(with_leaves(kind.value_type, leaf), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(with_leaves(kind.value_type, leaf))
+    if pa.types.is_list(kind):
+        return pa.list_(with_leaves(kind.value_type, leaf))
+    return leaf(kind)
+
+
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
-    """``column`` with its types that hold no other type cast as ``leaf`` says."""
+    """``column`` with its innermost types cast as ``leaf`` says."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    wanted = _with_leaves(column.type, leaf)
+    wanted = with_leaves(column.type, leaf)
     return column if column.type == wanted else column.cast(wanted, safe=False)
 
 
 def _python_texts(column: pa.Array, name: str) -> list[Any]:
-    """Values of ``column``; where it is of texts, an error for those that are too large."""
-    if column.type not in _HAVE_LENGTHS or column.nbytes <= _MOST_BYTES:
-        return _python_times(column, name)
-    is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
-    small = iter(column.filter(pc.invert(is_large)).to_pylist())
-    return [_too_large(name) if large else next(small) for large in is_large.to_pylist()]
-
-
-def _too_large(name: str) -> RowError:
-    return RowError("row_too_large", f"column {name} holds over {_MOST_CHARS} characters")
-
-
-def _python_times(column: pa.Array, name: str) -> list[Any]:
+    """Values of a column; an error for a text that is too large, or a time that Python lacks."""
+    if column.type in _HAVE_LENGTHS and column.nbytes > _MOST_BYTES:
+        is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
+        small = iter(column.filter(pc.invert(is_large)).to_pylist())
+        error = RowError("row_too_large", f"column {name} holds over {_MOST_CHARS} characters")
+        return [error if large else next(small) for large in is_large.to_pylist()]
     try:
         return column.to_pylist()  # type: ignore[no-any-return]
     except _NO_PYTHON_TIME:
@@ -136,27 +143,13 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
     return bool(timed and kind.unit == "ns")
 
 
-def _with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_leaves(field.type, leaf)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_with_leaves(kind.key_type, leaf), _with_leaves(kind.item_type, leaf))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_with_leaves(kind.value_type, leaf), kind.list_size)
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_with_leaves(kind.value_type, leaf))
-    if pa.types.is_list(kind):
-        return pa.list_(_with_leaves(kind.value_type, leaf))
-    return leaf(kind)
-
-
 def _replace_invalid(column: pa.Array) -> pa.Array:
-    """Rebuild ``column`` value by value; slow, and only for columns that hold invalid text."""
+    """Rebuild a column with invalid text value by value, which is slow."""
     return pa.array([_decoded(v, column.type) for v in python_values(column)], column.type)
 
 
 def _decoded(value: Any, kind: pa.DataType) -> Any:
-    """``value`` with the bytes that stand for text in ``kind`` decoded again."""
+    """``value`` with its bytes decoded where ``kind`` has texts."""
     if value is None:
         return None
     if pa.types.is_dictionary(kind):

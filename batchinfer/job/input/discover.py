@@ -10,37 +10,33 @@ from batchinfer.console.format import printable
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.storage.reader import expand
 
-_PARQUET = (".parquet",)
-_LINES = tuple(
-    name + packed for name in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2")
-)
-_CSV = tuple(name + packed for name in (".csv", ".tsv") for packed in ("", ".gz", ".zst", ".bz2"))
-_ARROW = (".arrow", ".arrows", ".feather", ".ipc")
+_COMPRESSED = ("", ".gz", ".zst", ".bz2")
 _NAMED: Mapping[str, tuple[str, ...]] = {
-    "parquet": _PARQUET,
-    "jsonl": _LINES,
-    "csv": _CSV,
-    "arrow": _ARROW,
+    "parquet": (".parquet",),
+    "jsonl": tuple(name + packed for name in (".jsonl", ".ndjson") for packed in _COMPRESSED),
+    "csv": tuple(name + packed for name in (".csv", ".tsv") for packed in _COMPRESSED),
+    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
 }
-"""Endings of names by the format that they stand for."""
+"""Suffixes of the files of each format."""
+_ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    # What lies beside Parquet or JSON Lines is most often about them.
-    "auto": ((*_PARQUET, *_LINES), tuple(chain.from_iterable(_NAMED.values()))),
-    **{name: (endings,) for name, endings in _NAMED.items()},
-    "openai-batch": (_LINES,),
+    # A CSV file next to Parquet or JSON Lines is most often about them, not data.
+    "auto": ((*_NAMED["parquet"], *_NAMED["jsonl"]), _ALL),
+    **{name: (suffixes,) for name, suffixes in _NAMED.items()},
+    "openai-batch": (_NAMED["jsonl"],),
 }
-"""Endings of names that are data in folders, by ``input.format``; where there are none, the next
-ones."""
+"""Suffixes of data files in folders, by ``input.format``; the second is tried if the first finds
+nothing."""
 
 
 def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str]:
     """Files meant by ``path``: entries in the order given, globs and directories in path order.
 
-    In directories, which are searched with their subdirectories, and in globs, files and folders
-    whose names begin with ``.`` or ``_`` are passed over, unless the glob itself writes that out.
+    Directories are searched with their subdirectories. They and globs skip files and folders whose
+    names begin with ``.`` or ``_``, unless the glob itself contains that.
 
     Raises:
-        DataError: an entry that matches no file, or cannot be looked at.
+        DataError: an entry matches no file, or cannot be read.
         StorageError: an object store does not answer.
         UsageError: a file named twice.
     """
@@ -59,20 +55,21 @@ def _find(entry: str, suffixes: tuple[str, ...], *others: tuple[str, ...]) -> li
         if not others:
             raise
         return _find(entry, *others)
-    except OSError as error:  # from names no file can have, and folders that may not be read
+    except OSError as error:  # a name that no file can have, or no permission
         reason = error.strerror or error
         raise DataError(f"input.path: {printable(entry, 200)}: {reason}") from None
 
 
 def named_format(files: Sequence[str]) -> str:
-    """The format that files are named for; parquet where names say nothing.
+    """The format that files' names stand for; parquet if they have no known suffix.
 
     Raises:
-        UsageError: they are named for several.
+        UsageError: they stand for several formats.
     """
     first_of: dict[str, str] = {}
     for file in files:
-        first_of.setdefault(_format_of(file), file)
+        name = next((name for name, ends in _NAMED.items() if file.endswith(ends)), "parquet")
+        first_of.setdefault(name, file)
     if len(first_of) > 1:
         (name, one), (other_name, other), *_ = first_of.items()
         raise UsageError(
@@ -83,9 +80,5 @@ def named_format(files: Sequence[str]) -> str:
 
 
 def is_named(path: str) -> bool:
-    """Whether a path is named like a file of data."""
-    return path.endswith(tuple(chain.from_iterable(_NAMED.values())))
-
-
-def _format_of(file: str) -> str:
-    return next((name for name, ends in _NAMED.items() if file.endswith(ends)), "parquet")
+    """Whether a path is named like a data file."""
+    return path.endswith(_ALL)

@@ -1,7 +1,6 @@
-"""Whether a dataset is the one that was planned: what its files hold, in order.
+"""Whether a dataset is the one that was planned: the content of its files, in order.
 
-Where they are, what they are called and when they were written do not matter, but for what the
-names of their folders say of their rows.
+The place, names and times of files do not matter, except for columns in the names of folders.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ def with_content_hashes(
     known: Sequence[InputFile] = (),
     known_at_s: float = 0.0,
 ) -> tuple[InputFile, ...]:
-    """Files with the hashes of their contents; those in stores have marks that say as much.
+    """Files with the hashes of their contents; files in stores have etags instead.
 
     Args:
-        known: files as they were found before, and hashed; one that has not changed since is not
-            hashed again.
-        known_at_s: when that was, in seconds since 1970.
+        known: files with hashes from earlier; a file that has not changed is not hashed again.
+        known_at_s: when they were hashed, in seconds since 1970.
 
     Raises:
         DataError: one cannot be read.
@@ -56,18 +54,18 @@ def same_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool
 
 
 def contents(files: Sequence[InputFile]) -> list[Hashable]:
-    """What tells each file's rows from others: nested tuples of JSON's values."""
+    """What identifies each file's rows: nested tuples of JSON values."""
     return list(map(_content, files))
 
 
 def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
-    """Whether some file holds what one did that was planned."""
+    """Whether a file has the content of one that was planned."""
     content = _content_of(planned)
     return not set(map(content, planned)).isdisjoint(map(content, found))
 
 
 def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -> Iterator[str]:
-    """What differs between files that were planned and those that are there, file by file."""
+    """How the files found differ from those planned, file by file."""
     if same_files(planned, found):
         return
     content = _content_of(planned)
@@ -101,7 +99,7 @@ def _hash(path: str, on_read: Callable[[int], None]) -> str:
 
 
 def _content_of(planned: Sequence[InputFile]) -> Callable[[InputFile], Hashable]:
-    """Gives what tells a file's rows from others, as far as a plan knows."""
+    """The function that identifies a file's rows by what the plan knows of them."""
     is_of_version_before = any(file.partition is None for file in planned)
     return _facts_of_before if is_of_version_before else _content
 
@@ -112,7 +110,7 @@ def _content(file: InputFile) -> Hashable:
 
 
 def _by_name(files: Sequence[InputFile]) -> dict[str, InputFile]:
-    """Files by path below the folder that all are in: the same wherever that is."""
+    """Files by path below their common folder, so that the folder may move."""
     folders = [file.path.split("/")[:-1] for file in files]
     shared = takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
     common = len(list(shared))

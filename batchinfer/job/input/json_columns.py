@@ -1,8 +1,7 @@
 """Columns of JSON objects: their types, found from all values, and the values as Arrow arrays.
 
-JSON's objects may differ from row to row. A column whose values have no common type (a text here, a
-list there), or one that Parquet cannot hold (an object without keys, or with keys that are data),
-is kept as JSON text.
+A column is kept as JSON text if its values have no common type (a text here, a list there), or one
+that Parquet cannot hold (an object without keys, or with keys that are data).
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import to_json
 
-_MIXED = pa.binary()  # stands for JSON text; no value of JSON is of this type
+_MIXED = pa.binary()  # stands for JSON text; no JSON value has this type
 _PLAIN = (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
 _NUMBERS = {pa.int64(), pa.float64()}
 _MOST_FIELDS = 200
-"""A column with more nested fields than this has keys that are data."""
+"""Keys of objects in a column with more nested fields than this are data."""
 _MARK = {b"batchinfer": b"json"}
 _NO_FIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
@@ -61,7 +60,7 @@ class ColumnTypes:
 
 
 def column(values: Sequence[Any], field: pa.Field) -> pa.Array:
-    """Values of a column whose type was found with ``ColumnTypes``, these among them."""
+    """Values of a column as an array; ``ColumnTypes`` has seen them."""
     if is_json_text(field):
         return pa.array([None if v is None else _json_of(v) for v in values], pa.string())
     try:
@@ -101,7 +100,7 @@ def _can_be_written(kind: pa.DataType) -> bool:
 
 
 def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds values of both; a mixed one deep inside makes the column mixed."""
+    """The type that holds values of both; a nested mixed type makes the column mixed."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -120,7 +119,7 @@ def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """``value`` with whole numbers as floats where ``kind`` says so: Arrow refuses large ones."""
+    """``value`` with integers as floats where ``kind`` says so: Arrow refuses large integers."""
     if value is None:
         return None
     if pa.types.is_floating(kind):

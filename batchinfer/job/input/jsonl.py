@@ -47,25 +47,24 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
         yield number, rest.removeprefix(MARK) if number == 1 else rest
 
 
-def parse_object(line: Line, path: str) -> dict[str, Any]:
-    """The JSON object of a line.
+def parse_object(line: Line, path: str) -> Row:
+    """The JSON object of a line, or a ``RowError`` that names file and line.
 
-    Raises:
-        RowError: ``invalid_json``, ``invalid_utf8``, ``row_too_large``, naming file and line.
+    Error codes: ``invalid_json``, ``invalid_utf8``, ``row_too_large``.
     """
     number, text = line
     where = f"{path}, line {number}"
     if len(text) > MAX_LINE_BYTES:
-        raise RowError("row_too_large", f"{where} has over {MAX_LINE_BYTES} bytes")
+        return RowError("row_too_large", f"{where} has over {MAX_LINE_BYTES} bytes")
     try:
         value = from_json(text, cache_strings="keys")
     except ValueError as error:
         reason = _PLACE.sub(r" at byte \1", str(error))
         code = "invalid_utf8" if reason.startswith("invalid unicode") else "invalid_json"
-        raise RowError(code, f"{where} is not JSON: {reason}") from None
+        return RowError(code, f"{where} is not JSON: {reason}")
     if not isinstance(value, dict):
         what = _KINDS[type(value)]
-        raise RowError("invalid_json", f"{where} is {what}; it must be an object")
+        return RowError("invalid_json", f"{where} is {what}; it must be an object")
     return value
 
 
@@ -124,14 +123,7 @@ class JsonlFormat(TextFormat[Line]):
 
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
         """The objects of lines, or a ``RowError``."""
-        return [_or_error(line, path) for line in records]
-
-
-def _or_error(line: Line, path: str) -> Row:
-    try:
-        return parse_object(line, path)
-    except RowError as error:
-        return error
+        return [parse_object(line, path) for line in records]
 
 
 def _with(row: Row, columns: Sequence[str], constants: Mapping[str, Any]) -> Row:

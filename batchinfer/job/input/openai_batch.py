@@ -1,7 +1,8 @@
 """OpenAI batch files as input: a request a line, each with an id of its own.
 
 A request with several prompts becomes a row for each, with the prompt's index as ``prompt_index``
-in ``body``.
+in ``body``. Pairs of texts follow vLLM's ``ScoreRequest`` and ``RerankRequest``
+(vllm/entrypoints/pooling/scoring/protocol.py), the latter as Jina and Cohere define it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,30 @@ from pydantic_core import from_json, to_json
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.openai_prompts import (
-    KNOWN_URLS,
-    PROMPT_INDEX,
-    SCORE_KEYS,
-    parts_of_body,
-)
 from batchinfer.job.input.formats.text_file import batched, opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
 from batchinfer.job.input.union import Difference, SchemaMode
 from batchinfer.job.storage.urls import is_url
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+"""The ``url`` of requests for answers to conversations, and to texts."""
+EMBEDDINGS = "/v1/embeddings"
+"""The ``url`` of requests for embeddings."""
+CLASSIFY_URLS = ("/v1/classify", "/classify")
+"""The ``url`` of requests for labels."""
+SCORE_URLS = ("/v1/score", "/score")
+"""The ``url`` of requests for scores of pairs."""
+RERANK_URLS = ("/v1/rerank", "/v2/rerank", "/rerank")
+"""The ``url`` of requests for documents ordered by their scores with a query."""
+KNOWN_URLS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *CLASSIFY_URLS, *SCORE_URLS, *RERANK_URLS})
+PROMPT_INDEX = "prompt_index"
+"""The key added to a body: the index of its prompt among those of its request."""
+SCORE_KEYS = (
+    *(("text_1", "text_2"), ("data_1", "data_2")),
+    *(("queries", "documents"), ("queries", "items")),
+)
+"""Names of the two texts of a pair, or of the lists of several pairs."""
 
 _BYTES = 16
 
@@ -194,3 +208,40 @@ def _beginning(line: bytes) -> Mapping[str, Any]:
 
 def _text(value: object) -> str | None:
     return str(value) if isinstance(value, str | int | float) else None
+
+
+def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """For each of a request's several prompts, the keys that replace those of its body.
+
+    Empty if the request has only one prompt.
+    """
+    if url in SCORE_URLS:
+        return _pairs(body)
+    of_texts = url == EMBEDDINGS or url in CLASSIFY_URLS
+    key = "documents" if url in RERANK_URLS else "input" if of_texts else "prompt"
+    parts = body.get(key)
+    kinds = str | dict if url in RERANK_URLS else str | list
+    if not isinstance(parts, list) or len(parts) < 2:
+        return []
+    return [{key: part} for part in parts] if all(isinstance(p, kinds) for p in parts) else []
+
+
+def score_keys(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The names of the two texts in the body of a score request; vLLM has several."""
+    return next((keys for keys in SCORE_KEYS if all(name in body for name in keys)), None)
+
+
+def _pairs(body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    keys = score_keys(body)
+    if keys is None:
+        return []
+    ones, others = (_listed(body[name]) for name in keys)
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others) or len(ones) < 2:
+        return []
+    return [dict(zip(keys, pair, strict=True)) for pair in zip(ones, others, strict=True)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

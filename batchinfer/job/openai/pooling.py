@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.console.format import format_value
-from batchinfer.job.input.formats.openai_prompts import (
+from batchinfer.job.input.openai_batch import (
     CLASSIFY_URLS,
     EMBEDDINGS,
     RERANK_URLS,

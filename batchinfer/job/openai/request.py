@@ -16,7 +16,7 @@ from typing import Any
 from batchinfer.config import MAX_LOGPROBS, SamplingParams, field_names
 from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import RowError
-from batchinfer.job.input.formats.openai_prompts import CHAT, COMPLETIONS, PROMPT_INDEX
+from batchinfer.job.input.openai_batch import CHAT, COMPLETIONS, PROMPT_INDEX
 from batchinfer.text.chat import RESERVED_KWARGS
 from batchinfer.text.tools.row_tools import RowTools, row_tools
 

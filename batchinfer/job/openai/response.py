@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from batchinfer.job.input.formats.openai_prompts import CHAT
+from batchinfer.job.input.openai_batch import CHAT
 from batchinfer.job.openai.pooling import pooling_body
 from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 

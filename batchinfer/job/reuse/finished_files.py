@@ -1,4 +1,4 @@
-"""Files of finished rows in an output directory: its parts, and segments of what is unfinished."""
+"""Files of finished rows in an output directory: parts, and segments of unfinished parts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from batchinfer.job.storage.filesystem import read_file
 
 @dataclass(frozen=True)
 class FinishedFile:
-    """A part, or a segment, of an output."""
+    """A part or a segment of an output."""
 
     out: OutputDir
     path: PurePath
     record: PartRecord | None
-    """A part's; None: a segment, whose name says what it must hold."""
+    """Of a part; None: a segment, whose name holds its hash."""
 
     def check(self) -> None:
-        """Check that it is what was written.
+        """Check that its content is as written.
 
         Raises:
-            DataError: it is not, or is missing.
-            StorageError: it cannot be read, which does not say that it is damaged.
+            DataError: it is damaged or missing.
+            StorageError: it cannot be read, though it may be intact.
         """
         if self.record is None:
             self._bytes()
@@ -77,12 +77,12 @@ Keyed = tuple[FinishedFile, pa.Table]
 
 
 def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
-    """Files of ``out`` with rows that have keys; those that are damaged are left out.
+    """Files of ``out`` with the keys of their rows; leaves out damaged ones.
 
     Raises:
         StorageError: one cannot be read.
     """
-    segments = list(out.files.entries(out.segments))  # first: rows move from here to the parts
+    segments = list(out.files.entries(out.segments))  # first: rows move from segments to parts
     for found in out.of_each(partial(_part, out), plan.parts()):
         if found is not None:
             yield found

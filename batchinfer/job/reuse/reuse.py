@@ -1,8 +1,8 @@
 """Reuse of rows that other outputs hold (``output.reuse``).
 
-Rows whose keys are in the index leave the stream of prompts, before windows are planned, and never
-reach the engine. What is left of them is where their answers are (``FoundRows``). The writing
-thread then copies the answers column by column, file after file, under the rows' new ids.
+Rows whose keys are in the index leave the stream of prompts before windows are planned and never
+reach the engine. ``FoundRows`` says where their answers are. The writing thread copies the answers
+column by column, file after file, under the rows' new ids.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN, KEY_TYPE
 from batchinfer.requests.requests import PromptRow
 
 MOST_FOUND = 1 << 16
-"""Rows that are found before they are copied: of those scattered over many files, as many as there
-are of each file are copied with one reading of it."""
-
-
+"""Rows to find before they are copied: each file is then read once for many of its rows."""
 NOT_FOUND = -1
 """In place of a file's number."""
 _NO_KEY = bytes(KEY_BYTES)
 _KEY = np.dtype(f"S{KEY_BYTES}")
-"""Of one length, so that the zeros that NumPy pads with make no difference."""
+"""NumPy pads with zeros, which is harmless for keys of one length."""
 _FOUND = pa.schema(
     [
         ("row_id", pa.int64()),
         (KEY_COLUMN, KEY_TYPE),
-        (CONTROL_TEXT_COLUMN, pa.bool_()),  # of the row's own text, which is no part of the answer
+        (CONTROL_TEXT_COLUMN, pa.bool_()),  # of the row's own text, not of the answer
         ("file", pa.int32()),
         ("source", pa.int64()),
     ]
@@ -53,16 +50,16 @@ _FOUND = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows and where their answers are: in which file, and under which row id there."""
+    """Rows, and the file and row id of each one's answer."""
 
     table: pa.Table
 
 
 class KeyIndex:
-    """Sorted keys, each with a file and the id its row has there: 28 bytes a row.
+    """Sorted keys, each with a file and a row id in it: 28 bytes a row.
 
     Args:
-        files: ``KEYS_SCHEMA`` of each file; of rows with one key the first counts.
+        files: ``KEYS_SCHEMA`` of each file; the first of several rows with one key counts.
     """
 
     def __init__(self, files: Iterable[pa.Table]) -> None:
@@ -79,13 +76,13 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
+        """Bytes of memory it takes."""
         return self._keys.nbytes + self._files.nbytes + self._row_ids.nbytes
 
     def find(
         self, keys: Sequence[bytes | None]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """File and row id there of each key; ``NOT_FOUND`` for one that is nowhere, or None."""
+        """File and row id of each key; ``NOT_FOUND`` for an unknown key or None."""
         if not len(self):
             return np.full(len(keys), NOT_FOUND, np.int32), np.zeros(len(keys), np.int64)
         wanted = np.frombuffer(b"".join(_NO_KEY if key is None else key for key in keys), _KEY)
@@ -106,14 +103,14 @@ def _key_bytes(table: pa.Table) -> bytes:
 
 
 def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]:
-    """The outputs that ``output.reuse`` names.
+    """Open the outputs that ``output.reuse`` names.
 
     Args:
-        own: the one that is written, which must not be among them; None: it may be.
+        own: this job's output, which must not be among them; None: it may be.
 
     Raises:
-        UsageError: one is no output of batchinfer, or is the one that is written.
-        StorageError: one cannot be looked at.
+        UsageError: one is not an output of batchinfer, or is this job's.
+        StorageError: one cannot be read.
     """
     outputs = []
     for path in paths:
@@ -127,19 +124,19 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
         if own is not None and own.files.holds(own.root, str(out.manifest)):
             raise UsageError(
                 f"output.reuse: {shown} is the output of this job",
-                hint="leave it out: a run goes on with the rows that are there",
+                hint="leave it out: a run keeps its own finished rows",
             )
         outputs.append(out)
     return outputs
 
 
 class RowReuse:
-    """The rows that some outputs hold.
+    """Finds and copies the rows that other outputs hold.
 
     Args:
         outputs: where to look, in order.
         generated: the generated columns of the job.
-        warn: told, in a line each, of files that are damaged.
+        warn: called with a line for each damaged file.
 
     Raises:
         DataError: the manifest of an output is damaged.
@@ -156,7 +153,7 @@ class RowReuse:
         self._files: list[FinishedFile] = [file for file, _ in keyed]
         self._index = KeyIndex(keys for _, keys in keyed)
         self._is_whole: dict[int, bool] = {}
-        """Of files that were looked at."""
+        """Results of ``_check`` by file."""
         self._latest: tuple[int, pa.Table] | None = None
         self._generated = generated
         self._warn = warn
@@ -167,11 +164,11 @@ class RowReuse:
         hand_over: Callable[[FoundRows], None],
         admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
-        """Rows that have to run; those that are found are handed over, many at a time.
+        """Yield the rows that must run, and hand over those that were found, many at a time.
 
         Args:
             batches: rows with keys.
-            admit: those of found rows that are wanted still.
+            admit: returns those of the found rows that are still wanted.
         """
         waiting = _FOUND.empty_table()
         for batch in batches:
@@ -189,7 +186,7 @@ class RowReuse:
         """The rows with their answers: a table for each file, with the columns of a segment.
 
         Raises:
-            DataError: a file is no longer what it was when they were found.
+            DataError: a file was damaged since its rows were found.
             StorageError: one cannot be read.
         """
         for file in pc.unique(found.table["file"]).to_pylist():
@@ -201,7 +198,7 @@ class RowReuse:
 
         Args:
             facts: ``fingerprint_facts`` of this job.
-            num_rows: rows that were looked for.
+            num_rows: how many rows were looked up.
         """
         for out, plan in self._plans:
             none = f"0 of {counted_rows(num_rows)} reused from {printable(str(out.root))}"
@@ -214,7 +211,7 @@ class RowReuse:
                 what = "model" if all(key.startswith("model") for key in changed) else "job"
                 yield f"{none}: {what} differs: {listed(names)}"
             elif not len(self._index):
-                why = "no row of it is finished, or a version before wrote them, without keys"
+                why = "it has no finished rows, or an earlier version wrote them without keys"
                 yield f"{none}: {why}"
             else:
                 yield f"{none}: prompts or sampling parameters differ"
@@ -222,7 +219,7 @@ class RowReuse:
     def _split(
         self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
     ) -> tuple[pa.Table, list[PromptRow]]:
-        """Rows whose answers are there, and the others."""
+        """The rows of a batch that were found, as ``_FOUND``, and the others."""
         files, sources = self._index.find([row.key for row in batch])
         for file in np.unique(files[files != NOT_FOUND]).tolist():
             if not self._check(file):
@@ -243,7 +240,7 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Whether a file is what was written; if not, its rows are computed."""
+        """Whether a file is intact; if not, its rows are computed."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()
@@ -258,7 +255,7 @@ class RowReuse:
         row_ids = table["row_id"].to_numpy()
         at = np.minimum(np.searchsorted(row_ids, sources), max(0, len(row_ids) - 1))
         if not len(row_ids) or not np.array_equal(row_ids[at], sources):
-            raise DataError(f"{self._files[file].path} lacks rows that its keys are of")
+            raise DataError(f"{self._files[file].path} has keys of rows that it does not hold")
         answers = table.take(pa.array(at)).combine_chunks()
         schema = segment_schema(self._generated)
         nothing = pa.nulls(len(found), schema.field(REQUEST_COLUMN).type)
@@ -269,15 +266,13 @@ class RowReuse:
         return pa.table(arrays, schema=schema)
 
     def _table(self, file: int) -> pa.Table:
-        """The generated columns of a file, whose neighbour may be asked for next."""
+        """The generated columns of a file; keeps the latest, which is often asked for again."""
         if self._latest is None or self._latest[0] != file:
             self._latest = None  # before the next is read: they may be large
             try:
                 self._latest = file, self._files[file].read(self._generated.names)
             except DataError as error:
-                raise DataError(
-                    str(error), hint="run again: what it held is then computed"
-                ) from None
+                raise DataError(str(error), hint="run again: its rows are then computed") from None
         return self._latest[1]
 
 

@@ -1,6 +1,6 @@
-"""Checks of the columns that requests are made of: are they there, and of types that can be used?
+"""Checks that the columns of requests exist and have usable types.
 
-Found from the schema alone, so that no model is loaded for data that cannot be run.
+They need the schema alone, so that no model is loaded for data that cannot run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     """Check what can be checked of ``config`` before there is a tokenizer.
 
     Raises:
-        UsageError: it reads a column that is not there, names no source where none is usual, or
-            needs the chat template that it switches off.
-        DataError: the column it names is not there, or of a type that no prompt is made of, or
-            differs from file to file; or the column ``sampling_params`` is of a type that holds no
-            parameters.
+        UsageError: it reads a column that does not exist, names no source where there is no usual
+            one, or needs the chat template that it switches off.
+        DataError: a column that it names does not exist, has a type that cannot be used, or
+            differs from file to file.
     """
     if source.format.holds_requests:
         return  # prompts are in them
@@ -61,7 +60,7 @@ def check_completions_column(name: str, source: Source) -> None:
     """Check the column that ``score`` names.
 
     Raises:
-        DataError: it is not there, or of a type that holds no completions.
+        DataError: it does not exist, or its type does not hold completions.
     """
     expected = "string, list<string>, or list<list<int>> of token ids"
     _check_column(source, name, "score.completions_column", _may_be_completions, expected)
@@ -71,76 +70,16 @@ def check_text_column(name: str, key: str, source: Source) -> None:
     """Check a column of texts that ``key`` names.
 
     Raises:
-        DataError: it is not there, or of another type.
+        DataError: it does not exist, or is of another type.
     """
     _check_column(source, name, key, _may_be_text, "string")
 
 
-def _check_column(
-    source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
-) -> pa.DataType:
-    """Check the column that ``key`` names; its type, of one that is encoded that of its values.
-
-    Raises:
-        DataError: it is not there, differs from file to file, or is of another type; also views of
-            lists, which Arrow casts wrongly where they are slices.
-    """
-    require_column(name, key, source.schema.names)
-    source.require_alike([name])
-    whole = source.schema.field(name).type
-    kind = whole.value_type if pa.types.is_dictionary(whole) else whole
-    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        expected = f"a plain list; cast it to {printable(str(pa.list_(kind.value_type)), 120)}"
-    elif may_be(kind):
-        return kind
-    where = f"{source.files[0].path}: column {printable(name, 60)}"
-    raise DataError(f"{key}: {where} is {printable(str(whole), 120)}; it must be {expected}")
-
-
-def _may_be_text(kind: pa.DataType) -> bool:
-    return is_text(kind) or pa.types.is_null(kind)
-
-
-def _may_be_prompt(kind: pa.DataType) -> bool:
-    return is_conversation(kind) or _may_be_text(kind)
-
-
-def _may_be_ids(kind: pa.DataType) -> bool:
-    if not _is_list(kind):
-        return False
-    return bool(pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
-
-
-def _may_be_tools(kind: pa.DataType) -> bool:
-    item = _item_of(kind)
-    return _may_be_text(kind) or (item is not None and pa.types.is_struct(item))
-
-
-def _may_be_completions(kind: pa.DataType) -> bool:
-    item = _item_of(kind)
-    if item is None:
-        return _may_be_text(kind)
-    return _may_be_text(item) or (_is_list(item) and pa.types.is_integer(item.value_type))
-
-
-def _may_be_params(kind: pa.DataType) -> bool:
-    return _may_be_text(kind) or pa.types.is_map(kind) or pa.types.is_struct(kind)
-
-
-def _item_of(kind: pa.DataType) -> pa.DataType | None:
-    if not _is_list(kind):
-        return None
-    item = kind.value_type
-    return item.value_type if pa.types.is_dictionary(item) else item
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
 def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
     expected = "string or list<struct<role, content>>"
-    kind = _check_column(source, name, "prompt.column", _may_be_prompt, expected)
+    kind = _check_column(
+        source, name, "prompt.column", lambda k: is_conversation(k) or _may_be_text(k), expected
+    )
     if is_conversation(kind) and config.chat_template == "none":
         raise UsageError(
             f"prompt.chat_template is none, but column {printable(name)} holds conversations",
@@ -162,3 +101,59 @@ def _check_sampling_params(source: Source) -> None:
             raise DataError(f"{where} has the unknown field {what}")
         if names.count(name) > 1:
             raise DataError(f"{where} has more than one field {name}; keep one")
+
+
+def _check_column(
+    source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
+) -> pa.DataType:
+    """Check the column that ``key`` names; returns its type, decoded if it is a dictionary.
+
+    Refuses list views too: Arrow casts slices of them wrongly.
+
+    Raises:
+        DataError: it does not exist, differs from file to file, or is of another type.
+    """
+    require_column(name, key, source.schema.names)
+    source.require_alike([name])
+    whole = source.schema.field(name).type
+    kind = whole.value_type if pa.types.is_dictionary(whole) else whole
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        expected = f"a plain list; cast it to {printable(str(pa.list_(kind.value_type)), 120)}"
+    elif may_be(kind):
+        return kind
+    where = f"{source.files[0].path}: column {printable(name, 60)}"
+    raise DataError(f"{key}: {where} is {printable(str(whole), 120)}; it must be {expected}")
+
+
+def _may_be_text(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_null(kind)
+
+
+def _may_be_ids(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    return item is not None and bool(pa.types.is_integer(item) or pa.types.is_null(item))
+
+
+def _may_be_tools(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    return _may_be_text(kind) or (item is not None and pa.types.is_struct(item))
+
+
+def _may_be_completions(kind: pa.DataType) -> bool:
+    item = _item_of(kind)
+    if item is None:
+        return _may_be_text(kind)
+    ids = _item_of(item)
+    return _may_be_text(item) or (ids is not None and pa.types.is_integer(ids))
+
+
+def _may_be_params(kind: pa.DataType) -> bool:
+    return _may_be_text(kind) or pa.types.is_map(kind) or pa.types.is_struct(kind)
+
+
+def _item_of(kind: pa.DataType) -> pa.DataType | None:
+    """The type of a list's items, decoded if it is a dictionary; None for other types."""
+    if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        return None
+    item = kind.value_type
+    return item.value_type if pa.types.is_dictionary(item) else item

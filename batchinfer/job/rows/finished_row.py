@@ -39,18 +39,18 @@ _MOST_CALLS = 1000
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """The output of a row: generated columns, and what is recorded of it elsewhere."""
+    """The output of a row: generated columns and statistics."""
 
     values: dict[str, Any]
     """Generated columns by name."""
     stats: RequestStats | None
-    """None where the engine ran nothing of the row."""
+    """None if the engine did not run the row."""
     has_control_text: bool
     distinct_tokens: int = 0
-    """Prompt tokens that no row before it, as they were planned to run, begins with."""
+    """Prompt tokens after the longest prefix shared with a row planned before it."""
     tally: Tally = _NO_TALLY
     key: bytes | None = None
-    """``PromptRow.key`` of a row that ended well."""
+    """``PromptRow.key``; None for a row that failed."""
 
     @property
     def has_failed(self) -> bool:
@@ -59,14 +59,13 @@ class FinishedRow:
 
 
 class RowFinisher:
-    """Makes output columns of samples."""
+    """Makes the output columns of generated rows."""
 
     def __init__(self, answers: AnswerReader, include: Collection[str]) -> None:
         self._answers = answers
         self._include = include
 
     def finish(self, row: PromptRow, completion: Completion) -> FinishedRow:
-        """The output of a row that ran."""
         request = completion.request
         outputs = [self._output(sample, request, row.tools) for sample in completion.outputs]
         failed = completion.error_code is not None
@@ -87,9 +86,7 @@ class RowFinisher:
         if "prompt_logprobs" in self._include:
             results["prompt_logprobs"] = _prompt_logprobs(completion)
         error = error_value(completion.error_code, completion.error_message) if failed else None
-        # A request that the engine refused has run nothing, not even its prompt.
-        stats = completion.stats if completion.stats.prompt_tokens else None
-        return finished_row(row, results, error, stats)
+        return finished_row(row, results, error, stats_of(completion))
 
     def _output(
         self, sample: SampleOutput, request: Request, tools: RowTools | None
@@ -120,7 +117,7 @@ class RowFinisher:
 
 
 def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
-    """The prompt of a row as the model saw it: without what was cut off."""
+    """The prompt of a row as the model saw it, after truncation."""
     prompt = row.prompt
     assert isinstance(prompt, Prompt)
     if prompt.text is None or not prompt.truncated:
@@ -129,7 +126,7 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Log-probabilities of the prompt's tokens; null for the first, which nothing comes before."""
+    """Log-probabilities of the prompt's tokens; null for the first."""
     tokens = completion.prompt_token_logprobs()
     return None if tokens is None else [None, *(logprob_values(tokens) or ())]
 
@@ -149,13 +146,18 @@ def logprob_values(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any
     ]
 
 
+def stats_of(completion: Completion) -> RequestStats | None:
+    """Statistics of a request; None if the engine refused it, so that not even its prompt ran."""
+    return completion.stats if completion.stats.prompt_tokens else None
+
+
 def finished_row(
     row: PromptRow,
     results: Mapping[str, Any],
     error: Mapping[str, str | None] | None,
     stats: RequestStats | None,
 ) -> FinishedRow:
-    """A row that ran: a task's own columns, ``results``, with those that every task has."""
+    """A row that ran: ``results`` of its task, and the columns that every task has."""
     assert isinstance(row.prompt, Prompt)
     values = {
         "row_id": row.row_id,
@@ -175,7 +177,7 @@ def finished_row(
 
 
 def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:
-    """A row that the engine does not run, with ``Task.failed_results``."""
+    """A row that the engine did not run, with ``Task.failed_results``."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     values: dict[str, Any] = {
         "row_id": row_id,

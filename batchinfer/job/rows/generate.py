@@ -44,28 +44,25 @@ _OPTIONAL_OUTPUT = {
     "reasoning": _REASONING,
     "tool_calls": _CALLS,
 }
-"""Fields of samples by what makes them be written."""
+"""Fields of samples by the value of ``output.include`` that adds them."""
 
 
 class Generation(LoadedTask):
-    """One request a row, and more where samples do not pass."""
+    """One request a row, and more if too few samples pass."""
 
     def __init__(self, samples: Resampling, finisher: RowFinisher) -> None:
         self._samples = samples
         self._finisher = finisher
 
     def requests(self, row: PromptRow) -> list[Request]:
-        """One request for all samples that are wanted."""
         return self._samples.requests(row)
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """A request for more samples, where they are judged and too few pass."""
         return self._samples.follow_up_requests(row, completions)
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The row with the samples that are kept."""
         completion, tally = self._samples.result(row, completions)
         return replace(self._finisher.finish(row, completion), tally=tally)
 

@@ -1,5 +1,4 @@
-"""Rows of the dataset to prompts, a batch at a time, each with how it is sampled and through which
-adapter it runs."""
+"""Rows of the dataset to prompts in batches, with sampling parameters and adapters."""
 
 from __future__ import annotations
 
@@ -23,17 +22,17 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Batches whose prompts are made while those before them are waited for."""
+"""Batches whose prompts are begun before those of an earlier batch are done."""
 _Prompts = Iterator[list[PromptRow]]
 
 
 class RowAdapters:
-    """Names of adapters to their numbers.
+    """The adapters of rows.
 
     Args:
-        column: holds names, null where the base model is to run alone; None: all rows are alike.
+        column: holds names, null for the base model alone; None: all rows use the same one.
         numbers: of the adapters, by name.
-        of_all: the one of all rows, where there is no column; None: the base model runs alone.
+        of_all: the adapter of all rows if there is no column; None: the base model alone.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class RowAdapters:
         value = row.get(self.column)
         if isinstance(value, RowError):
             return value
-        if value is None or value == b"":  # as CSV has it
+        if value is None or value == b"":  # an empty cell of CSV
             return BASE_MODEL
         try:
             name = value.decode() if isinstance(value, bytes) else str(value)
@@ -76,8 +75,7 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Begin to make prompts; what is returned waits for a prompt or an error for each row, in
-        order."""
+        """Begin to make prompts; the result waits for each row's prompt or error, in order."""
         ...
 
 
@@ -88,19 +86,19 @@ class RowReader(Protocol):
     """The input columns it needs."""
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Begin to make the prompts of rows; call what is returned for the rows, in order."""
+        """Begin to make the prompts of rows; the result waits for the rows, in order."""
         ...
 
 
 class ColumnReader:
-    """Rows whose prompts and parameters are in columns, as the job file says.
+    """Reads prompts and parameters from the columns that the job file names.
 
     Args:
-        params: makes the sampling parameters; None: rows have none of their own.
+        params: makes the sampling parameters; None: rows draw nothing.
         available: names of the data's columns.
-        id_column: holds what each row's random numbers are keyed by; None: its position is.
+        id_column: keys each row's random numbers; None: its position does.
         tools: reads the tools of rows; None: they have none.
-        tool_choices: hold rows to calls that they must make.
+        tool_choices: makes rows call a tool where they must.
     """
 
     def __init__(
@@ -127,7 +125,6 @@ class ColumnReader:
         self._tool_choices = tool_choices
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Begin to make the prompts of rows; call what is returned for the rows, in order."""
         wait = self._builder.start([row for row in rows if not isinstance(row, RowError)])
 
         def finish() -> list[PromptRow]:
@@ -155,9 +152,9 @@ class ColumnReader:
 
 
 def stream_of_id(value: object) -> int | RowError:
-    """The random stream of the row with an id: 64 bits of the BLAKE2b hash of its text.
+    """The random stream of a row's id: 64 bits of the BLAKE2b hash of its text.
 
-    Numbers and texts of one wording have different ones. Texts may be ``str`` or UTF-8 bytes.
+    The number 1 and the text "1" have different streams. Texts may be ``str`` or UTF-8 bytes.
     """
     if isinstance(value, RowError):
         return value
@@ -175,7 +172,7 @@ def row_or_error(
     stream: int | RowError | None = None,
     tools: RowTools | None = None,
 ) -> PromptRow:
-    """A row, or the first error in what it is made of."""
+    """A row, or the first error among its parts."""
     if isinstance(prompt, RowError):
         return PromptRow(row_id, prompt)
     if isinstance(sampling, RowError):
@@ -194,12 +191,12 @@ def read_prompts(
     *,
     keeps_text: bool = True,
 ) -> Iterator[list[PromptRow]]:
-    """Prompts of rows, a batch at a time.
+    """Make the prompts of rows in batches.
 
     Args:
         batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
-        in_flight: entered with the rows of each batch while their prompts are made.
-        keeps_text: whether the text of prompts is needed, which takes memory until a row is done.
+        in_flight: a context manager for the rows of a batch while their prompts are made.
+        keeps_text: keep the text of prompts, which takes memory until a row is done.
     """
     started: deque[_Prompts] = deque()
     try:
@@ -208,7 +205,7 @@ def read_prompts(
             next(started[-1])
             if len(started) > _BATCHES_AHEAD:
                 yield from started.popleft()
-    except DataError:  # the rows before the place that cannot be read are not lost with it
+    except DataError:  # keep the rows before the place that cannot be read
         yield from chain.from_iterable(started)
         raise
     yield from chain.from_iterable(started)
@@ -217,11 +214,7 @@ def read_prompts(
 def _prompts(
     row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight, keeps_text: bool
 ) -> _Prompts:
-    """Prompts of rows, in two steps.
-
-    Yields:
-        Nothing, once they are begun; then the rows.
-    """
+    """Yields an empty list once the prompts are begun, then the rows."""
     with in_flight(row_ids):
         for row_id in row_ids:
             failpoint(f"prompt-{row_id}")

@@ -1,13 +1,12 @@
-"""Row keys: 128-bit hashes over all that decides a row's answer. Equal key, equal answer.
+"""Row keys: 128-bit hashes of all that decides a row's answer. Equal key, equal answer.
 
-What all rows of a job have in common (model, task, what is written: ``fingerprint.answer_facts``)
-is hashed once. Of a row come its prompt's token ids, its parameters, the most tokens it may have,
-its adapter by content, and, only where something is drawn, the seed and the stream of its random
-numbers. How the prompt was made plays no part: the token ids say what it came to. Nor does where
-the row is, unless its random numbers are keyed by that.
+The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
+are hashed once. A row adds its prompt's token ids, its parameters, its most tokens, the content of
+its adapter, and, only if it draws, the seed and stream of its random numbers. How the prompt was
+made and where the row stands do not count, unless its position keys its random numbers.
 
-The hash is BLAKE2b (RFC 7693) of 16 bytes: among 10**12 rows two different ones have one key with
-a probability of 10**-15.
+The hash is BLAKE2b (RFC 7693) of 16 bytes: two different rows among 10**12 have the same key with a
+probability of 10**-15.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ KEY_COLUMN = "key"
 KEY_BYTES = 16
 KEY_TYPE = pa.binary(KEY_BYTES)
 KEYS_SCHEMA = pa.schema([("row_id", pa.int64()), (KEY_COLUMN, KEY_TYPE)])
-"""Columns of the file of a finished part's keys."""
+"""Columns of the file with the keys of a finished part."""
 NO_KEYS = KEYS_SCHEMA.empty_table()
 
 _VERSION = b"batchinfer row 1"
 _HEAD = struct.Struct("<iiQQ??")
-"""Most output tokens, prompt tokens, seed, stream; whether it draws, whether it was cut."""
+"""Most output tokens, prompt tokens, seed, stream; whether it draws, whether it was truncated."""
 _INT = np.dtype("<i4")
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
-"""Parameters whose text, or whose part of the hash, is kept: rows often repeat each other."""
+"""Parameters whose part of the hash is cached: rows often repeat each other."""
 
 _NOT_IN_TEXT = ("seed", "max_tokens")
 _OF_DRAWS = ("top_p", "top_k", "min_p")
@@ -53,10 +52,10 @@ _SETS = ("stop_token_ids", "allowed_token_ids")
 
 
 def canonical_params(params: SamplingParams) -> str:
-    """Text of parameters, equal where they mean the same, but for ``seed`` and ``max_tokens``.
+    """Text that is equal for parameters of the same meaning, without ``seed`` and ``max_tokens``.
 
-    Defaults are left out, so that a parameter that comes later changes no text before it is used.
-    Nor is there, without draws, any filter of what is drawn from.
+    It leaves out defaults, so that a parameter of a later version changes no text until it is used,
+    and, at temperature 0, the filters of draws.
     """
     given = {
         name: _canonical(name, getattr(params, name))
@@ -79,9 +78,9 @@ class RowKeys:
 
     Args:
         facts: ``fingerprint_facts`` of the job.
-        max_model_len: most tokens of prompt and output together.
+        max_model_len: most tokens of prompt and output.
         adapters: numbers of the adapters, by name.
-        chosen_by_length: whether the model computes otherwise with another ``max_model_len``
+        chosen_by_length: the model computes differently with another ``max_model_len``
             (LongRoPE).
     """
 
@@ -103,17 +102,17 @@ class RowKeys:
         self._adapters[BASE_MODEL] = b""
         self._writes_prompt = "prompt" in common["output"]["include"]
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
-        """By identity of the parameters, which it keeps alive, and adapter."""
+        """By identity of the parameters, which the value keeps alive, and adapter."""
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Rows with their keys; those that cannot run have none."""
+        """Set the keys of rows; rows that cannot run have none."""
         for batch in batches:
             for row in batch:
                 row.key = self.of(row)
             yield batch
 
     def of(self, row: PromptRow) -> bytes | None:
-        """The key of a row, 16 bytes; None for one that cannot run."""
+        """The key of a row, 16 bytes; None if it cannot run."""
         prompt = row.prompt
         if isinstance(prompt, RowError):
             return None
@@ -128,17 +127,17 @@ class RowKeys:
             key.update(b"unpooled")
         if isinstance(prompt, ScoredPrompt):
             _add_completions(key, prompt)
-        if row.tools is not None:  # they say how an answer is read
+        if row.tools is not None:  # they decide how an answer is read
             key.update(row.tools.key.encode("utf-8", "surrogatepass"))
             key.update(b"tools")
-        # Of one that was cut, the token ids are written.
+        # The text of a truncated prompt is decoded from its token ids, which count already.
         if self._writes_prompt and prompt.text is not None and not prompt.truncated:
             key.update(prompt.text.encode("utf-8", "surrogatepass"))
             key.update(b"text")
         return key.digest()
 
     def _begin(self, row: PromptRow) -> blake2b:
-        """The hash of what rows with one row's parameters and adapter have in common."""
+        """A hash of the job's facts, and of a row's parameters and adapter."""
         params = None if row.sampling is None else row.sampling.params
         known = self._begun.get((id(params), row.adapter))
         if known is None:

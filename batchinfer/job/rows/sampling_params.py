@@ -34,12 +34,12 @@ class RowParams:
 
     Args:
         where: what messages call the place of a row's changes.
-        keeps_logprobs: whether log-probabilities are written even if only a row asks for them.
-        check: raises ValueError of a row's parameters that do not go with the job.
+        keeps_logprobs: log-probabilities are written even if only a row asks for them.
+        check: raises ValueError if a row's parameters contradict the job.
 
     Raises:
-        UsageError: the job's own parameters name a token id the model does not have, or a grammar
-            that does not go with it.
+        UsageError: the job's own parameters name a token id that the model does not have, or a
+            grammar that cannot be compiled.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RowParams:
 
 
 class _GivenTwiceError(Exception):
-    """Two values for one parameter: no saying which is meant."""
+    """A parameter has two values."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """A whole number that was written as a float, as columns are that hold nulls or fractions."""
+    """Turn 5.0 into 5: columns with nulls or fractions hold integers as floats."""
     if isinstance(value, list):
         return [_whole(item) for item in value]
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
@@ -161,7 +161,7 @@ def _whole(value: Any) -> Any:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """A message on what pydantic found wrong, in the words of the job file's."""
+    """The message for an error of pydantic, worded as for the job file."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":
@@ -177,7 +177,7 @@ def _text_of(value: object) -> str:
 
     Raises:
         UnicodeDecodeError: it holds text that is not UTF-8.
-        TypeError: it holds a value that JSON cannot, such as a time.
+        TypeError: it holds a value that JSON does not have, such as a time.
         _GivenTwiceError: a map holds a key twice.
     """
     if isinstance(value, str | bytes):
@@ -186,12 +186,12 @@ def _text_of(value: object) -> str:
 
 
 def _refuse(value: object) -> None:
-    raise TypeError(f"a {type(value).__name__} is no value for a parameter")
+    raise TypeError(f"a {type(value).__name__} is not a value for a parameter")
 
 
 def _plain(value: Any) -> Any:
-    """Arrow's structs as JSON data: texts decoded, decimals as floats, null fields left out, maps
-    as objects."""
+    """An Arrow value as JSON data: texts decoded, decimals as floats, maps as objects, without null
+    fields."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Decimal):

@@ -1,16 +1,16 @@
 """``task: score``: how likely a row's completions are, or its prompt itself.
 
-Each completion is a request of its own: the prompt and all of the completion but its last token,
-which is the request's given token. So its logits are needed from the prompt's last token on, what
-is before that is found in the prefix index, and the row's completions share it. A prompt that is
-itself scored is a request in which every token but the first is judged.
+Each completion is a request: the prompt and the completion without its last token, which is the
+request's given token. Its logits are needed from the prompt's last token on; the rest comes from
+the prefix index, which a row's completions share. A row without completions is one request, which
+scores every token of the prompt but the first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,29 +43,6 @@ _SCORE = [
 _OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())}
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """One completion's tokens and what the model gives for them."""
-
-    token_ids: TokenIds
-    logprobs: list[float]
-    greedy_match: bool
-
-    @classmethod
-    def of(cls, completion: Completion) -> _Judged:
-        request, of_prompt = completion.request, completion.prompt_logprobs
-        (output,) = completion.outputs
-        assert of_prompt is not None
-        assert output.logprobs is not None
-        (last,) = output.logprobs
-        before = request.prompt_token_ids[request.scored_from :]
-        return cls(
-            np.concatenate([before, output.token_ids]),
-            [*of_prompt.logprobs.tolist(), last.logprob],
-            bool((of_prompt.ranks == 1).all()) and last.rank == 1,
-        )
-
-
 class Scoring(LoadedTask):
     """A request for each completion of a row."""
 
@@ -74,7 +51,6 @@ class Scoring(LoadedTask):
         self._include = include
 
     def requests(self, row: PromptRow) -> list[Request]:
-        """A request for each completion, or one for the prompt."""
         prompt = row.prompt
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
@@ -95,44 +71,51 @@ class Scoring(LoadedTask):
         ]
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The row with the scores of its completions."""
         prompt = row.prompt
         assert isinstance(prompt, ScoredPrompt)
         error = _error(prompt, completions)
-        judged = [] if error else list(map(_Judged.of, completions))
+        scores = None if error else [_score(at, one) for at, one in enumerate(completions)]
         results: dict[str, Any] = {
-            "score": None if error else [self._score(at, one) for at, one in enumerate(judged)],
-            "perplexity": None if error else perplexity(judged),
+            "score": scores and [self._included(score) for score in scores],
+            "perplexity": scores and _perplexity([p for one in scores for p in one["logprobs"]]),
         }
         if "prompt" in self._include:
             results["prompt"] = seen_text(row, self._tokenizer)
         stats = combined_stats([c.stats for c in completions if c.stats.prompt_tokens])
-        stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
+        stats = stats and replace(stats, output_tokens=0)  # the last token was given, not drawn
         return finished_row(row, results, error, stats)
 
-    def _score(self, index: int, judged: _Judged) -> dict[str, Any]:
-        score: dict[str, Any] = {
-            "index": index,
-            "sum_logprob": math.fsum(judged.logprobs),
-            "num_tokens": len(judged.logprobs),
-            "greedy_match": judged.greedy_match,
-        }
-        if "token_ids" in self._include:
-            score["token_ids"] = judged.token_ids
-        if "logprobs" in self._include:
-            score["logprobs"] = judged.logprobs
-        return score
+    def _included(self, score: Mapping[str, Any]) -> dict[str, Any]:
+        left_out = _OPTIONAL_SCORE.keys() - self._include
+        return {name: value for name, value in score.items() if name not in left_out}
 
 
-def perplexity(judged: Sequence[_Judged]) -> float:
-    """exp of minus the mean log-probability of all tokens that were scored for a row."""
-    logprobs = [logprob for one in judged for logprob in one.logprobs]
+def _score(index: int, completion: Completion) -> dict[str, Any]:
+    """A completion's score, with its token ids and their log-probabilities."""
+    request, of_prompt = completion.request, completion.prompt_logprobs
+    (output,) = completion.outputs
+    assert of_prompt is not None
+    assert output.logprobs is not None
+    (last,) = output.logprobs
+    logprobs = [*of_prompt.logprobs.tolist(), last.logprob]
+    before = request.prompt_token_ids[request.scored_from :]
+    return {
+        "index": index,
+        "sum_logprob": math.fsum(logprobs),
+        "num_tokens": len(logprobs),
+        "greedy_match": bool((of_prompt.ranks == 1).all()) and last.rank == 1,
+        "token_ids": np.concatenate([before, output.token_ids]),
+        "logprobs": logprobs,
+    }
+
+
+def _perplexity(logprobs: Sequence[float]) -> float:
     with np.errstate(over="ignore"):
         return float(np.exp(-math.fsum(logprobs) / len(logprobs)))
 
 
 def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
-    """Tokens, and where those begin that are scored."""
+    """Token ids of each request, and the index of the first one that is scored."""
     if not prompt.completions:
         yield prompt.token_ids, 1
     for completion in prompt.completions:
@@ -140,7 +123,7 @@ def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
 
 
 def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str, Any] | None:
-    """The error of the first of a row's requests that failed."""
+    """The error of a row's first request that failed."""
     for at, completion in enumerate(completions):
         if completion.error_code is not None:
             where = f"completion {at}: " if prompt.completions else ""

@@ -1,4 +1,4 @@
-"""What a job does with its rows (``task`` in the job file); ``tasks.TASKS`` has all there is."""
+"""What a job does with its rows (``task`` in the job file); ``tasks.TASKS`` lists all tasks."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, whatever the job and its model."""
+    """A task, independent of the job and its model."""
 
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
-    """Types of the output columns that not every task has."""
+    """Types of the task's own output columns."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
-    """What makes a job's prompts: called as ``PromptBuilder`` is."""
+    """Makes a job's prompts; called like ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
-    """The task of a job on its model; the compiler has been asked for the grammars of all rows."""
+    """The task of a job on its model; the compiler knows the grammars that all rows share."""
     summarise: Callable[[Mapping[str, Any]], tuple[str | None, str]]
-    """The result of an output row and facts about it, for a report; given its ``num_prompt_tokens``
-    and the columns ``summarised``."""
+    """The result of an output row and facts about it, for a report; takes ``num_prompt_tokens`` and
+    the columns ``summarised``."""
     summarised: Sequence[str]
-    """Columns of its own, nested ones by their Parquet paths."""
+    """Columns that ``summarise`` needs, nested ones by their Parquet paths."""
     failed_results: Mapping[str, Any]
-    """Values of the columns that not every task has, in a row that the engine does not run."""
+    """Values of the task's own columns in a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
-    """Raises DataError where an input column that it reads beside the prompt's cannot be used."""
+    """Raises DataError if a further input column of the task cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
-    """Where a job's prompts come from, with what its own section says of that."""
+    """Where a job's prompts come from, given the task's own section."""
     runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
-    """What its model is run for."""
+    """How its model runs."""
 
 
 class LoadedTask(ABC):
     """A row's way to the engine and back."""
 
     result_bytes: int = 0
-    """Bytes of a row's numbers that do not compress: vectors and scores."""
+    """Bytes of a row's vectors and scores, which do not compress."""
 
     @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:
@@ -62,9 +62,9 @@ class LoadedTask(ABC):
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> Sequence[Request]:
-        """The requests that follow from what came of a row's requests so far; most often none."""
+        """Further requests, given the completions so far; most tasks have none."""
         return ()
 
     @abstractmethod
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The output of a row that ran; its requests' completions are in their order."""
+        """The output of a row that ran; completions are in the order of the requests."""

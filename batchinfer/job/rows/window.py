@@ -1,21 +1,19 @@
-"""The order rows run in, a window at a time, and what each shares with others of its window.
+"""The order rows run in, window by window, and the prefixes they share.
 
-A window is whole parts, about ``engine.order_window`` rows, so that its parts are all finished
-before much of the next has run; one of long prompts ends earlier, at ``MOST_TOKENS``, because its
-token ids are in memory. By prefix, rows that begin alike run side by side, after all of another
-adapter's, which share nothing with them; in input order they run as they come. Either way each row
-knows what a later one of its window begins with as well.
+A window is a number of whole parts, about ``engine.order_window`` rows, so that its parts finish
+before much of the next window has run. Long prompts end it earlier, at ``MOST_TOKENS``, because
+their token ids are in memory. In prefix order, rows that begin alike run side by side, adapter by
+adapter; in input order they run as they come. In both, each row learns how long a prefix it shares
+with a later row of its window. Models that share no prefixes run the longest rows first.
 
-Nothing of a window could run before all of it is read. So when the engine has nothing left to
-take, it gets a head start: in input order all rows read so far, by prefix the lowest sixteenth of
-the new ones. Longest first is the order of models that share no prefixes: nothing is told of any.
-The rest of the window then begins at the lowest again, with the prefixes that these
-have left in the pool: a head start shares what the rest does as far as the pool still holds it.
+A window is planned once it is read. If the engine runs out of rows before that, it gets a head
+start: in input order all rows read so far, in prefix order the first sixteenth of the new ones. The
+rest of the window then starts at the lowest prefixes again, which are still in the pool.
 
-What rows have in common: their token ids are sorted. Of two rows, the longest common prefix (LCP)
-is then the least of the LCPs of neighbours between them (Manber & Myers 1990, on suffix arrays), so
-a row has most in common with the nearest of those that count on either side. Which are nearest is
-kept in a linked list that rows leave one by one.
+Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two rows is the
+minimum of the LCPs of neighbors between them (Manber & Myers 1990, on suffix arrays), so a row
+shares most with the nearest row that counts on either side. A linked list, which rows leave one by
+one, keeps the nearest.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from batchinfer.requests.requests import PromptRow
 MOST_TOKENS = 1 << 26
 """Most prompt tokens of a window: 256 MiB of ids."""
 _WARM_UP = 1 / 16
-"""Share of the rows read, by prefix: enough to keep an engine busy, few enough that what they
-share is still in the pool when the rest of the window comes."""
+"""Share of the rows in a head start by prefix: enough to keep an engine busy, few enough that their
+prefixes are still in the pool when the rest of the window comes."""
 _ADAPTER_BYTES = 4
 
 
@@ -49,18 +47,18 @@ def plan_windows(
     by_length: bool = False,
     is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[PromptRow]]:
-    """Plan the rows of ``parts``: windows, or the head start of one and its rest.
+    """Plan the rows of ``parts``: yields windows, or the head start of a window and its rest.
 
     Args:
         batches: the rows in input order, each batch of one part.
         parts: the parts they belong to, in order.
-        window_rows: rows are planned among about so many.
+        window_rows: about how many rows a window has.
         by_prefix: reorder them by their token ids.
-        by_length: reorder them by their lengths, the longest first; nothing is shared.
-        is_starved: whether all rows handed over are taken and more could run.
+        by_length: reorder them by length, the longest first; they share nothing.
+        is_starved: whether the engine has taken all rows and could run more.
 
     Raises:
-        DataError: what ``batches`` raises, after all rows before it.
+        DataError: of ``batches``, after all rows before it.
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
@@ -75,7 +73,7 @@ def plan_windows(
             window.add(batch, num_tokens)
             if window.has_grown and is_starved():
                 yield from window.warm_up()
-    except DataError:  # the rows before the place that cannot be read are not lost with it
+    except DataError:  # keep the rows before the place that cannot be read
         yield from window.rest()
         raise
     yield from window.rest()
@@ -96,7 +94,7 @@ class _Window:
         self.num_tokens = 0
 
     def add(self, batch: list[PromptRow], num_tokens: int) -> None:
-        """Append rows, with so many tokens in all."""
+        """Append rows, with ``num_tokens`` in all."""
         start = len(self._rows)
         self._rows += batch
         self.num_tokens += num_tokens
@@ -107,21 +105,21 @@ class _Window:
 
     @property
     def has_grown(self) -> bool:
-        """Whether rows have doubled since they were planned: then planning again is cheap."""
+        """Whether rows have doubled since the last plan, so that planning again is cheap."""
         return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
 
     def warm_up(self) -> Iterator[list[PromptRow]]:
-        """Rows to begin with, before the window is complete."""
+        """The head start."""
         new = len(self._rows) - self._num_planned
         reorders = self._by_prefix or self._by_length
         return self._hand_over(int(new * _WARM_UP) if reorders else new)
 
     def rest(self) -> Iterator[list[PromptRow]]:
-        """The rows that are not handed over yet."""
+        """The rows that have not been handed over."""
         return self._hand_over(len(self._rows) - len(self._handed_over))
 
     def _hand_over(self, count: int) -> Iterator[list[PromptRow]]:
-        """The next ``count`` rows, planned among all that are there; nothing for none."""
+        """The next ``count`` rows, if any, planned among all rows of the window so far."""
         if count:
             to_run = self._longest(count) if self._by_length else self._sharing(count)
             self._handed_over += to_run
@@ -130,7 +128,7 @@ class _Window:
 
     def _longest(self, count: int) -> list[int]:
         lengths = np.array([row.num_prompt_tokens for row in self._rows], np.int64)
-        lengths[self._handed_over] = -1  # they are last, and stay
+        lengths[self._handed_over] = -1  # sorted last
         to_run: list[int] = np.argsort(-lengths, kind="stable")[:count].tolist()
         for at in to_run:
             self._rows[at].distinct_tokens = self._rows[at].num_tokens
@@ -150,11 +148,10 @@ class _Window:
         return to_run[:count]
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """All rows by ``_sort_key``, equal ones in input order, and of each the tokens that it
-        begins with as the next does.
+        """All rows by ``_sort_key``, equal ones in input order, and the LCP of each with the next.
 
-        Batches are sorted already. Merging them needs one key of each at a time: the keys of all
-        would take as much memory as their token ids do.
+        Merges sorted batches, which needs one key of each at a time: all keys together would take
+        as much memory as the token ids do.
         """
         runs = [((_sort_key(self._rows[at]), at) for at in run) for run in self._sorted_batches]
         order, with_previous, previous = list[int](), list[int](), b""
@@ -166,7 +163,7 @@ class _Window:
 
 
 def _sort_key(row: PromptRow) -> bytes:
-    """A row's adapter and token ids, big-endian: keys compare as these do."""
+    """A row's adapter and token ids, big-endian, so that keys sort by them."""
     adapter = row.adapter.to_bytes(_ADAPTER_BYTES, "big")
     if isinstance(row.prompt, RowError):
         return adapter
@@ -174,7 +171,7 @@ def _sort_key(row: PromptRow) -> bytes:
 
 
 def _common_prefix_len(left: bytes, right: bytes) -> int:
-    """Tokens that two rows begin with, by their ``_sort_key``; none of different adapters."""
+    """The number of tokens that two ``_sort_key`` share; 0 for different adapters."""
     if left[:_ADAPTER_BYTES] != right[:_ADAPTER_BYTES]:
         return 0
     return common_tokens(left, right) - 1
@@ -183,18 +180,17 @@ def _common_prefix_len(left: bytes, right: bytes) -> int:
 def most_in_common(
     order: Sequence[int], with_next: Sequence[int], run: Sequence[int]
 ) -> dict[int, int]:
-    """Tokens that each row begins with as some row does that comes after it in ``run``.
+    """The longest prefix, in tokens, that each row shares with any row after it in ``run``.
+
+    With ``run`` reversed, it is the longest that each shares with any row before it.
 
     Args:
         order: all rows, sorted by their token ids.
-        with_next: of each of them, LCP with the next in ``order``.
-        run: the same rows, in the order they leave.
-
-    Returns:
-        By row. With ``run`` reversed: what each has in common with some row before it.
+        with_next: LCP of each of them with the next in ``order``.
+        run: the same rows, in the order they run.
     """
     place = {row: at for at, row in enumerate(order, start=1)}
-    after = list(range(1, len(order) + 2))  # places 0 and n + 1 are those of no row
+    after = list(range(1, len(order) + 2))  # places 0 and n + 1 are sentinels
     before = list(range(-1, len(order) + 1))
     common = [0, *with_next]
     longest = {}

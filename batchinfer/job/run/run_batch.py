@@ -15,13 +15,13 @@ from batchinfer.config.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOption
 from batchinfer.console.display import Display
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.input.formats.openai_prompts import (
+from batchinfer.job.input.openai_batch import (
     CLASSIFY_URLS,
     EMBEDDINGS,
     RERANK_URLS,
     SCORE_URLS,
+    first_url,
 )
-from batchinfer.job.input.openai_batch import first_url
 from batchinfer.job.output.export_record import is_open_file
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.document import JobDocument

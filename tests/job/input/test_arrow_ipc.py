@@ -57,7 +57,7 @@ def kept(found: Source, columns: list[str], ranges: list[range]) -> list[dict[st
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_any_rows_of_any_columns(tmp_path: Path, name: str) -> None:
+def test_any_ranges_and_columns_are_read(tmp_path: Path, name: str) -> None:
     path, rows = tmp_path / f"x.{name}", table()
     WRITERS[name](rows, path)
     found = open_source(str(path))
@@ -91,7 +91,7 @@ def test_files_and_streams_are_one_dataset(tmp_path: Path) -> None:
         (lambda data: data[:-10], "cannot be read as Arrow IPC"),
     ],
 )
-def test_what_is_no_arrow_is_named(tmp_path: Path, damage: Any, message: str) -> None:
+def test_a_file_that_is_not_arrow_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
     path = tmp_path / "x.arrow"
     to_file(table(), path)
     path.write_bytes(damage(path.read_bytes()))
@@ -99,7 +99,7 @@ def test_what_is_no_arrow_is_named(tmp_path: Path, damage: Any, message: str) ->
         open_source(str(path))
 
 
-def test_offsets_that_point_outside_are_not_followed(tmp_path: Path) -> None:
+def test_offsets_out_of_range_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
     to_file(pa.table({"x": ["aa", "bb", "cc"]}), path)
     data = path.read_bytes()
@@ -111,7 +111,7 @@ def test_offsets_that_point_outside_are_not_followed(tmp_path: Path) -> None:
         kept(found, ["x"], [range(3)])
 
 
-def test_invalid_text_is_a_rows_own_matter(tmp_path: Path) -> None:
+def test_invalid_text_is_read_as_bytes(tmp_path: Path) -> None:
     texts = strings([b"a", b"\xff"])
     to_file(
         pa.table({"x": texts, "s": pa.StructArray.from_arrays([texts], ["t"])}),
@@ -171,7 +171,7 @@ def test_lists_of_all_kinds_pass_the_check(make: Callable[[pa.DataType], pa.Data
     check_buffers(pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())))
 
 
-def test_lists_that_point_outside_are_found() -> None:
+def test_list_offsets_out_of_range_are_found() -> None:
     buffers = [None, pa.py_buffer(pa.array([0, 2, 9, 3], pa.int32()).buffers()[1])]
     lists = pa.Array.from_buffers(pa.list_(pa.int64()), 3, buffers, children=[pa.array([1, 2, 3])])
     with pytest.raises(pa.ArrowInvalid):

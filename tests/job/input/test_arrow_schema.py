@@ -18,16 +18,10 @@ from tests.job.datasets import write_parquet
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 KINDS = (
     pa.string(),
-    pa.large_string(),
     pa.string_view(),
-    pa.binary(4),
     pa.null(),
-    pa.float16(),
     pa.timestamp("s"),
-    pa.duration("ns"),
-    pa.decimal128(5, 2),
     pa.dictionary(pa.int8(), pa.string()),
-    pa.dictionary(pa.int8(), pa.int64()),
     pa.list_(pa.int32(), 3),
     pa.large_list(pa.string()),
     pa.list_view(pa.string()),
@@ -46,13 +40,13 @@ def written(schema: pa.Schema) -> pq.ParquetFile:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_type_goes_with_itself(kind: pa.DataType) -> None:
+def test_every_type_matches_its_own_schema(kind: pa.DataType) -> None:
     file = written(pa.schema([("x", kind), ("y", pa.int64())]))
     check_arrow_schema(file.metadata, file.schema_arrow)
 
 
 @pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin"])
-def test_times_of_96_bits_go_with_a_schema_that_names_a_zone(zone: str | None) -> None:
+def test_int96_times_match_a_schema_with_a_time_zone(zone: str | None) -> None:
     file = BytesIO()
     times = pa.array([1], pa.timestamp("us", zone))
     pq.write_table(pa.table({"x": times}), file, use_deprecated_int96_timestamps=True)
@@ -74,7 +68,7 @@ def test_another_nesting_is_refused(other: pa.Schema) -> None:
         check_arrow_schema(written(pa.schema([("x", MESSAGES)])).metadata, other)
 
 
-def test_a_time_zone_that_is_no_text_is_found_when_the_file_is_opened(tmp_path: Path) -> None:
+def test_a_time_zone_of_invalid_utf8_is_refused_on_opening(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", {"x": pa.array([1], pa.timestamp("us", "UTC"))})
     kept = pq.read_metadata(path).metadata[b"ARROW:schema"]
     damaged = base64.b64encode(base64.b64decode(kept).replace(b"UTC", b"UT\xe3"))

@@ -47,12 +47,12 @@ def test_quotes_and_lines_in_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_lines_end_in_any_way(tmp_path: Path, end: str) -> None:
+def test_all_line_endings_are_read(tmp_path: Path, end: str) -> None:
     found = source(tmp_path, end.join(["a,b", "1,x", "", "2,y", ""]).encode())
     assert kept(found) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
-def test_a_type_is_of_the_whole_column_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_column_is_numeric_only_if_no_value_changes(tmp_path: Path) -> None:
     columns = {
         "whole": (["1", "-20", ""], pa.int64()),
         "float": (["0.5", "-1e-07", "3.0"], pa.float64()),
@@ -73,7 +73,7 @@ def test_a_type_is_of_the_whole_column_and_changes_nothing(tmp_path: Path) -> No
         assert [v.decode() if isinstance(v, bytes) else str(v) for v in shown] == cells
 
 
-def test_types_of_all_files_are_one(tmp_path: Path) -> None:
+def test_files_of_one_dataset_share_column_types(tmp_path: Path) -> None:
     files = (b"a,b\n1,1\n", b"a,b\nx,2\n", b"b,a\n3,\n")
     found = source(tmp_path, *files)
     assert found.schema == pa.schema([("a", pa.string()), ("b", pa.int64())])
@@ -84,7 +84,7 @@ def test_types_of_all_files_are_one(tmp_path: Path) -> None:
     assert kept(source(tmp_path, b"a\n1\n", mode="union"))[0] == {"a": "1", "b": None}
 
 
-def test_an_empty_cell_is_null_and_no_text_in_a_prompt(tmp_path: Path) -> None:
+def test_an_empty_cell_is_null_and_an_empty_text_in_a_prompt(tmp_path: Path) -> None:
     found = source(tmp_path, b'id,n,sampling_params\n,1,\n"",,{}\nx,2,\n')
     assert [row["id"] for row in kept(found)] == [None, None, "x"]
     assert [row["id"] for row in seen(found)] == [b"", b"", b"x"]
@@ -93,7 +93,7 @@ def test_an_empty_cell_is_null_and_no_text_in_a_prompt(tmp_path: Path) -> None:
     assert find_bad_ids(found, "id").rows.tolist() == [0, 1]
 
 
-def test_a_wrong_record_is_a_row_error_that_names_its_line(tmp_path: Path) -> None:
+def test_a_wrong_record_is_a_row_error_with_its_line(tmp_path: Path) -> None:
     text = b'a,b\n1,"x\ny"\n2\n3,z,\n"4"q,z\n5,\xff\n6,\0\n'
     found = source(tmp_path, text)
     assert seen(found) == [
@@ -119,7 +119,6 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", r"is empty: it has no header"),
-        (b"\n\r\n", r"is empty: it has no header"),
         (b"a,b,a\n1,2,3\n", r'more than one column named "a"'),
         (b"a;b\n1;2\n", r"its header has no comma: a;b\nwrite it with commas"),
         (b'a,b\n1,2\n3,"x\n4,5\n', r"line 3: a quote is opened that is never closed"),
@@ -130,10 +129,7 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08garbage", "cannot be read"),
         (b"PAR1\0\0\0", "is not a header: it has a NUL"),
         ("ä,b\nx,y\n".encode("latin-1"), r"Latin-1 or Windows-1252.*\n.*iconv -f WINDOWS-1252"),
-        ("a,b\nä,y\nö,z\n".encode("latin-1"), r"Latin-1 or Windows-1252"),
         ("a,b\n1,2\n".encode("utf-16"), r"is in UTF-16LE, .*must be UTF-8\n.*iconv -f UTF-16LE"),
-        ("a,b\n1,2\n".encode("utf-16-be"), r"UTF-16BE"),
-        ("a,b\n1,2\n".encode("utf-32-le"), r"UTF-32LE"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(
@@ -152,7 +148,7 @@ def test_a_file_that_cannot_be_read_is_refused(
 @pytest.mark.parametrize(
     "huge", [b"x" * 3000, b'"' + b"x" * 3000 + b'"', b'"' + b'""said"",\n' * 500 + b'"']
 )
-def test_a_row_with_a_huge_cell_is_an_error_and_no_other(
+def test_only_the_row_with_a_huge_cell_is_an_error(
     tmp_path: Path, huge: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(csv_format, "MAX_CELL_BYTES", 2000)
@@ -186,7 +182,7 @@ def test_tabs_marks_and_compressed_files(tmp_path: Path) -> None:
     assert len({file.content_sha256 for file in found.files}) == 1
 
 
-def test_beside_parquet_it_is_no_data(tmp_path: Path) -> None:
+def test_csv_next_to_json_lines_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("a\n1\n")
     (tmp_path / "x.jsonl").write_text('{"a": 2}\n')
     assert kept(open_source(str(tmp_path))) == [{"a": 2}]
@@ -207,7 +203,7 @@ CELLS = st.text(st.sampled_from('a,"\r\n \0é1.'), max_size=5)
     batch=st.integers(1, 3),
 )
 @example(rows=[("", "")], chunk=1, end="\n", batch=1)
-def test_what_is_written_is_read_however_it_is_cut(
+def test_cells_survive_any_chunk_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     rows: list[tuple[str, str]],
@@ -233,7 +229,7 @@ def test_what_is_written_is_read_however_it_is_cut(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.lists(st.sampled_from([b"a", b",", b'"', b"\n", b"\r", b"\xff"])).map(b"".join))
-def test_whatever_a_file_holds_it_is_rows_or_refused(tmp_path: Path, content: bytes) -> None:
+def test_random_bytes_are_rows_or_refused(tmp_path: Path, content: bytes) -> None:
     try:
         found = source(tmp_path, b"a,b\n" + content)
     except DataError:

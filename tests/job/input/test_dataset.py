@@ -52,13 +52,13 @@ def test_a_glob_finds_nothing_hidden(folder: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["_tmp/*.parquet", "**/_tmp/*.parquet", "_t*/*", "_tmp/**"])
-def test_unless_it_writes_that_out(folder: Path, pattern: str) -> None:
+def test_a_glob_finds_hidden_files_if_it_names_the_dot(folder: Path, pattern: str) -> None:
     (folder / "_tmp" / "_meta.parquet").write_text("not data")
     found = [Path(file).name for file in find_files(f"{folder}/{pattern}")]
     assert found == ["d.parquet"]
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     for entry in (tmp_path / "pipe.parquet", tmp_path, "/dev/null"):
         with pytest.raises(DataError, match=r"neither a file nor a folder|is not a file"):
@@ -126,7 +126,7 @@ def test_columns_in_another_order_are_the_same_schema(tmp_path: Path) -> None:
     assert values(str(tmp_path), [range(2)]) == [1, 2]
 
 
-def test_a_missing_column_lists_those_there_are(folder: Path) -> None:
+def test_a_missing_column_lists_existing_columns(folder: Path) -> None:
     with pytest.raises(DataError, match='no column "promt"\nits columns are: x'):
         open_source(str(folder)).require(["promt"], "prompt.column")
 

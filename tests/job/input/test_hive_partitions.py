@@ -50,14 +50,14 @@ def test_any_columns_in_any_order(lake: Path) -> None:
     assert rows(lake, "year") == [{"year": year} for year in (2025, 2025, 2026, 2026) * 2]
 
 
-def test_what_is_in_the_path_itself_is_no_column(lake: Path) -> None:
+def test_folders_in_the_path_itself_are_not_columns(lake: Path) -> None:
     assert open_source(str(lake / "lang=de")).schema.names == ["prompt", "year"]
     assert open_source(f"{lake}/lang=de/*/x.parquet").schema.names == ["prompt", "year"]
     assert open_source(str(lake / "lang=de" / "year=2025" / "x.parquet")).schema.names == ["prompt"]
 
 
 @pytest.mark.parametrize("name", ["a[*]b", "a[?]b/lang=de", "a[ab]*"])
-def test_a_folder_that_exists_is_no_glob(tmp_path: Path, name: str) -> None:
+def test_an_existing_folder_is_not_a_glob(tmp_path: Path, name: str) -> None:
     write_parquet(tmp_path / name / "k=a" / "x.parquet", {"prompt": ["p"]})
     assert rows(tmp_path / name) == [{"prompt": "p", "k": "a"}]
     assert rows(tmp_path / name / "k=a" / "x.parquet") == [{"prompt": "p"}]
@@ -91,7 +91,7 @@ def test_json_lines_in_folders(tmp_path: Path) -> None:
     assert rows(tmp_path / "in", "lang") == [{"lang": lang} for lang in ("de", "de", "en", "en")]
 
 
-def test_files_that_lack_a_column_which_others_have_get_it_from_their_folder(
+def test_a_file_without_a_column_gets_it_from_its_folder(
     tmp_path: Path,
 ) -> None:
     for k, row in ((1, {"prompt": "a", "k": 7}), (2, {"prompt": "b"})):

@@ -69,20 +69,15 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "polars": by_polars,
     "polars, small groups": lambda path: by_polars(path, row_group_size=10, data_page_size=64),
     "polars, snappy": lambda path: by_polars(path, compression="snappy", statistics=False),
-    "polars, lz4": lambda path: by_polars(path, compression="lz4"),
-    "polars, brotli": lambda path: by_polars(path, compression="brotli"),
-    "polars, gzip": lambda path: by_polars(path, compression="gzip"),
     "polars by pyarrow": lambda path: by_polars(path, use_pyarrow=True),
     "duckdb": lambda path: by_duckdb(path, ""),
     "duckdb, version 2": lambda path: by_duckdb(path, ", PARQUET_VERSION V2, COMPRESSION zstd"),
-    "duckdb, uncompressed": lambda path: by_duckdb(path, ", COMPRESSION uncompressed"),
-    "duckdb, lz4": lambda path: by_duckdb(path, ", COMPRESSION lz4"),
     "duckdb, enums": by_duckdb_with_enums,
 }
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_value_comes_back(tmp_path: Path, writer: str) -> None:
+def test_values_of_other_writers_come_back(tmp_path: Path, writer: str) -> None:
     given = tmp_path / "in" / "x.parquet"
     given.parent.mkdir()
     WRITERS[writer](given)

@@ -51,22 +51,20 @@ def by_polars(table: pa.Table) -> bytes:
 
 @pytest.mark.parametrize("write", [by_pyarrow, by_polars])
 @pytest.mark.parametrize("table", [TABLE, TABLE.slice(0, 0), pa.table({"x": pa.nulls(2)})])
-def test_footers_of_good_files_are_right(
-    write: Callable[[pa.Table], bytes], table: pa.Table
-) -> None:
+def test_footers_of_intact_files_pass(write: Callable[[pa.Table], bytes], table: pa.Table) -> None:
     if write is by_polars and "map" not in table.schema.names:
         table = table.append_column("map", pa.nulls(len(table)))
     check_footer(footer_of(write(table)))
 
 
-def test_a_footer_of_duckdb_is_right(tmp_path: Path) -> None:
+def test_a_footer_of_duckdb_passes(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     duckdb.sql(f"COPY (SELECT 1 AS a, [{{'b': 'c'}}] AS d) TO '{path}' (FORMAT parquet)")
     check_footer(footer_of(path.read_bytes()))
 
 
 @pytest.mark.parametrize("name", [b"text", b"role", b"column 19"])
-def test_a_name_that_is_not_the_same_everywhere_is_refused(name: bytes) -> None:
+def test_names_that_differ_within_a_footer_are_refused(name: bytes) -> None:
     footer = footer_of(by_pyarrow(TABLE.slice(0, 1)))
     first = footer.index(name)
     changed = footer[:first] + name.upper() + footer[first + len(name) :]
@@ -75,7 +73,7 @@ def test_a_name_that_is_not_the_same_everywhere_is_refused(name: bytes) -> None:
 
 
 @pytest.mark.parametrize("write", [by_pyarrow, by_polars])
-def test_bytes_of_columns_are_those_that_pyarrow_tells(write: Callable[[pa.Table], bytes]) -> None:
+def test_compressed_bytes_equal_those_of_pyarrow(write: Callable[[pa.Table], bytes]) -> None:
     data = write(TABLE)
     metadata = pq.read_metadata(BytesIO(data))
     for columns in (["text"], ["nested", "messages", "column 3"], ["none"], TABLE.column_names):
@@ -89,7 +87,7 @@ def test_bytes_of_columns_are_those_that_pyarrow_tells(write: Callable[[pa.Table
         assert (expected > 0) == (columns != ["none"])
 
 
-def test_asking_a_damaged_footer_for_bytes_ends_no_process() -> None:
+def test_a_damaged_footer_does_not_crash_the_process() -> None:
     """pyarrow's own answer is the end of the process for some of these."""
     footer = footer_of(by_pyarrow(TABLE.select(["text", "messages"])))
     refused = 0
@@ -116,7 +114,7 @@ def test_a_file_whose_second_row_group_is_damaged_is_named(tmp_path: Path) -> No
     assert source.format.stored_bytes(source.files[0], []) == 0
 
 
-def test_every_shorter_footer_is_damaged() -> None:
+def test_a_truncated_footer_is_refused() -> None:
     footer = footer_of(by_pyarrow(TABLE.select(["text", "messages"]).slice(0, 1)))
     group = footer.index(b"content", footer.index(b"content") + 1)
     for length in range(0, group, 7):

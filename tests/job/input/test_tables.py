@@ -124,7 +124,7 @@ def test_mapped_columns_are_refused(tmp_path: Path) -> None:
         ({"format_name": "iceberg"}, DataError, r"cannot be read as a table \(iceberg\)"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_tables_that_cannot_be_read_are_refused(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     path = delta(tmp_path)
@@ -148,28 +148,6 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         open_source(path)
 
 
-def test_an_interrupted_job_keeps_to_the_version_it_began_with(tmp_path: Path) -> None:
-    path = tmp_path / "in"
-    rows = {"prompt": [f"row {at}" for at in range(30)]}
-    deltalake.write_deltalake(path, pa.table(rows))
-    spec = job(tmp_path)
-    breaks = FakeBuild(max_num_seqs=4)
-
-    def stop(step: int) -> None:
-        if step == 15:
-            raise KeyboardInterrupt
-
-    breaks.before_step = stop
-    with pytest.raises(KeyboardInterrupt):
-        run_job(spec, build=breaks)
-    deltalake.write_deltalake(path, pa.table({"prompt": ["later"]}), mode="append")
-    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    table = pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
-    assert table["prompt"].to_pylist() == rows["prompt"]
-    with pytest.raises(DataError, match="the input has changed"):
-        run_job(spec, build=FakeBuild())
-
-
 def stopped_on_a_table(tmp_path: Path, step: int) -> None:
     """A job on a table that ends at a step; the table has another version since."""
     table = tmp_path / "in"
@@ -191,15 +169,18 @@ def prompts_of(tmp_path: Path) -> list[str]:
     return table["prompt"].to_pylist()  # type: ignore[no-any-return]
 
 
-def test_a_table_that_has_moved_is_kept_to_its_version(tmp_path: Path) -> None:
+def test_a_resumed_job_keeps_the_version_of_a_moved_table(tmp_path: Path) -> None:
     stopped_on_a_table(tmp_path, step=15)
     (tmp_path / "in").rename(tmp_path / "moved")
     spec = job(tmp_path, input={"path": str(tmp_path / "moved")})
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
     assert prompts_of(tmp_path) == [f"row {at}" for at in range(30)]
+    (tmp_path / "moved").rename(tmp_path / "in")
+    with pytest.raises(DataError, match="the input has changed"):
+        run_job(job(tmp_path), build=FakeBuild())
 
 
-def test_another_input_is_not_read_at_the_version_of_the_table_before(tmp_path: Path) -> None:
+def test_another_table_is_read_at_its_latest_version(tmp_path: Path) -> None:
     stopped_on_a_table(tmp_path, step=0)
     other = job(tmp_path, input={"path": str(tmp_path / "other")})
     for text in ("first", "second"):
@@ -217,7 +198,7 @@ def test_files_that_take_the_place_of_a_table_are_another_job(tmp_path: Path) ->
         run_job(job(tmp_path, input={"path": str(tmp_path / "files")}), build=FakeBuild())
 
 
-def test_a_swap_that_was_cut_off_ends_at_the_version_that_takes_the_place(
+def test_an_interrupted_swap_ends_at_the_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, spec = tmp_path / "in", job(tmp_path)
@@ -237,7 +218,7 @@ def test_a_swap_that_was_cut_off_ends_at_the_version_that_takes_the_place(
     assert prompts_of(tmp_path) == ["second"]
 
 
-def test_an_update_that_was_stopped_goes_on_at_its_version(tmp_path: Path) -> None:
+def test_an_interrupted_update_resumes_at_its_version(tmp_path: Path) -> None:
     """Though what is there has not ended either, and the table has moved on since."""
     stopped_on_a_table(tmp_path, step=15)
     breaks = TellingBuild(max_num_seqs=4)
@@ -250,7 +231,7 @@ def test_an_update_that_was_stopped_goes_on_at_its_version(tmp_path: Path) -> No
     assert prompts_of(tmp_path)[-1] == "last"
 
 
-def test_errors_are_retried_without_rows_that_came_since(
+def test_retry_errors_skips_rows_added_since(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, spec = tmp_path / "in", job(tmp_path)

@@ -26,12 +26,12 @@ def bad(tmp_path: Path, values: Any, limit: int | None = None, **columns: Any) -
 
 # Python gives -1 and -2 one hash.
 @pytest.mark.parametrize("values", [[-1, -2, 3], ["a", "b", "A"], [1.5, 2.5], []])
-def test_different_ids_are_no_errors(tmp_path: Path, values: list[object]) -> None:
+def test_different_ids_are_not_errors(tmp_path: Path, values: list[object]) -> None:
     assert bad(tmp_path, values) == {}
 
 
 @pytest.mark.parametrize("values", [["a", "b", "a", "a"], [7, 8, 7, 7], [date(2026, 1, 1)] * 4])
-def test_the_later_rows_are_bad_and_name_the_first(tmp_path: Path, values: list[object]) -> None:
+def test_repeated_ids_name_the_first_row(tmp_path: Path, values: list[object]) -> None:
     assert bad(tmp_path, values).items() >= {2: 0, 3: 0}.items()
 
 
@@ -39,12 +39,12 @@ def test_a_time_before_the_year_1_is_an_id(tmp_path: Path) -> None:
     assert bad(tmp_path, pa.array([10**7, 10**7 + 1, 10**7], pa.date32())) == {2: 0}
 
 
-def test_null_and_nan_are_no_ids(tmp_path: Path) -> None:
+def test_null_and_nan_are_not_ids(tmp_path: Path) -> None:
     nan = float("nan")
     assert bad(tmp_path, [0.5, nan, None, nan]) == {1: NO_ID, 2: NO_ID, 3: NO_ID}
 
 
-def test_only_the_selected_rows_count(tmp_path: Path) -> None:
+def test_only_selected_rows_are_compared(tmp_path: Path) -> None:
     assert bad(tmp_path, ["a", "b", "a"], limit=2) == {}
     assert bad(tmp_path, ["a", "a", None, "a"], keep=[False, True, False, True]) == {3: 1}
 
@@ -64,7 +64,7 @@ def test_a_check_names_the_first_bad_row(tmp_path: Path) -> None:
             check_unique_ids(open_source(str(path)), "id")
 
 
-def test_rows_that_are_marked(tmp_path: Path) -> None:
+def test_bad_ids_replace_rows_with_errors(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 1}\n{"id": 1}\nno JSON\n{}\n{"id": 2}\n')
     source = open_source(str(path))
@@ -80,7 +80,7 @@ def test_rows_that_are_marked(tmp_path: Path) -> None:
     at_once=st.sampled_from([1, 3, 1 << 24]),
     first=st.integers(0, 40),
 )
-def test_any_rows_are_judged_as_reading_them_one_by_one_would(
+def test_bad_ids_equal_those_of_a_simple_loop(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     values: list[int | None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from batchinfer.job.input.formats.openai_prompts import CHAT
+from batchinfer.job.input.openai_batch import CHAT
 from batchinfer.job.openai.response import Responses
 from batchinfer.text.detokenize import token_text
 from tests.job.fakes import byte_tokenizer

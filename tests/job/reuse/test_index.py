@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ def table(rows: list[tuple[int, bytes]], cut: int = 0) -> pa.Table:
     others=st.lists(st.none() | KEYS, max_size=6),
     cut=st.integers(0, 6),
 )
-def test_it_finds_what_a_dict_finds(
+def test_the_index_finds_the_same_as_a_dict(
     files: list[list[bytes]], others: list[bytes | None], cut: int
 ) -> None:
     known: dict[bytes, tuple[int, int]] = {}
@@ -47,9 +46,3 @@ def test_it_finds_what_a_dict_finds(
             assert file == NOT_FOUND
         else:
             assert (file, row) == known[key]
-
-
-def test_a_row_takes_28_bytes() -> None:
-    keys = np.random.default_rng(0).bytes(16 * 1000)
-    rows = [(at, keys[16 * at : 16 * at + 16]) for at in range(1000)]
-    assert KeyIndex([table(rows)]).nbytes == 28 * 1000

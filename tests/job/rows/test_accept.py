@@ -10,19 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer.console.table import plain
-from batchinfer.engine.engine import Engine
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from tests.engine.invariants import check_scheduler
 from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
+from tests.job.fakes import FakeBuild, job
 from tests.models import make_text_model
 
 REGEX = "^[^a-e]*[f-m]"
@@ -56,7 +52,7 @@ def run(folder: Path, name: str, accept: str, **changes: Any) -> tuple[list[Any]
     return rows, json.loads((folder / name / "summary.json").read_text())
 
 
-def test_the_first_that_pass_are_kept_and_all_are_counted(folder: Path) -> None:
+def test_accept_keeps_the_first_passing_samples_and_counts_all(folder: Path) -> None:
     everything, _ = run(folder, "all", "", **{"sampling.n": 16})
     rows, summary = run(folder, "some", f"accept: {{regex: '{REGEX}', k: 3, dedup: true}}")
     kept = 0
@@ -88,7 +84,7 @@ def test_the_first_that_pass_are_kept_and_all_are_counted(folder: Path) -> None:
     assert sum(one["samples_tried"] for one in requests) == counts["samples_tried"]
 
 
-def test_what_is_kept_depends_on_nothing_beside_it(folder: Path) -> None:
+def test_accept_does_not_depend_on_batching(folder: Path) -> None:
     accept = f"accept: {{regex: '{REGEX}', k: 3}}"
     first, summary = run(folder, "first", accept)
     tight = {"engine.num_kv_blocks": 6, "engine.max_num_seqs": 4, "engine.order": "input"}
@@ -97,56 +93,7 @@ def test_what_is_kept_depends_on_nothing_beside_it(folder: Path) -> None:
     assert summary["accept"] == other["accept"]
 
 
-class Kept(FakeBuild):
-    """Remembers the engine it has built."""
-
-    engine: Engine
-
-    def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
-        built = super().__call__(*arguments, **options)
-        self.engine = built.engine
-        return built
-
-
-@pytest.mark.long
-@settings(max_examples=15, deadline=None)
-@given(
-    regex=st.sampled_from(["", "^a", "b", "cc", "^$", "never"]),
-    wanted=st.integers(1, 5),
-    max_tries=st.integers(5, 20),
-    dedup=st.booleans(),
-    prompts=st.lists(st.sampled_from(["a", "ab", "a longer one", "", "x" * 30]), min_size=1),
-    num_blocks=st.integers(12, 60),
-    temperature=st.sampled_from([0.0, 1.0]),
-)
-def test_all_blocks_come_home_whatever_is_accepted(
-    tmp_path_factory: pytest.TempPathFactory,
-    regex: str,
-    wanted: int,
-    max_tries: int,
-    dedup: bool,
-    prompts: list[str],
-    num_blocks: int,
-    temperature: float,
-) -> None:
-    tmp_path = tmp_path_factory.mktemp("leaks")
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
-    sampling = {"max_tokens": 6, "temperature": temperature}
-    fields = job(tmp_path, sampling=sampling, errors={"max_error_rate": 1.0})
-    accept = {"regex": regex, "k": wanted, "max_tries": max_tries, "dedup": dedup}
-    spec = JobSpec.model_validate({**fields.model_dump(by_alias=True), "accept": accept})
-    build = Kept(num_blocks, next_token=drawn)
-    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
-    if any(prompts):
-        pool = build.engine.scheduler.pool
-        assert pool.num_used == pool.num_shared == 0
-        assert pool.num_available == pool.num_blocks
-        check_scheduler(build.engine.scheduler)
-    counts = json.loads((tmp_path / "out" / "summary.json").read_text())["accept"]
-    assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
-
-
-def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
+def test_rows_without_a_passing_sample_are_not_errors(folder: Path) -> None:
     rows, summary = run(folder, "none", "accept: {regex: nothing says this, max_tries: 5}")
     for row in rows:
         if row["status"] == "ok":
@@ -157,7 +104,7 @@ def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [128, 12])
-def test_a_prompt_counts_once_however_often_it_is_drawn_for(
+def test_a_prompt_counts_once_for_several_rounds_of_samples(
     tmp_path: Path, num_blocks: int
 ) -> None:
     prompts = ["a prompt of some length", "equal", "equal", "", "another"]
@@ -186,7 +133,7 @@ def test_a_prompt_counts_once_however_often_it_is_drawn_for(
     assert requests["recomputed_tokens"].to_pylist()[2] == 0
 
 
-def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
+def test_accept_is_part_of_the_fingerprint(folder: Path) -> None:
     run(folder, "mine", "accept: {k: 2}")
     with pytest.raises(Exception, match=r"accept\.k"):
         run(folder, "mine", "accept: {k: 3}")
@@ -202,7 +149,7 @@ def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
         ("accept: {max_tries: 2}", {"sampling.n": 3}, "accept.max_tries is less than sampling.n"),
     ],
 )
-def test_a_mistake_is_told_before_the_model_loads(
+def test_mistakes_in_accept_are_refused_before_the_model_loads(
     folder: Path, accept: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

@@ -136,14 +136,14 @@ def test_a_reranker_answers_yes_or_no(tmp_path: Path, text_model: Path) -> None:
     assert row["scores"][1]["score"] == pytest.approx(rows[0]["score"], abs=1e-5)
 
 
-def test_what_a_reranker_is_asked_is_never_cut(tmp_path: Path, text_model: Path) -> None:
+def test_the_question_to_a_reranker_is_never_truncated(tmp_path: Path, text_model: Path) -> None:
     model, _ = make_reranker(tmp_path / "model", text_model)
     more = PAIRS + "prompt: {on_too_long: truncate_right}\n"
-    with pytest.raises(JobError, match="on_too_long: truncate_right would cut off what this model"):
+    with pytest.raises(JobError, match="on_too_long: truncate_right would cut off the question"):
         run_job(job(tmp_path, model, {"q": ["x"], "d": ["x"]}, more), quiet=True)
 
 
-def test_sentence_transformers_says_by_which_token(tmp_path: Path, text_model: Path) -> None:
+def test_logit_score_names_the_tokens(tmp_path: Path, text_model: Path) -> None:
     model, ids = make_reranker(tmp_path / "model", text_model)
     (model / "1_LogitScore").mkdir()
     kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"

@@ -118,7 +118,7 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
         ("nomic_bert", "not yet: heads that classify of the family 'nomic_bert'"),
     ],
 )
-def test_a_head_that_cannot_be_run_is_refused(tmp_path: Path, family: str, message: str) -> None:
+def test_unsupported_heads_are_refused(tmp_path: Path, family: str, message: str) -> None:
     model = make_classifier(tmp_path / "model", "bert", num_labels=1)
     config = json.loads((model / "config.json").read_bytes())
     (model / "config.json").write_text(json.dumps(config | {"model_type": family}))

@@ -130,7 +130,7 @@ def with_modules(folder: Path, model: Path, *, pooling: str = "lasttoken") -> to
     ("name", "text"),
     [("modules.json", "[5]"), ("modules.json", "{}"), ("sentence_bert_config.json", "[1]")],
 )
-def test_a_broken_file_of_a_folder_is_named(
+def test_a_broken_file_of_a_model_folder_is_named(
     tmp_path: Path, model: Path, name: str, text: str
 ) -> None:
     with_modules(tmp_path / "model", model)
@@ -161,7 +161,7 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
 
 
 @pytest.mark.parametrize("size", [300.0, 1e5, 1e30])
-def test_half_precision_is_of_the_finished_numbers(size: float) -> None:
+def test_half_precision_rounds_the_finished_embedding(size: float) -> None:
     """The squares of what is normalised, and what is, may be beyond float16, or float32."""
     embed = Embedder(EmbeddingModules(4), EmbedConfig(dtype="float16"))
     vector = embed(np.full(4, size, np.float32))
@@ -169,7 +169,7 @@ def test_half_precision_is_of_the_finished_numbers(size: float) -> None:
     assert vector.tolist() == [0.5] * 4
 
 
-def test_the_models_own_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None:
+def test_named_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None:
     dense = with_modules(tmp_path / "model", model)
     named = {"prompts": {"query": "<|im_start|>ask: ", "document": ""}}
     named["default_prompt_name"] = "query"

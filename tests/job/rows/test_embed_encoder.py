@@ -69,7 +69,7 @@ def assert_embeddings(rows: list[dict[str, Any]], vectors: list[Any]) -> None:
         assert cosine > SAME
 
 
-def test_texts_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, model: Path) -> None:
+def test_texts_are_truncated_like_the_tokenizer_does(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model)
     plan = plan_job(spec)
     assert (plan["num_blocks"], plan["truncated"]) == (0, 1)
@@ -101,14 +101,14 @@ def with_pooling(folder: Path, model: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def test_poolings_of_the_folder_are_put_side_by_side(tmp_path: Path, model: Path) -> None:
+def test_several_poolings_are_concatenated(tmp_path: Path, model: Path) -> None:
     legacy = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
     folder = with_pooling(tmp_path / "model", model, legacy)
     assert run_job(job(tmp_path, folder, TEXTS[:2]), quiet=True) is ExitCode.OK
     ids = AutoTokenizer.from_pretrained(model)(TEXTS[:2])["input_ids"]
     states = reference_states(model, ids)
     assert_embeddings(rows_of(tmp_path), [np.concatenate([s[0], s.mean(0)]) for s in states])
-    with pytest.raises(UsageError, match="puts cls and mean side by side; set auto"):
+    with pytest.raises(UsageError, match="concatenates cls and mean; set auto"):
         run_job(job(tmp_path, folder, TEXTS, "embed: {pooling: cls}\n"), quiet=True)
 
 
@@ -119,7 +119,7 @@ def test_poolings_of_the_folder_are_put_side_by_side(tmp_path: Path, model: Path
         ({"pooling_mode": []}, "not yet: pooling by none"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused(
+def test_unsupported_pooling_is_refused(
     tmp_path: Path, model: Path, config: dict[str, Any], message: str
 ) -> None:
     folder = with_pooling(tmp_path / "model", model, config)
@@ -144,7 +144,7 @@ def test_a_deterministic_job_refuses_batch_dependent_encoders(
         build_engine(config, pinned, log=log.append)
 
 
-def test_a_prompt_is_left_out_of_the_embedding(tmp_path: Path, model: Path) -> None:
+def test_include_prompt_false_leaves_the_prompt_out(tmp_path: Path, model: Path) -> None:
     folder = with_pooling(tmp_path / "m", model, {"pooling_mode": "mean", "include_prompt": False})
     named = {"prompts": {"query": "q r "}, "default_prompt_name": "query"}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(named))
@@ -166,7 +166,7 @@ def test_a_causal_model_pools_all_its_tokens(tmp_path: Path) -> None:
     assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
 
 
-def test_texts_are_lowered_where_the_folder_says_so(tmp_path: Path, model: Path) -> None:
+def test_texts_are_lowercased_if_the_folder_says_so(tmp_path: Path, model: Path) -> None:
     folder = with_pooling(tmp_path / "cased", model, {"pooling_mode": "mean"})
     saved = json.loads((folder / "tokenizer.json").read_bytes()) | {"normalizer": None}
     (folder / "tokenizer.json").unlink()

@@ -78,7 +78,7 @@ def test_a_finished_row() -> None:
         ({"stop_reason": "ne", "stop_match": StopMatch("ne", 1)}, {}, "o", "ne"),
     ],
 )
-def test_where_the_text_ends(fields: Any, params: Any, text: str, reason: str | None) -> None:
+def test_the_text_ends_at_the_stop(fields: Any, params: Any, text: str, reason: str | None) -> None:
     (output,) = finish(sample(0, "one.", finish_reason="stop", **fields), **params)["outputs"]
     assert (output["text"], output["stop_reason"]) == (text, reason)
     assert output["num_tokens"] == 4
@@ -97,7 +97,7 @@ def test_samples_finished_before_another_failed_are_kept() -> None:
     assert values["num_output_tokens"] == 4
 
 
-def test_what_is_included() -> None:
+def test_include_adds_columns() -> None:
     logprobs = [TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -2.0)))]
     include = ("prompt", "token_ids", "logprobs")
     values = finish(sample(0, "a", logprobs=logprobs), include=include)
@@ -133,7 +133,7 @@ def _top(token_id: int, logprob: float) -> dict[str, Any]:
     return {"token_id": token_id, "logprob": logprob}
 
 
-def test_the_prompt_is_the_one_the_model_saw() -> None:
+def test_the_prompt_column_shows_the_truncated_prompt() -> None:
     cut = Prompt(ids("sk"), "ask", truncated=True, has_control_text=False)
     completion = Completion(request_of(SamplingParams(seed=3)), [sample(0, "a")])
     values = (
@@ -163,6 +163,6 @@ def test_a_row_that_never_reached_the_engine() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_row_that_failed_has_columns_of_its_task_alone(task: Task) -> None:
+def test_a_failed_row_has_only_the_columns_of_its_task(task: Task) -> None:
     row = failed_row(7, RowError("empty_prompt", "no text"), task.failed_results)
     assert row.values.keys() == set(task.spec.columns(("reasoning", "tool_calls")))

@@ -18,9 +18,7 @@ def in_common(left: list[int], right: list[int]) -> int:
 
 @settings(max_examples=50, deadline=None)
 @given(rows=ROWS, data=st.data())
-def test_what_rows_have_in_common_with_those_after_and_before_them(
-    rows: Rows, data: st.DataObject
-) -> None:
+def test_shared_prefixes_equal_those_of_a_simple_loop(rows: Rows, data: st.DataObject) -> None:
     run = data.draw(st.permutations(range(len(rows))))
     order = sorted(range(len(rows)), key=lambda at: rows[at])
     with_next = [in_common(rows[row], rows[other]) for row, other in pairwise(order)] + [0]

@@ -19,7 +19,7 @@ PARAMS = RowParams(SamplingParams(seed=0), 257, grammars())
 
 
 @pytest.mark.parametrize("keeps_text", [True, False])
-def test_rows_are_read_and_made_into_prompts(tmp_path: Path, keeps_text: bool) -> None:
+def test_rows_become_prompts(tmp_path: Path, keeps_text: bool) -> None:
     path = write_parquet(tmp_path / "x.parquet", {"prompt": ["a", "", "c", "d"], "n": range(4)})
     source = open_source(str(path))
     config = PromptConfig(chat_template="none")
@@ -35,7 +35,7 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path, keeps_text: bool) -
     assert shown == (["a", "empty_prompt", "d"] if keeps_text else [None, "empty_prompt", None])
 
 
-def test_an_error_does_not_keep_the_row_it_is_about() -> None:
+def test_an_error_does_not_keep_its_row_in_memory() -> None:
     def fail() -> None:
         text = b"\xff" * 100
         try:

@@ -106,7 +106,7 @@ def decides(one: PromptRow, with_prompt: bool) -> tuple[Any, ...]:
 
 
 @given(pair=st.tuples(ROWS, ROWS), params=st.tuples(PARAMS, PARAMS), data=st.data())
-def test_keys_are_equal_if_and_only_if_what_decides_is(
+def test_keys_are_equal_exactly_if_the_answers_are(
     pair: tuple[PromptRow, PromptRow], params: tuple[Any, Any], data: st.DataObject
 ) -> None:
     one, other = pair
@@ -156,7 +156,7 @@ def test_a_key_is_the_same_in_the_next_process() -> None:
     ],
     ids=str,
 )
-def test_what_decides_all_answers_is_in_every_key(sections: dict[str, Any]) -> None:
+def test_job_facts_that_change_answers_are_in_every_key(sections: dict[str, Any]) -> None:
     other = RowKeys(facts(**sections), MAX_MODEL_LEN, ADAPTERS)
     assert other.of(row()) != keys().of(row())
 
@@ -173,11 +173,11 @@ def test_what_decides_all_answers_is_in_every_key(sections: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_what_decides_no_answer_by_itself_is_in_none(sections: dict[str, Any]) -> None:
+def test_job_facts_that_change_no_answer_are_in_no_key(sections: dict[str, Any]) -> None:
     assert keys(**sections).of(row()) == keys().of(row())
 
 
-def test_a_longer_model_keeps_the_rows_that_its_length_did_not_cut() -> None:
+def test_a_longer_model_length_keeps_keys_of_rows_it_did_not_truncate() -> None:
     free, cut = row((1,) * 8), row((1,) * 9)
     assert keys(32).of(free) == keys(16).of(free)
     assert keys(32).of(cut) != keys(16).of(cut)
@@ -187,7 +187,7 @@ def test_a_longer_model_keeps_the_rows_that_its_length_did_not_cut() -> None:
     assert by_length[0] != by_length[1]
 
 
-def test_a_known_commit_counts_and_not_the_branch_that_led_to_it() -> None:
+def test_the_commit_counts_and_not_the_branch() -> None:
     def of(revision: str | None, commit: str | None) -> bytes | None:
         known = {} if commit is None else {"commit": commit}
         held = {"model": {"name": "some/model", "revision": revision, **known}}
@@ -208,7 +208,7 @@ def test_scored_rows_have_keys_by_their_completions() -> None:
     assert of([3], [4]) == of([3], [4])
 
 
-def test_tools_say_how_an_answer_is_read() -> None:
+def test_tools_are_part_of_the_key() -> None:
     def of(tools: RowTools | None) -> bytes | None:
         return keys().of(replace(row(), tools=tools))
 
@@ -229,7 +229,7 @@ def test_a_row_that_cannot_run_has_no_key() -> None:
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in fields(SamplingParams)])
-def test_every_parameter_but_seed_and_length_is_in_the_text(name: str) -> None:
+def test_every_parameter_except_seed_and_length_is_in_the_text(name: str) -> None:
     """Also one that is yet to come: who adds it must say whether it decides."""
     changed: dict[str, Any] = {
         "max_tokens": 9,
@@ -266,7 +266,7 @@ def test_every_parameter_but_seed_and_length_is_in_the_text(name: str) -> None:
     assert (texts[0] == texts[1]) == (name in ("seed", "max_tokens"))
 
 
-def test_pairs_that_part_elsewhere_have_other_keys() -> None:
+def test_the_boundary_of_a_pair_is_part_of_the_key() -> None:
     ids = np.array([1, 2, 3], np.int32)
     pairs = [Prompt(ids, "x", False, False, first_segment=at) for at in (None, 1, 2)]
     assert len({keys().of(PromptRow(0, pair)) for pair in pairs}) == len(pairs)

@@ -107,27 +107,6 @@ def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
         assert math.isclose(row["perplexity"], math.exp(-total / count), rel_tol=1e-6)
 
 
-def test_the_example_is_scored_as_transformers_does(tmp_path: Path) -> None:
-    spec = load_job(JOBS / "scoring.yaml", output=str(tmp_path / "out"), limit=12)
-    assert run_job(spec, quiet=True) is ExitCode.OK
-    asked = pq.read_table(JOBS / "scoring" / "choices.parquet").slice(0, 12).to_pylist()
-    folder = JOBS / "quickstart" / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for row, source in zip(rows_of(tmp_path), asked, strict=True):
-        turns = [("system", source["instruction"]), ("user", source["document"])]
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in turns],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        context = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
-        for score, choice in zip(row["score"], source["choices"], strict=True):
-            whole = tokenizer(text + choice, add_special_tokens=False).input_ids
-            logprobs, greedy = judged(folder, context, whole[len(context) :])
-            assert score["logprobs"] == pytest.approx(logprobs, abs=CLOSE)
-            assert score["greedy_match"] == greedy
-
-
 def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": ["x", ""], "choices": [["a", "b"]] * 2, "generated_text": ["kept", "too"]}
     assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
@@ -142,7 +121,7 @@ def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
     assert bad.error is not None
 
 
-def test_the_models_own_answer_is_a_greedy_match(tmp_path: Path, model: Path) -> None:
+def test_a_greedy_answer_is_a_greedy_match(tmp_path: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model)
     inputs = tokenizer("hello", return_tensors="pt")
@@ -154,7 +133,7 @@ def test_the_models_own_answer_is_a_greedy_match(tmp_path: Path, model: Path) ->
     assert [score["greedy_match"] for score in rows_of(tmp_path)[0]["score"]] == [True, False, True]
 
 
-def test_without_completions_prompts_are_scored(tmp_path: Path, model: Path) -> None:
+def test_prompts_are_scored_if_there_are_no_completions(tmp_path: Path, model: Path) -> None:
     prompts = ["hello there", "x", "a much longer text than the others, which fills some blocks"]
     spec = job(tmp_path, model, {"prompt": prompts}, "score:")
     assert run_job(spec, quiet=True) is ExitCode.OK
@@ -169,7 +148,7 @@ def test_without_completions_prompts_are_scored(tmp_path: Path, model: Path) -> 
         assert row["num_prompt_tokens"] == len(ids) + 1
 
 
-def test_bad_rows_err_with_their_codes(tmp_path: Path, model: Path) -> None:
+def test_bad_rows_have_error_codes(tmp_path: Path, model: Path) -> None:
     choices = [["yes"], None, [], ["yes", ""], ["yes", "n" * 600], ["no"], ["no"]]
     prompts = ["good", "null", "none", "empty", "long", "", "x" * 511]
     spec = job(tmp_path, model, {"prompt": prompts, "choices": choices})
@@ -185,16 +164,14 @@ def test_bad_rows_err_with_their_codes(tmp_path: Path, model: Path) -> None:
     assert summary["rows"]["error_codes"]["empty_completion"] == 3
 
 
-def test_a_plan_counts_rows_that_cannot_run_and_takes_no_lengths(
-    tmp_path: Path, model: Path
-) -> None:
+def test_plan_counts_rows_that_cannot_be_scored(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, {"prompt": ["x"] * 3, "choices": [["yes"], ["no"], []]})
     assert plan_job(spec)["errors"] == {"empty_completion": 1}
     with pytest.raises(UsageError, match="writes no tokens"):
         plan_job(spec, expect_output_tokens=3)
 
 
-def test_what_does_not_fit_says_which_completion(tmp_path: Path, model: Path) -> None:
+def test_does_not_fit_names_the_completion(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": ["one", "two"], "choices": [["yes", "n" * 300], ["yes", "no"]]}
     spec = job(tmp_path, model, columns)
     assert run_job(spec, quiet=True) is ExitCode.OK
@@ -222,21 +199,7 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
     assert (request["prompt_tokens"], request["output_tokens"]) == (tokens["prompt"], 0)
 
 
-def test_a_small_pool_gives_the_same_scores(tmp_path: Path, model: Path) -> None:
-    prompts = [f"shared beginning of the prompts, then {row}" for row in range(8)]
-    columns = {"prompt": prompts, "choices": [["yes", "no way", "perhaps"]] * 8}
-    scores = []
-    for name, blocks in (("large", 400), ("small", 16)):
-        folder = tmp_path / name
-        folder.mkdir()
-        engine = f"engine: {{device: cpu, num_kv_blocks: {blocks}, block_size: 4, swap_space: 0}}"
-        assert run_job(job(folder, model, columns, engine), quiet=True) is ExitCode.OK
-        scores.append([row["score"] for row in rows_of(folder)])
-    flat = [[one["sum_logprob"] for row in rows for one in row] for rows in scores]
-    assert flat[0] == pytest.approx(flat[1], abs=CLOSE)
-
-
-def test_the_fingerprint_knows_what_is_scored(tmp_path: Path, model: Path) -> None:
+def test_the_completions_column_is_part_of_the_fingerprint(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": ["x"], "choices": [["a"]], "others": [["b"]]}
     assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
     (tmp_path / "out" / "_SUCCESS").unlink()

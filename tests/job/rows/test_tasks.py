@@ -60,7 +60,7 @@ output: {{path: out, rows_per_part: 2}}
     return load_job(write_job(folder, text))
 
 
-def test_an_interrupted_job_goes_on(
+def test_an_interrupted_job_resumes(
     tmp_path: Path, kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job(tmp_path, kind, model, ["a b c", *(f"x{row}" for row in range(6)), "a b"])
@@ -89,7 +89,7 @@ def test_an_interrupted_job_goes_on(
     assert (found.complete, found.problems) == (True, [])
 
 
-def test_a_plan_says_what_the_run_does(tmp_path: Path, kind: str, model: Path) -> None:
+def test_the_plan_matches_the_run(tmp_path: Path, kind: str, model: Path) -> None:
     spec = job(tmp_path, kind, model, [f"{'shared ' * 9}{row}" for row in range(20)])
     plan = plan_job(spec)
     assert run_job(spec, quiet=True) is ExitCode.OK

@@ -76,7 +76,7 @@ def test_rows_move_within_their_window_only() -> None:
     assert order(rows, PARTS, 8) == [*range(7, -1, -1), *range(15, 7, -1)]
 
 
-def test_rows_of_an_adapter_share_with_each_other_alone() -> None:
+def test_rows_share_prefixes_only_within_an_adapter() -> None:
     rows = [row(0, 1, 2, 3), row(1, 1, 2, 4), row(2, 1, 2, 3), row(3, 1, 2)]
     rows = [replace(one, adapter=adapter) for one, adapter in zip(rows, (1, 0, 1, 0), strict=True)]
     (lot,) = plan(rows, PARTS[:1], 4)
@@ -88,12 +88,7 @@ def test_rows_of_an_adapter_share_with_each_other_alone() -> None:
     assert [r.reused_prefix_len for r in lot] == [3, 2, 0, 0]
 
 
-def test_a_window_is_at_least_a_part() -> None:
-    rows = [row(row_id, 99 - row_id) for row_id in range(8)]
-    assert order(rows, PARTS[:2], 1) == [3, 2, 1, 0, 7, 6, 5, 4]
-
-
-def test_windows_count_only_the_parts_that_are_left() -> None:
+def test_windows_count_only_unfinished_parts() -> None:
     rows = [row(row_id, 99 - row_id) for row_id in (0, 1, 2, 3, 12, 13, 14, 15)]
     assert order(rows, [PARTS[0], PARTS[3]], 8) == [15, 14, 13, 12, 3, 2, 1, 0]
 
@@ -107,7 +102,7 @@ def test_rows_that_cannot_run_come_first_and_equal_rows_stay_in_order() -> None:
     assert (lot[0].reused_prefix_len, lot[0].distinct_tokens) == (0, 0)
 
 
-def test_each_row_is_told_what_comes_later_in_its_window() -> None:
+def test_reused_prefixes_are_those_of_later_rows_in_the_window() -> None:
     rows = [row(0, 1, 2, 3), row(1, 9), row(2, 1, 2, 4), row(3, 1, 2, 3, 3), row(4, 1, 2)]
     parts = PARTS[:2]
     (first, second) = plan(rows, parts, 4)
@@ -120,7 +115,7 @@ def test_each_row_is_told_what_comes_later_in_its_window() -> None:
 
 
 @pytest.mark.parametrize("by_prefix", [True, False])
-def test_distinct_tokens_are_those_of_the_windows_prefix_trees(by_prefix: bool) -> None:
+def test_distinct_tokens_equal_the_size_of_the_prefix_tree(by_prefix: bool) -> None:
     rows = random_rows(16)
     planned_rows = [r for lot in plan(rows, PARTS, 8, by_prefix=by_prefix) for r in lot]
     assert sum(r.distinct_tokens for r in planned_rows) == tree_size(rows[:8]) + tree_size(rows[8:])
@@ -130,7 +125,7 @@ LARGE = [Part(0, range(8192))]
 
 
 @pytest.mark.parametrize("by_prefix", [True, False])
-def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
+def test_an_idle_engine_gets_a_head_start(by_prefix: bool) -> None:
     rows, read = random_rows(8192), 0
 
     def reading() -> Iterator[PromptRow]:
@@ -161,20 +156,8 @@ def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
     assert sum(r.distinct_tokens for r in seen) == tree_size(rows)
 
 
-def test_a_head_start_takes_the_rows_that_come_next_anyhow() -> None:
-    rows = random_rows(2048)
-    first = next(plan(rows, LARGE, 8192, size=1024, is_starved=lambda: True))
-    assert [tokens(r) for r in first] == sorted(tokens(r) for r in rows[:1024])[:64]
-    assert all(r.reused_prefix_len >= min(len(tokens(r)), 2) for r in first)
-
-
-def test_whoever_has_enough_to_do_gets_whole_windows() -> None:
-    lots = list(plan(random_rows(4096), LARGE, 8192, size=512))
-    assert [len(lot) for lot in lots] == [4096]
-
-
 @pytest.mark.parametrize("by_length", [False, True])
-def test_a_window_of_long_prompts_ends_earlier(
+def test_a_window_ends_early_with_long_prompts(
     monkeypatch: pytest.MonkeyPatch, by_length: bool
 ) -> None:
     monkeypatch.setattr(window, "MOST_TOKENS", 10)
@@ -186,7 +169,7 @@ def test_a_window_of_long_prompts_ends_earlier(
     assert ids == ([[0, 1, 2, 3], [5, 4], [6, 7]] if by_length else [[3, 2, 1, 0], [5, 4], [7, 6]])
 
 
-def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
+def test_rows_before_an_unreadable_place_still_run() -> None:
     def broken() -> Iterator[list[PromptRow]]:
         yield [row(0, 5), row(1, 3)]
         raise DataError("row group 1 cannot be read")

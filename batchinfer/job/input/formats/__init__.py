@@ -1,4 +1,4 @@
-"""Formats of files beside Parquet and JSON Lines, and what formats of text have in common.
+"""Formats other than Parquet and JSON Lines, and the base class of text formats.
 
 May import: errors, console, job.storage, job.row_ids.
 """

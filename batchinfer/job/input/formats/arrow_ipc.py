@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import BYTES_TYPE, check_indices
+from batchinfer.job.input.arrow_text import BYTES_TYPE, with_leaves
 from batchinfer.job.input.format import (
     BATCH_ROWS,
     READ_ERRORS,
@@ -143,39 +143,20 @@ def check_buffers(column: pa.Array) -> None:
     """Check that a column's offsets and indices point into it; texts may be invalid UTF-8.
 
     Raises:
-        pyarrow.ArrowInvalid, OSError: one does not.
+        pyarrow.ArrowInvalid: one does not.
     """
-    kind = column.type
     column.validate()
+    column.view(with_leaves(column.type, _as_bytes)).validate(full=True)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes in place of texts, and the same buffers."""
     if isinstance(kind, pa.BaseExtensionType):
-        check_buffers(column.storage)
-    elif pa.types.is_struct(kind):
-        for at in range(kind.num_fields):
-            check_buffers(column.field(at))
-    elif pa.types.is_dictionary(kind):
-        check_buffers(column.indices)
-        check_buffers(column.dictionary)
-        check_indices(column)
-    elif hasattr(column, "values"):  # lists of all kinds, and maps
-        _without_values(column).validate(full=True)
-        check_buffers(column.values)
-    else:
-        as_bytes = BYTES_TYPE.get(kind)
-        (column if as_bytes is None else column.view(as_bytes)).validate(full=True)
-
-
-def _without_values(lists: pa.Array) -> pa.Array:
-    """The same lists with null values, so that validation looks at the lists alone."""
-    kind, nulls = lists.type, pa.nulls(len(lists.values))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.nulls(0)  # it has no offsets
-    of_nulls = {
-        pa.types.is_large_list: pa.large_list,
-        pa.types.is_list_view: pa.list_view,
-        pa.types.is_large_list_view: pa.large_list_view,
-    }
-    make = next((make for is_kind, make in of_nulls.items() if is_kind(kind)), pa.list_)
-    buffers = lists.buffers()[: 3 if "view" in str(kind).partition("<")[0] else 2]
-    return pa.Array.from_buffers(
-        make(pa.null()), len(lists), buffers, -1, lists.offset, children=[nulls]
-    )
+        return with_leaves(kind.storage_type, _as_bytes)
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, with_leaves(kind.value_type, _as_bytes), kind.ordered)
+    if pa.types.is_list_view(kind):
+        return pa.list_view(with_leaves(kind.value_type, _as_bytes))
+    if pa.types.is_large_list_view(kind):
+        return pa.large_list_view(with_leaves(kind.value_type, _as_bytes))
+    return BYTES_TYPE.get(kind, kind)

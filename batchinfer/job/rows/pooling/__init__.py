@@ -1,1 +1,1 @@
-"""Tasks that make rows' results of hidden states: ``embed``, ``classify``."""
+"""Tasks that turn hidden states into results: ``embed``, ``classify``."""

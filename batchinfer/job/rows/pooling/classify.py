@@ -1,4 +1,4 @@
-"""``task: classify``: labels and scores, from the hidden state of a prompt's last token."""
+"""``task: classify``: labels and scores, from a pooled hidden state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TYPES: Mapping[str, pa.DataType] = {
 
 
 def classification(hidden_state: npt.NDArray[np.float32], classifier: Classifier) -> dict[str, Any]:
-    """The results of a row: every label's score, and of the highest both again."""
+    """The results of a row: the scores of all labels, and the label with the highest."""
     scores = classifier(hidden_state)
     best = int(scores.argmax())
     every = zip(classifier.labels, scores.tolist(), strict=True)
@@ -68,8 +68,8 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
         return with_both_columns(job.prompt, config)
     if job.prompt.on_too_long != "error":
         raise UsageError(
-            f"prompt.on_too_long: {job.prompt.on_too_long} would cut off what this model is asked, "
-            "which stands behind the document; set it to error, or cut the document in "
+            f"prompt.on_too_long: {job.prompt.on_too_long} would cut off the question to this "
+            "model, which follows the document; set it to error, or cut the document in "
             "prompt.template"
         )
     return with_question(job.prompt, config)
@@ -112,7 +112,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
         _FAILED,
         job.output.include,
         classifier.pooling,
-        result_bytes=4 * (1 + labels),  # the highest score again
+        result_bytes=4 * (1 + labels),  # the highest score is written twice
     )
 
 

@@ -38,17 +38,17 @@ def _runner(job: JobSpec) -> Runner:
 
 
 def checked_modules(job: JobSpec) -> EmbeddingModules:
-    """The modules of a job's model, which go with its keys.
+    """The modules of a job's model, checked against the job's keys.
 
     Raises:
-        ModelError: they cannot be read, or run.
-        UsageError: naming the key that does not go with them.
+        ModelError: they cannot be read, or are not supported.
+        UsageError: names the key that contradicts them.
     """
     modules = read_embedding_modules(job.model.name, job.model.revision)
     config, prompt = _config(job), job.prompt
     if config.pooling != "auto" and len(modules.pooling) > 1:
         raise UsageError(
-            f"embed.pooling: the model puts {' and '.join(modules.pooling)} side by side; set auto"
+            f"embed.pooling: the model concatenates {' and '.join(modules.pooling)}; set auto"
         )
     if (config.dimensions or 1) > modules.width:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Rows whose last hidden state is made into their results: one request each, nothing drawn."""
+"""Rows whose results come from a hidden state: one request each, nothing drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import numpy.typing as npt
 from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.errors import RowError
-from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
+from batchinfer.job.rows.finished_row import (
+    FinishedRow,
+    error_value,
+    finished_row,
+    seen_text,
+    stats_of,
+)
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests.requests import PromptRow, pooling_request
@@ -26,10 +32,10 @@ Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
 
 
 class Pooled(LoadedTask):
-    """One request a row, whose last hidden state makes its results.
+    """One request a row, whose pooled hidden state becomes its results.
 
     Args:
-        failed_results: of a row that failed.
+        failed_results: the results of a row that failed.
         include: ``output.include``.
         pooling: as ``Request.pooling``.
     """
@@ -52,11 +58,9 @@ class Pooled(LoadedTask):
         self.result_bytes = result_bytes
 
     def requests(self, row: PromptRow) -> list[Request]:
-        """One request: the prompt."""
         return [pooling_request(row, self._pooling)]
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The row with its results."""
         (completion,) = completions
         error = None
         results = dict(self._failed_results)
@@ -67,8 +71,7 @@ class Pooled(LoadedTask):
             results |= self._results(completion.hidden_state)
         if "prompt" in self._include:
             results["prompt"] = seen_text(row, self._tokenizer)
-        stats = completion.stats if completion.stats.prompt_tokens else None
-        return finished_row(row, results, error, stats)
+        return finished_row(row, results, error, stats_of(completion))
 
 
 def plain_prompts(
@@ -81,20 +84,20 @@ def plain_prompts(
     most_tokens: int | None = None,
     **others: Any,
 ) -> Builder:
-    """A builder of prompts that takes texts as they are: only ``messages`` go through the model's
-    chat template.
+    """A prompt builder that takes texts as they are, without a chat template unless they are
+    ``messages``.
 
     Args:
         leaves_room: as ``FramedPromptBuilder``.
-        prefix: what texts begin with.
-        pools_prefix: whether an embedding is of its tokens too.
-        most_tokens: of a prompt; None: as many as the model's length leaves.
+        prefix: put before texts.
+        pools_prefix: whether the tokens of the prefix are pooled too.
+        most_tokens: of a prompt; None: as many as the model takes.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
     if config.chat_template == "auto" and config.messages is None and is_text:
         config = replace(config, chat_template="none")
-    if most_tokens is not None:  # and one that is drawn, if one is
+    if most_tokens is not None:  # plus the drawn token, if there is one
         room = most_tokens + leaves_room
         others["max_model_len"] = min(others["max_model_len"], room)
     prompts = FramedPromptBuilder(config, tokenizer, leaves_room=leaves_room, **others)
@@ -105,11 +108,10 @@ def plain_prompts(
 
 
 class _PrefixedPrompts:
-    """A builder whose texts begin with ``prefix``; token ids, and what a chat template wrote, stay
-    as they are.
+    """A builder that puts ``prefix`` before texts, but not before token ids or conversations.
 
     Args:
-        unpooled: tokens that such a text begins with and that its embedding leaves out.
+        unpooled: number of tokens at the beginning of such a text that are not pooled.
     """
 
     def __init__(self, prompts: PromptBuilder, prefix: str, unpooled: int = 0) -> None:
@@ -147,8 +149,8 @@ def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
 
 
 def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
-    """Tokens of a text that are its prefix's, special ones before it among them, as
-    sentence-transformers counts them (base/modules/transformer.py, ``_get_prompt_length``)."""
+    """Number of tokens of a prefix, with special tokens before it, as sentence-transformers counts
+    them (base/modules/transformer.py, ``_get_prompt_length``)."""
     (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
     ends = len(ids) > 0 and tokenizer.num_control_ids(ids[-1:]) > 0
     return len(ids) - ends
