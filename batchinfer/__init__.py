@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchinfer.config.beam_params import BeamSearchParams
     from batchinfer.config.call_params import (
+        BeamSearchParams,
         GuidedDecodingParams,
         RequestOutputKind,
         SamplingParams,
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _PARAMS = {
-    "BeamSearchParams": "beam_params",
+    "BeamSearchParams": "call_params",
     "GuidedDecodingParams": "structured_params",
     "RequestOutputKind": "call_params",
     "SamplingParams": "call_params",

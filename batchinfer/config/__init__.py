@@ -1,6 +1,6 @@
-"""Settings of sampler, prompt and engine: frozen records, checked when made.
+"""Settings of sampling, prompts and the engine: frozen records that check their values.
 
-``call_params`` has what calls from Python give in place of the records, with vLLM's names.
+``call_params`` holds the parameters of the Python API, with vLLM's names.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ __all__ = [
 
 
 def field_names(record: type[Record]) -> tuple[str, ...]:
-    """Names a user may write for ``record``, in order."""
+    """Names of a record's fields, in order."""
     return tuple(entry.name for entry in fields(record))  # type: ignore[arg-type]

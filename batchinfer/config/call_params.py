@@ -1,7 +1,7 @@
-"""Parameters of calls from Python, as vLLM has them: of sampling, structured outputs and beams.
+"""Parameters of the Python API, with vLLM's names: sampling and beam search.
 
-``SamplingParams`` is the job file's record with what calls have besides. It may be changed after it
-was made; every change is checked as a whole.
+``SamplingParams`` extends the job file's record. It may be changed after it was made; each change
+checks all values again.
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ from batchinfer.config.structured_params import GuidedDecodingParams, Structured
 from batchinfer.config.types import format_value, near_name
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures that are none, as in vLLM."""
+"""Lower temperatures are greedy, as in vLLM."""
 _MAX_BIAS = 100.0
-"""What OpenAI's API cuts logit biases to."""
+"""OpenAI's API clips logit biases to plus or minus this."""
 _UNLIMITED = 2**31 - 1
 _ALIASES: Mapping[str, str] = {
     "guided_decoding": "structured_outputs",
     "response_format": "structured_outputs",
     "thinking_token_budget": "max_reasoning_tokens",
 }
-"""Other names of parameters, vLLM's and OpenAI's."""
-_WITHOUT_EFFECT = (
-    "skip_reading_prefix_cache",
-    "spaces_between_special_tokens",
-    "stream_interval",
-)
+"""vLLM's and OpenAI's other names for parameters."""
+_WITHOUT_EFFECT = ("skip_reading_prefix_cache", "spaces_between_special_tokens", "stream_interval")
 _ELSEWHERE: Mapping[str, str] = {
     "early_stopping": "LLM.beam_search stops as transformers does with early_stopping=False",
     "repetition_detection": "give max_tokens, or a repetition_penalty",
     "trace_decode_token_ids": "score given tokens with prompt_logprobs, or a job of task: score",
     "use_beam_search": "call LLM.beam_search",
 }
-"""Parameters of vLLM for what is had in another way."""
+"""vLLM's parameters that this class does not have, and what to use instead."""
 
 
 class RequestOutputKind(Enum):
-    """Which outputs of a request are returned; calls from Python return each whole, once."""
+    """vLLM's modes of streaming. Calls here return each output once, complete."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -55,36 +51,34 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True)
 class _CallParams(sampling.SamplingParams):
-    """Fields of ``SamplingParams``; what is said of them is said there."""
+    """The fields of ``SamplingParams``."""
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine gets a number
-    """Most tokens a sample may have; None: as many as the model's length leaves."""
+    """Most tokens of a sample; None: as many as the model's length leaves."""
     detokenize: bool = True
     """False: texts stay empty, and log-probabilities have no texts."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of the prompt, the last; -1: as many as leave room for one of output."""
+    """Keep this many tokens from the end of the prompt; -1 leaves room for one output token."""
     logits_processors: tuple[Any, ...] | None = None
-    """Functions of the output's token ids so far, a list, and the next token's logits, a float32
-    tensor [vocab_size] on the model's device, that return logits; one that takes three arguments
-    gets the prompt's token ids first. They run one after another before all else that changes
-    logits, and log-probabilities are those of what they return. Infinite logits leave no other
-    token."""
+    """Functions that take the output's token ids so far (a list) and the next token's logits
+    (float32 [vocab_size] on the model's device), and return logits; with three arguments, the
+    prompt's token ids come first. They run in order before everything else that changes logits,
+    and log-probabilities are those of their result. An infinite logit excludes all other tokens."""
     output_kind: Any = RequestOutputKind.CUMULATIVE
-    """Taken as vLLM's; outputs come whole."""
+    """Accepted for vLLM's sake; outputs come complete."""
     extra_args: Mapping[str, Any] | None = None
-    """Not looked at; for programs that put something of their own beside the parameters."""
+    """Not used; programs may keep their own values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Write the log-probabilities of these token ids beside that of each token, in place of those
-    of the most likely ones."""
+    """Return the log-probabilities of these token ids with each token, instead of those of the most
+    likely tokens."""
     prompt_logprob_token_ids: Any = None
-    """Token ids whose log-probabilities are written in ``prompt_token_id_logprobs``: for each token
-    of the prompt but the first a list, which may be empty, or an array [tokens, ids] in which -1
-    stands for none."""
+    """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``: a list for
+    each prompt token but the first, which may be empty, or an array [tokens, ids] padded with
+    -1."""
     prompt_logprob_start: int | None = None
-    """Leave so many of the prompt's tokens out of ``prompt_logprob_token_ids``, besides the
-    first."""
+    """Skip this many prompt tokens after the first in ``prompt_logprob_token_ids``."""
     flat_logprobs: bool = False
-    """Log-probabilities come as ``FlatLogprobs``, few objects in place of a dict for each token."""
+    """Return log-probabilities as ``FlatLogprobs``: few objects instead of a dict per token."""
     spaces_between_special_tokens: bool = True
     """Without effect, as with vLLM's fast tokenizers."""
     skip_reading_prefix_cache: bool | None = None
@@ -94,14 +88,14 @@ class _CallParams(sampling.SamplingParams):
     skip_clone: bool = False
     """Without effect."""
     best_of: int | None = None
-    """Only None or ``n``: draw n samples with ``logprobs=0`` and keep those with the highest
-    ``cumulative_logprob``."""
+    """Only None or ``n``. Instead, draw n samples with ``logprobs=0`` and keep those with the
+    highest ``cumulative_logprob``."""
     guided_decoding: Any = None
-    """Another name of ``structured_outputs``."""
+    """Another name for ``structured_outputs``."""
     response_format: Any = None
-    """OpenAI's name of ``structured_outputs``."""
+    """OpenAI's name for ``structured_outputs``."""
     thinking_token_budget: int | None = None
-    """vLLM's name of ``max_reasoning_tokens``; -1 is none."""
+    """vLLM's name for ``max_reasoning_tokens``; -1: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +120,7 @@ class _CallParams(sampling.SamplingParams):
 
     def _check_min_tokens(self) -> None:
         if self.max_tokens is None and self.min_tokens >= 0:
-            return  # a prompt's length says whether there is room for so many
+            return  # whether there is room depends on the prompt
         super()._check_min_tokens()
 
     def _check_logprobs(self) -> None:
@@ -152,7 +146,7 @@ class _CallParams(sampling.SamplingParams):
             if getattr(self, meant) is not None or meant in changes:
                 raise ValueError(f"{name} and {meant} mean the same; keep one")
             changes |= {meant: value, name: None}
-        if changes.get("max_reasoning_tokens") == -1:  # vLLM's for no budget
+        if changes.get("max_reasoning_tokens") == -1:  # no limit
             changes["max_reasoning_tokens"] = None
         structure = changes.get("structured_outputs", self.structured_outputs)
         if isinstance(structure, StructuredOutputsParams):
@@ -178,14 +172,14 @@ class _CallParams(sampling.SamplingParams):
 class SamplingParams(_CallParams):
     """How the output tokens of a prompt are chosen. Names and meanings are vLLM's.
 
-    May be changed after it was made: ``params.max_tokens = 64``.
+    Parameters may be changed later: ``params.max_tokens = 64``.
 
     Raises:
-        TypeError: naming the parameter, when a value is of another type, or there is none such.
-        ValueError: naming the parameter, when a value is out of range or does not go with another.
+        TypeError: a value has the wrong type, or there is no such parameter.
+        ValueError: a value is out of range or conflicts with another parameter.
     """
 
-    if not TYPE_CHECKING:  # to others the signature is the fields'
+    if not TYPE_CHECKING:  # type checkers see the fields' signature
 
         def __init__(self, *args: Any, **given: Any) -> None:
             _refuse_unknown(given)
@@ -202,11 +196,9 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Parameters in which None stands for the default, and biases are OpenAI's.
+        """Parameters by name; None means the default, except for ``max_tokens``.
 
-        Args:
-            given: parameters by name; keys of ``logit_bias`` may be texts, its values are cut to
-                -100 to 100. ``max_tokens`` may be None.
+        Keys of ``logit_bias`` may be strings, and its values are clipped to -100 to 100.
         """
         kept = {name: value for name, value in given.items() if value is not None}
         if "max_tokens" in given:
@@ -217,17 +209,17 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def of(cls, params: sampling.SamplingParams) -> SamplingParams:
-        """The parameters of a call with the values of ``params``, or these themselves."""
+        """``params`` as parameters of a call."""
         if isinstance(params, SamplingParams):
             return params
         return cls(**{entry.name: getattr(params, entry.name) for entry in fields(params)})
 
     def clone(self) -> SamplingParams:
-        """A copy that may be changed without changing this."""
+        """A deep copy."""
         return copy.deepcopy(self)
 
     def check_call(self) -> None:
-        """Raise ValueError for what vLLM, too, refuses no sooner than in a call."""
+        """Raise ValueError for values that vLLM, too, refuses only in a call."""
         if self.best_of not in (None, self.n):
             raise ValueError(
                 f"best_of is {self.best_of}; draw n={self.best_of} samples with logprobs=0, and "
@@ -241,23 +233,18 @@ class SamplingParams(_CallParams):
             )
 
     def without_effect(self) -> dict[str, Any]:
-        """Parameters that are given and change nothing, by name."""
+        """Given parameters that have no effect, by name."""
         given = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
-        return {
-            name: value
-            for name, value in given.items()
-            if value != self.__dataclass_fields__[name].default
-        }
+        known = self.__dataclass_fields__
+        return {name: value for name, value in given.items() if value != known[name].default}
 
     def resolved(
         self, num_prompt_tokens: int, max_model_len: int, vocab_size: int
     ) -> SamplingParams:
-        """The parameters with numbers in place of "as many as there are", as the engine takes them.
+        """The parameters for the engine, with numbers instead of "as many as possible".
 
         Args:
-            num_prompt_tokens: of the prompt that they are for.
             max_model_len: most tokens of prompt and output together.
-            vocab_size: the model's token ids are below it.
 
         Raises:
             ValueError: the length leaves fewer than ``min_tokens``.
@@ -298,7 +285,45 @@ def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
     return found
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of ``LLM.beam_search``, with vLLM's names."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Ignored."""
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in ``tokens`` of vLLM's ``sequences``."""
+    structured_outputs: Any = None
+    """As in ``SamplingParams``."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of ``text`` of vLLM's ``sequences``."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only None."""
+
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of a row that returns all of its beams.
+
+        Raises:
+            TypeError, ValueError: naming the field.
+        """
+        return SamplingParams(
+            n=self.beam_width,
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            structured_outputs=self.structured_outputs,
+            allowed_token_ids=self.allowed_token_ids,
+        )
+
+
 __all__ = [
+    "BeamSearchParams",
     "GuidedDecodingParams",
     "RequestOutputKind",
     "SamplingParams",

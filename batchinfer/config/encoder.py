@@ -1,4 +1,4 @@
-"""Which models read a text whole, every token seeing those after it, by their config.json."""
+"""Encoders and other bidirectional models, by their config.json."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from batchinfer.config.types import format_value
 
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
-"""Their first position is the one after that of padding (fairseq's way)."""
+"""Families whose positions start after that of padding (as in fairseq)."""
 ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,
     *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),
 )
-"""Values of ``model_type`` of encoders that are run; a test runs each."""
+"""Supported values of ``model_type``; a test runs each."""
 
 
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
-    """Whether a model's tokens see those after them: encoders, and decoders that were trained so
-    (EmbeddingGemma's ``use_bidirectional_attention``, GTE-Qwen's ``is_causal: false``)."""
+    """Whether attention is bidirectional: encoders, and decoders trained so (EmbeddingGemma's
+    ``use_bidirectional_attention``, GTE-Qwen's ``is_causal: false``)."""
     text = config.get("text_config") or config
     both_ways = text.get("use_bidirectional_attention") or text.get("is_causal") is False
     return bool(both_ways) or is_encoder(config)
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config is one of ``ENCODER_FAMILIES``, and not made a decoder."""
+    """Whether the family is in ``ENCODER_FAMILIES`` and not configured as a decoder."""
     return config.get("model_type") in ENCODER_FAMILIES and not config.get("is_decoder")
 
 
@@ -37,11 +37,10 @@ def position_offset(config: Mapping[str, Any]) -> int:
 
 
 def longest_text(values: Mapping[str, Any]) -> int | None:
-    """Tokens that sentence-transformers cuts texts to, by sentence_bert_config.json; None: it does
-    not say.
+    """Most tokens of a text by sentence_bert_config.json; None if it does not say.
 
     Raises:
-        ValueError: it says no number of tokens.
+        ValueError: the value is not a number of tokens.
     """
     length = values.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):

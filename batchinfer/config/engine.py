@@ -1,4 +1,4 @@
-"""Settings of the engine, checked when made."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from batchinfer.config.types import Record, coerce_fields, parse_size
 
 QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
-"""Values of ``model.quantization``: the project's own, and torchao's names."""
+"""Values of ``model.quantization``: the project's own formats, and torchao's."""
 
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """How the engine uses its device. Frozen: nothing found at run time is written back."""
+    """How the engine uses its device. Values found at run time are not written back."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
@@ -32,35 +32,34 @@ class EngineConfig(Record):
     enable_prefix_caching: bool = True
     """Reuse the blocks of equal prefixes across rows."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """What happens to what a sequence computed when it must give up its blocks: it is computed
-    again, it is kept on the host, or (auto) whichever takes less time."""
+    """What to do with the KV of a sequence that loses its blocks: compute it again, swap it to the
+    host, or (auto) whichever takes less time."""
     swap_space: str | int | float = "4GiB"
-    """Host memory for blocks that are given up and needed later; 0 does without. Beside a CPU's
-    pool at most a quarter of what is free, unless another size is given."""
+    """Host memory for swapped blocks; 0: none. With a CPU's pool at most a quarter of the free
+    memory, unless another size is given."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """auto: the model's own dtype. fp8, the same as fp8_e4m3: one byte a number, with a scale of 1,
-    so that a pool has twice the blocks of a 16-bit one."""
+    """auto: the model's dtype. fp8, the same as fp8_e4m3: one byte per number with a scale of 1, so
+    that a pool has twice the blocks of a 16-bit one."""
     order: Literal["prefix", "input"] = "prefix"
     """The order rows run in; output order is always input order."""
     order_window: int = 65536
-    """Rows planned together, in whole parts: by prefix they are reordered within such a window. Of
-    long prompts there are fewer: a window has at most 64 million prompt tokens."""
+    """Rows planned together, in whole parts; rows are reordered by prefix within such a window. A
+    window has at most 64 million prompt tokens."""
     deterministic: bool = False
-    """Bits never depend on what ran beside a row. On a CUDA device that takes slower products and
-    attention, and some models are refused; on a CPU bits do not either without it, as long as
-    `cpu_kernels` has the project's own multiply and no latents are cached."""
+    """The bits of a row's results never depend on the other rows of a batch. On a CUDA device this
+    takes slower kernels, and some models are refused. On a CPU it holds anyway with `cpu_kernels:
+    own` and without `latent_cache`."""
     latent_cache: bool = False
-    """Latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...) keeps one latent of a token in
-    place of the keys and values of every head: 71 times fewer bytes of DeepSeek V3. Bits may then
-    depend on what ran beside a row."""
+    """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
+    instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
+    then depend on the other rows of a batch."""
     num_threads: int | None = None
-    """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
-    are cores for this process, fewer while other processes use them."""
+    """Threads that compute on a CPU. null: OMP_NUM_THREADS if set, else the cores of this process,
+    fewer while other processes use them."""
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
-    """What multiplies by the weights on a CPU. auto: what is fastest on the shapes of the model,
-    measured once. own: the project's kernels, whose rows do not depend on each other. onednn:
-    oneDNN over weights it has packed. torch: torch's linear layers. A resumed job goes on with what
-    it began with, where that is there."""
+    """Kernels for linear layers on a CPU. auto: the fastest for the model's shapes, measured once.
+    own: the project's kernels, whose rows do not depend on each other. onednn: oneDNN with packed
+    weights. torch: torch's linear layers. A resumed job keeps its first choice, if available."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -78,22 +77,18 @@ class EngineConfig(Record):
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
         self._check_swap()
-        if self.deterministic:
-            self._check_deterministic()
-
-    @property
-    def swap_bytes(self) -> int:
-        """Host memory that may be taken for blocks; none where nothing would go there."""
-        if self.preemption == "recompute" or not self.enable_prefix_caching:
-            return 0
-        return parse_size(self.swap_space, "swap_space")
-
-    def _check_deterministic(self) -> None:
-        if self.cpu_kernels not in ("auto", "own"):
+        if self.deterministic and self.cpu_kernels not in ("auto", "own"):
             raise ValueError(
                 "deterministic: true needs kernels that compute each row by itself, which "
                 f"cpu_kernels: {self.cpu_kernels} does not promise; set own, or auto"
             )
+
+    @property
+    def swap_bytes(self) -> int:
+        """Host memory for swapped blocks; 0 if nothing would be swapped."""
+        if self.preemption == "recompute" or not self.enable_prefix_caching:
+            return 0
+        return parse_size(self.swap_space, "swap_space")
 
     def _check_swap(self) -> None:
         space = parse_size(self.swap_space, "swap_space")
@@ -107,11 +102,11 @@ class EngineConfig(Record):
 
 
 _CPU_STEP_TOKENS = 1024
-"""Tokens of a step past which activations leave a CPU's caches: measured 4 to 10 % slower."""
+"""Larger steps overflow a CPU's caches: measured 4 to 10 % slower."""
 
 
 def sized_for(device_type: str, engine: EngineConfig) -> EngineConfig:
-    """The settings with steps as large as a kind of device (``cpu`` or ``cuda``) likes them."""
+    """The settings with the best step size for a device type, ``cpu`` or ``cuda``."""
     if device_type != "cpu":
         return engine
     tokens = max(_CPU_STEP_TOKENS, engine.max_num_seqs)

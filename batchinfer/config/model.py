@@ -1,4 +1,4 @@
-"""Which model is run, checked when it is named."""
+"""The model to run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from batchinfer.config.types import Record, coerce_fields
 
 Runner = Literal["generate", "pooling", "whole_texts"]
-"""What a model is run for, as vLLM names it: to write text, or for its hidden states; whole_texts:
-for those of all tokens of a text, which is then computed at once, without a KV pool."""
+"""What a model is run for, as vLLM names it: text, or hidden states. whole_texts: hidden states of
+all tokens of a text, which is computed at once, without a KV pool."""
 
 
 @dataclass(frozen=True)
 class ModelConfig(Record):
-    """Which model to load, and how: keys of the job file's ``model`` section."""
+    """Which model to load, and how; keys as in the job file's ``model`` section."""
 
     name: str
     """Hub id or local directory."""
@@ -24,20 +24,20 @@ class ModelConfig(Record):
     tokenizer: str | None = None
     """Hub id or local directory; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: as the weights are saved."""
+    """auto: the checkpoint's."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and output together, in tokens; None: what the model allows."""
+    """Most tokens of prompt and output together; None: the model's limit."""
     quantization: str | None = None
-    """One of ``QUANTIZATIONS``; None: the weights stay as they are saved."""
+    """One of ``QUANTIZATIONS``; None: the checkpoint's."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folder or hub id of LoRA adapters by name; rows run through them by number, in this order
-    from 1."""
+    """Folder or hub id of each LoRA adapter by name; rows use them by number, in this order from
+    1."""
     runner: Runner = "generate"
-    """pooling: a model without an output head will do."""
+    """pooling: the model may have no output head."""
 
     @property
     def pools(self) -> bool:
-        """Whether it is run for its hidden states."""
+        """Whether the model is run for hidden states."""
         return self.runner in ("pooling", "whole_texts")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Token ids whose log-probabilities a call asks for by name, checked."""
+"""Checks of token ids whose log-probabilities a call asks for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _NO_ID = -1
 
 
 def token_id_table(given: Any, name: str) -> TokenIdTable:
-    """Lists of token ids as an array [rows, most in a row], padded with -1.
+    """Lists of token ids, or an array [rows, ids], as an array [rows, longest row] padded with -1.
 
     Args:
-        given: lists of whole numbers, or an array [rows, ids].
         name: of the parameter, for messages.
 
     Raises:
-        ValueError: it is neither, empty, or holds what is no token id.
+        ValueError: the value is empty, or not lists of token ids.
     """
     if isinstance(given, np.ndarray):
         rows = given.tolist() if given.ndim == 2 and given.dtype.kind in "iu" else None
@@ -60,11 +59,7 @@ def _is_id(value: object) -> bool:
 def check_token_id_table(
     table: TokenIdTable, name: str, *, vocab_size: int, most_ids: int, max_model_len: int
 ) -> None:
-    """Raise ValueError where a table does not go with the model.
-
-    Args:
-        most_ids: most in a row that may be asked for.
-    """
+    """Raise ValueError if a table has more than ``most_ids`` in a row or does not fit the model."""
     num_rows, num_ids = table.shape
     if num_rows > max_model_len - 1:
         raise ValueError(
@@ -80,7 +75,7 @@ def check_token_id_table(
 
 
 def check_named_tokens(token_ids: Sequence[int], name: str, vocab_size: int) -> None:
-    """Raise ValueError where token ids are too many, or not the model's."""
+    """Raise ValueError if there are too many token ids, or one is not the model's."""
     if len(token_ids) > MAX_NAMED_TOKENS:
         raise ValueError(f"{name} has {len(token_ids)} ids; the most are {MAX_NAMED_TOKENS}")
     if token_ids and min(token_ids) < 0:

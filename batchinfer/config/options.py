@@ -1,6 +1,6 @@
-"""Options of ``batchinfer run-batch`` and ``batchinfer bench``: a field each, listed once.
+"""Options of ``batchinfer run-batch`` and ``batchinfer bench``.
 
-Read before anything heavy is imported.
+Imports nothing heavy, so that usage errors are quick.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="Hub id or local directory.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
 Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
-"""None: the engine's or the model's own."""
-
+"""None: the default of the engine or the model."""
 
 MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
-"""Options that are keys of the section ``model`` as well."""
+"""Options that are also keys of the section ``model``."""
 BENCH_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dtype")
-"""Options that are keys of the section ``engine`` as well."""
+"""Options that are also keys of the section ``engine``."""
 
 BENCH_TASKS = ("auto", "generate", "embed", "classify")
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """A batch file, a model, and keys of the job that answers it; None: the default of its key."""
+    """A batch file, a model, and keys of the job that answers it; None: the key's default."""
 
     input_file: Annotated[
         str, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one per line.")
@@ -111,11 +110,7 @@ class BatchOptions:
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress.")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """The object that ``default_chat_template_kwargs`` gives as JSON.
-
-        Raises:
-            UsageError: it is none.
-        """
+        """The JSON object in ``default_chat_template_kwargs``; UsageError if it is not one."""
         text, option = self.default_chat_template_kwargs, "--default-chat-template-kwargs"
         try:
             value = None if text is None else json.loads(text)
@@ -128,12 +123,12 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """A model, the prompts to run through it, and the engine keys that matter for throughput.
+    """A model, the prompts to run, and the engine keys that affect throughput.
 
     Names are those of ``vllm bench throughput``. End-of-sequence tokens are ignored.
 
     Raises:
-        UsageError: an unknown dtype.
+        UsageError: unknown dtype or task.
         StorageError: ``output_json`` cannot be written.
     """
 
@@ -187,13 +182,13 @@ class BenchOptions:
 
 
 def given(options: BatchOptions | BenchOptions, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options called ``names`` that are given, by name."""
+    """The options among ``names`` that are not None, by name."""
     values = ((name, getattr(options, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before measuring, and leave no trace of that."""
+    """Check before measuring, without creating the file."""
     problem = None
     if path.is_dir():
         problem = "is a folder"

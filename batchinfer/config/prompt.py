@@ -1,4 +1,4 @@
-"""Settings of prompts and of which samples are kept, checked when made."""
+"""Settings of prompts, and of which samples are kept."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ class PromptConfig(Record):
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None
-    """The one of ``model.adapters`` that all rows run through; null: the base model."""
+    """Adapter from ``model.adapters`` for all rows; null: the base model."""
     adapter_column: str | None = None
-    """A column of names of ``model.adapters``; null runs the base model."""
+    """A column of names from ``model.adapters``; null: the base model."""
     system: str | None = None
-    """Put before the conversation as its system message (a template like ``template``)."""
+    """System message of the conversation (a template like ``template``)."""
     chat_template: str = "auto"
     """auto, none, or the path of a template file. auto: messages use the model's template; a
-    string becomes one user message if the tokenizer has a template, else it is taken raw."""
+    string becomes one user message if the tokenizer has a template, else a raw prompt."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the chat template, e.g. {enable_thinking: false}."""
+    """Variables for the chat template, e.g. {enable_thinking: false}."""
     tools: tuple[Mapping[str, Any], ...] | str | None = None
-    """Tools that the model may call, as OpenAI has them: a list of {type: function, function:
-    {name, description, parameters}}, or the path of a JSON file of one. They go to the chat
-    template."""
+    """Tools that the model may call, in OpenAI's form: a list of {type: function, function: {name,
+    description, parameters}}, or the path of a JSON file with one. The chat template gets them."""
     tools_column: str | None = None
-    """A column of each row's own tools: the list as JSON text, or list<struct>; null: none."""
+    """A column with each row's own tools: the list as JSON text, or list<struct>; null: none."""
     tool_choice: str | Mapping[str, Any] = "auto"
-    """auto: the model may call a tool; none: it is given none; required: it must; {type: function,
-    function: {name: ...}}: it must call that one."""
+    """auto: the model may call a tool; none: it sees no tools; required: it must call one; {type:
+    function, function: {name: ...}}: it must call this one."""
     parse_special_tokens: bool = False
     """false: control tokens such as <|im_end|> inside row text stay text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
-    """What to do with a prompt that leaves no room for an output token."""
+    """What to do if a prompt leaves no room for an output token."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -64,32 +63,32 @@ class PromptConfig(Record):
 
     @property
     def has_tools(self) -> bool:
-        """Whether rows have tools that they may call."""
+        """Whether rows have tools that the model may call."""
         is_given = self.tools is not None or self.tools_column is not None
         return is_given and self.tool_choice != "none"
 
 
 @dataclass(frozen=True)
 class AcceptConfig(Record):
-    """Draw samples of a row until enough of them pass, or as many as may be were tried.
+    """Draw samples of a row until enough pass, or ``max_tries`` were drawn.
 
-    Samples are judged in the order of their indices, and the first that pass are kept: which these
-    are depends on nothing that ran beside them.
+    Samples are judged in the order of their indices and the first that pass are kept, so that the
+    choice does not depend on the other rows of a batch.
     """
 
     regex: str | None = None
-    """RE2's, without look-around and back-references: the text must have a match in it; ^ and $
-    tie it to the ends."""
+    """RE2, without look-around and back-references: the text must contain a match; ^ and $ anchor
+    it."""
     schema: Mapping[str, Any] | str | None = None
-    """A JSON schema, or its JSON text: the text must be JSON that it allows."""
+    """A JSON schema, or its JSON text: the text must be JSON that conforms to it."""
     min_tokens: int = 0
-    """The sample must have so many tokens, the one that ends it included."""
+    """Least tokens of a sample, the one that ends it included."""
     k: int | None = None
-    """How many to keep; null: the row's sampling.n. A row's own n wins."""
+    """How many samples to keep; null: the row's sampling.n. A row's own n wins."""
     max_tries: int = 16
-    """Most samples drawn of a row."""
+    """Most samples drawn for a row."""
     dedup: bool = False
-    """Keep one of several samples of a row with the same text, the first."""
+    """Of a row's samples with the same text keep the first only."""
 
     def __post_init__(self) -> None:
         if isinstance(self.schema, Mapping):
@@ -110,16 +109,12 @@ class AcceptConfig(Record):
             raise ValueError(f"k is {self.k}, more than max_tries, which is {self.max_tries}")
 
     def check(self, params: SamplingParams) -> None:
-        """Check that a row's own parameters go with this.
-
-        Raises:
-            ValueError: naming the parameter.
-        """
+        """Raise ValueError if a row's own parameters conflict with this, naming the parameter."""
         if params.beam_width is not None:
             raise ValueError("beam_width does not go with accept")
         if params.n > self.max_tries:
             raise ValueError(f"n is {params.n}, more than accept.max_tries, {self.max_tries}")
 
     def wanted(self, n: int) -> int:
-        """How many samples of a row to keep that asks for ``n``."""
+        """How many samples to keep of a row with ``n`` samples."""
         return n if n > 1 or self.k is None else self.k

@@ -1,13 +1,12 @@
-r"""Regular expressions: matched in linear time, and spelt so that all dialects agree.
+r"""Regular expressions that match in linear time and mean the same in all dialects.
 
-What matches is the same on every machine: nothing is given up for taking long. Arrow has RE2, which
-never goes back in a text, limits how large a compiled pattern may be, and needs no threads. It is
-imported when it is needed only.
+Matching uses Arrow's RE2, which never backtracks, limits the size of compiled patterns, and gives
+the same result on every machine: nothing is given up for taking long. It is imported on first use.
 
-What texts are made by has ``\d``, ``\s`` and ``\w`` as ASCII. llguidance takes any Unicode digit
-for ``\d``. ECMAScript, whose expressions JSON Schema has, and RE2 take ASCII's. Of blanks they take
-different ones: a text made for ``\s`` has one that both take, and one made for ``\S`` none that
-either takes, so that it passes whoever checks it.
+Patterns for generated text spell out ``\d``, ``\s`` and ``\w`` in ASCII, because dialects differ:
+llguidance lets ``\d`` match any Unicode digit, while ECMAScript (for JSON Schema) and RE2 match
+ASCII digits but different whitespace. A text generated for ``\s`` uses whitespace of both, and one
+for ``\S`` avoids whitespace of either, so that it passes any checker.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ _ANY_BLANKS = rf"{_BLANKS}\v\u{{A0}}\u{{1680}}\u{{2000}}-\u{{200A}}\u{{2028}}\u{
 )
 """ECMAScript's, https://tc39.es/ecma262/#prod-WhiteSpace and LineTerminator."""
 _NAMED = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
-_MADE = _NAMED | {"s": f"[{_BLANKS}]", "S": f"[^{_ANY_BLANKS}]"}
-_KEPT_OUT = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
+_POSITIVE = _NAMED | {"s": f"[{_BLANKS}]", "S": f"[^{_ANY_BLANKS}]"}
+_NEGATED = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
 """Within ``[^...]``."""
 
 
 def has_match(pattern: str, text: str) -> bool:
-    """Whether a text has a match of a pattern in it.
-
-    Raises:
-        ValueError: the pattern is none; with what to do.
-    """
+    """Whether a text contains a match; ValueError if the pattern is not valid RE2."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -46,27 +41,27 @@ def has_match(pattern: str, text: str) -> bool:
 
 
 def with_ascii_classes(pattern: str) -> str:
-    """A pattern in the syntax of Rust's ``regex`` whose classes are spelt out."""
+    """A pattern in the syntax of Rust's ``regex``, with its classes spelled out."""
     out: list[str] = []
-    inside: list[bool] = []
-    """Of each bracket that is open, whether what stands in it is made, not kept out."""
+    positive: list[bool] = []
+    """For each open bracket, whether its characters are generated or excluded."""
     at = 0
     while at < len(pattern):
         taken = pattern[at]
         if taken == "\\":
             taken = pattern[at : at + 2]
-            classes = _MADE if not inside or inside[-1] else _KEPT_OUT
+            classes = _POSITIVE if not positive or positive[-1] else _NEGATED
             out.append(classes.get(taken[1:], taken))
         elif taken == "[":
             negated = pattern.startswith("^", at + 1)
             taken = "[^" if negated else "["
-            inside.append((not inside or inside[-1]) != negated)
-            if pattern.startswith("]", at + len(taken)):  # the first one is a character
+            positive.append((not positive or positive[-1]) != negated)
+            if pattern.startswith("]", at + len(taken)):  # a leading one is a character
                 taken += "]"
             out.append(taken)
         else:
-            if taken == "]" and inside:
-                inside.pop()
+            if taken == "]" and positive:
+                positive.pop()
             out.append(taken)
         at += len(taken)
     return "".join(out)

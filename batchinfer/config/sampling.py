@@ -1,4 +1,4 @@
-"""Sampling parameters, checked when made."""
+"""Sampling parameters of a row."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from batchinfer.config.structured import normalised
 from batchinfer.config.types import Record, coerce_fields
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
-
+"""Most alternatives per token, as in the OpenAI and vLLM APIs."""
 MAX_SAMPLES = 16_384
 """Most samples per prompt, as in vLLM."""
-
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
-"""A longer length than any model's to this power is a float yet."""
-
+"""Any model's length to this power is still a finite float."""
 HUGE = 1e30
-"""Most that a number may be which is computed with in float32."""
+"""Largest number that float32 arithmetic here may meet."""
 
 _NOT_WITH_BEAMS = (
     "min_tokens",
@@ -65,7 +62,7 @@ class SamplingParams(Record):
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
     stop: tuple[str, ...] = ()
-    """Texts that end a sample."""
+    """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a sample, besides the model's own end-of-sequence ids."""
     include_stop_str_in_output: bool = False
@@ -83,22 +80,21 @@ class SamplingParams(Record):
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these token ids may be sampled."""
     bad_words: tuple[str, ...] = ()
-    """Texts that must not appear."""
+    """Strings that must not appear in the text."""
     prompt_logprobs: int | None = None
     """Write the log-probability of each token of the prompt but the first, and of this many
     alternatives (at most 20)."""
     structured_outputs: Mapping[str, Any] | None = None
-    """What the text must look like: {json: schema}, {regex: text}, {choice: [texts]},
-    {grammar: Lark or GBNF} or {json_object: true}. OpenAI's response_format means the same. A
-    schema that no grammar can insist on is refused, or with unsupported: check beside it, finished
-    texts are judged by it."""
+    """The form of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or
+    GBNF} or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar
+    cannot enforce is refused; with unsupported: check, finished texts are checked against it."""
     beam_width: int | None = None
-    """Beam search with so many beams, of which the n best are written, best first; the temperature
-    is ignored. Rules and scores are those of transformers with early_stopping=False."""
+    """Beam search with this many beams; the n best are written, best first, and the temperature is
+    ignored. Rules and scores are those of transformers with early_stopping=False."""
     length_penalty: float = 1.0
-    """Beams are ranked by their log-probability over their length to this power."""
+    """Beams are ranked by their log-probability divided by their length to this power."""
     max_reasoning_tokens: int | None = None
-    """Most tokens of thinking, markers left out; then its end marker is forced. Needs
+    """Most tokens of reasoning without its markers; then the end marker is forced. Needs
     output.reasoning."""
 
     def __post_init__(self) -> None:
@@ -141,13 +137,13 @@ class SamplingParams(Record):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens lose or gain by being in the prompt or the output."""
+        """Whether a penalty changes logits."""
         none = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return none != (0.0, 0.0, 1.0)
 
     @property
     def token_limit(self) -> int:
-        """``max_tokens``, where that may also be given in another way."""
+        """``max_tokens`` as a number, also in subclasses that allow None."""
         return self.max_tokens
 
     def _check_logprobs(self) -> None:
@@ -182,7 +178,7 @@ class SamplingParams(Record):
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalise(self) -> None:
-        """Turn a single text into a list of one, None into an empty list, formats into one form."""
+        """Turn a single string into a list, None into an empty list, and formats into one form."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":
@@ -203,7 +199,7 @@ class SamplingParams(Record):
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text has characters, and none of them is half of a surrogate pair."""
+    """Whether a string is not empty and valid Unicode."""
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -1,4 +1,4 @@
-"""``structured_outputs`` and ``response_format``, brought into one form."""
+"""``structured_outputs`` and ``response_format`` in one form."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from batchinfer.config.types import format_value, near_name
 
 MAX_CHARACTERS = 2**20
-"""Longest schema, expression, grammar or list of choices: a million words of vocabulary take
-gigabytes to compile."""
+"""Longest schema, regex, grammar or list of choices; a million words take gigabytes to compile."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
@@ -19,8 +18,11 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """The JSON text of the schema that finished texts are judged by, of ``structured_outputs`` in
-    its one form; None where a grammar is enough."""
+    """JSON text of the schema to check finished texts against; None if a grammar enforces it.
+
+    Args:
+        structured_outputs: in the form of ``normalised``.
+    """
     if structured_outputs is None or structured_outputs.get("unsupported") != "check":
         return None
     schema: str = structured_outputs.get("json", '{"type": "object"}')
@@ -30,21 +32,21 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """``structured_outputs``, or OpenAI's ``response_format``, in one form.
 
-    A schema becomes its JSON text: the order of its properties is that of the output, and texts are
-    compared with it in mind.
+    A schema becomes JSON text: the output has its properties in the schema's order, and comparing
+    texts respects this order.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,
-            ``{grammar: Lark or GBNF}`` or ``{json_object: true}``, with vLLM's
-            ``disable_any_whitespace`` or ``whitespace_pattern``, and ``unsupported``, beside a
-            schema; or ``{type: text}``, ``{type: json_object}`` or
-            ``{type: json_schema, json_schema: {schema: ...}}``, with ``unsupported`` beside it.
+            ``{grammar: Lark or GBNF}`` or ``{json_object: true}``; with a schema also
+            ``unsupported`` and vLLM's ``disable_any_whitespace`` or ``whitespace_pattern``. Or
+            OpenAI's ``{type: text}``, ``{type: json_object}`` or
+            ``{type: json_schema, json_schema: {schema: ...}}``, with ``unsupported``.
 
     Returns:
-        One of the first five kinds, with its options; None where the text is free.
+        One of the first five kinds, with its options; None if the text is free.
 
     Raises:
-        ValueError: naming the key, when it is none of these.
+        ValueError: naming the key.
     """
     if "type" in value:
         value = _of_response_format(value)
@@ -94,10 +96,10 @@ def _checked(kind: str, value: Any) -> Any:
 
 
 def schema_text(key: str, value: Any) -> str:
-    """The JSON text of a schema, or of its JSON text, the order of its keys kept.
+    """JSON text of a schema, given as data or text, with its keys in order.
 
     Raises:
-        ValueError: naming ``key``, when it is none.
+        ValueError: naming ``key``.
     """
     try:
         loaded = json.loads(value) if isinstance(value, str) else value

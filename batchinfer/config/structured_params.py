@@ -1,9 +1,10 @@
 """vLLM's ``StructuredOutputsParams`` and ``GuidedDecodingParams``, and xgrammar's structural tags.
 
-A structural tag is free text in which a trigger begins one of several tags: a beginning, a content
-and an end. It becomes Lark for llguidance. Both forms are read: ``{structures: [{begin, schema,
-end}], triggers}``, and the later ``{format: {type: triggered_tags, tags: [{begin, content, end}],
-triggers}}`` (xgrammar's docs/structural_tag.md; llguidance's docs/syntax.md for lazy lexemes).
+A structural tag is free text in which a trigger starts one of several tags: a beginning, content
+and an end. It is translated to Lark for llguidance. Both forms are accepted: ``{structures:
+[{begin, schema, end}], triggers}`` and the newer ``{format: {type: triggered_tags, tags: [{begin,
+content, end}], triggers}}`` (xgrammar's docs/structural_tag.md; llguidance's docs/syntax.md for
+lazy lexemes).
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ _TAG = "structured_outputs structural_tag"
 
 @dataclass
 class StructuredOutputsParams:
-    """What a text must look like; give one of the first five, or a structural tag.
+    """The form of a text: one of the first five fields, or a structural tag.
 
     Raises:
-        ValueError: none of them is given, or several.
+        ValueError: none is given, or several.
     """
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, or its JSON text."""
     regex: str | None = None
     choice: list[str] | None = None
-    """The texts that it may be."""
+    """The allowed texts."""
     grammar: str | None = None
-    """In Lark, or in GBNF (llama.cpp's, xgrammar's EBNF)."""
+    """Lark, or GBNF (llama.cpp's format, xgrammar's EBNF)."""
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     """No whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
-    """Objects have no other properties than their schema names, unless it says that they may."""
+    """Objects have only the properties that their schema names, unless it allows others."""
     whitespace_pattern: str | None = None
-    """What comes between the parts of JSON, as an expression."""
+    """Regex for the whitespace between the parts of JSON."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """xgrammar's: tags with contents of their own in free text; triggered tags of JSON or text."""
+    """xgrammar's format: free text with triggered tags that hold JSON or text."""
     unsupported: str | None = None
-    """check: a schema that no grammar can insist on is what finished texts are judged by."""
+    """check: if a grammar cannot enforce the schema, check finished texts against it."""
     backend: str | None = None
-    """Without effect: there is one."""
+    """Without effect."""
     disable_fallback: bool = False
     """Without effect."""
 
@@ -58,7 +59,7 @@ class StructuredOutputsParams:
             raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(_KINDS)}")
 
     def mapping(self) -> dict[str, Any]:
-        """What is given, as ``SamplingParams.structured_outputs`` of a job has it."""
+        """The value as for ``SamplingParams.structured_outputs``."""
         if self.structural_tag is not None:
             return {"grammar": structural_grammar(self.structural_tag)}
         names = (*KINDS, "whitespace_pattern", "unsupported")
@@ -72,17 +73,17 @@ class StructuredOutputsParams:
 
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
-    """vLLM's earlier name of ``StructuredOutputsParams``."""
+    """vLLM's earlier name for ``StructuredOutputsParams``."""
 
     @staticmethod
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
-        """The parameters, or None where no form of text is given."""
+        """The parameters; None if no form is given."""
         kept = {name: value for name, value in given.items() if value is not None}
         return GuidedDecodingParams(**kept) if any(kind in kept for kind in _KINDS) else None
 
 
 def closed_schema(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that it names, unless it says so."""
+    """A schema with ``additionalProperties: false`` in its objects, unless they say otherwise."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -94,10 +95,10 @@ def closed_schema(schema: Any) -> Any:
 
 
 def structural_grammar(value: Any) -> str:
-    """A structural tag, or its JSON text, as a grammar in Lark.
+    """A structural tag, given as data or JSON text, as a Lark grammar.
 
     Raises:
-        ValueError: it is none, or of a form that is not supported.
+        ValueError: not a structural tag, or an unsupported form.
     """
     try:
         tag = json.loads(value) if isinstance(value, str) else value
@@ -116,7 +117,7 @@ def structural_grammar(value: Any) -> str:
 
 
 def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], bool, bool]:
-    """Tags, triggers, whether there is at least one tag, and whether the first ends the text."""
+    """Tags, triggers, whether a tag is required, and whether the first tag ends the text."""
     if "structures" in tag:
         found, form = tag["structures"], tag
         tags = [{**one, "content": {"json_schema": one.get("schema")}} for one in found]

@@ -11,9 +11,9 @@ from batchinfer.config.types import Record, coerce_fields
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
 )
-"""Sampling of a score job's requests: nothing is drawn, every token asked for is judged."""
+"""Sampling of a score job's requests, which score tokens and draw none."""
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
-"""Sampling of an embed job's requests: the one token that is drawn means nothing."""
+"""Sampling of an embed or classify job's requests; the token that is drawn is not used."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,19 @@ class EmbedConfig(Record):
     """What ``task: embed`` makes of a prompt's hidden states."""
 
     pooling: Pooling = "auto"
-    """How hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json says,
-    else mean for a model that attends both ways and lasttoken for one that does not; with any other
-    its texts are computed whole and share no prefixes. cls: that of the first token; the others as
-    sentence-transformers has them."""
+    """How hidden states become the embedding. auto: as in the model's 1_Pooling/config.json, else
+    mean for a bidirectional model and lasttoken for a causal one. With any other than lasttoken,
+    texts are computed whole and share no prefixes. cls: the first token's; the others are those of
+    sentence-transformers."""
     prompt_name: str | None = None
-    """Name of the prompt that is put before each text, by the model's
-    config_sentence_transformers.json. null: the one that it names as its default, if it does and
-    prompt.template is not given; "": none."""
+    """Name of a prompt in the model's config_sentence_transformers.json, put before each text.
+    null: the default prompt there, if any and unless prompt.template is given; "": none."""
     normalize: bool = True
-    """Make every embedding of length 1."""
+    """Scale every embedding to length 1."""
     dimensions: int | None = None
-    """Keep so many of the first numbers, then normalise (Matryoshka); null: all."""
+    """Keep this many of the first numbers, then normalize (Matryoshka); null: all."""
     dtype: Literal["float32", "float16"] = "float32"
-    """Type of the numbers that are written."""
+    """Type of the numbers in the output."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -61,23 +60,24 @@ class EmbedConfig(Record):
 
 @dataclass(frozen=True)
 class ClassifyConfig(Record):
-    """What ``task: classify`` classifies, and by what."""
+    """What ``task: classify`` classifies, and how."""
 
     query_column: str | None = None
-    """A column of queries, for a reranker: each is scored with the document of its row. null: the
-    prompt is classified."""
+    """A column of queries for a reranker, each scored with its row's document. null: the prompt is
+    classified."""
     document_column: str | None = None
-    """The column of documents that belongs to query_column."""
+    """The column of documents for query_column."""
     instruction: str | None = None
-    """What a document must do for its query, told to a Qwen3-Reranker; null: what it was trained
-    with, about passages that answer a web search query."""
+    """Instruction for a Qwen3-Reranker: what a document must do for its query. null: the one it was
+    trained with, about passages that answer a web search query."""
     tokens: tuple[str, ...] | None = None
-    """Take these tokens for labels, by their logits after the prompt, like [no, yes]; with a query
-    and a document, two of them, and the score is the probability of the second. null: by the
-    model's own head, or as a Qwen3-Reranker's folder says."""
+    """Use these tokens as labels, by their logits after the prompt, like [no, yes]; for a query and
+    a document two tokens, and the score is the probability of the second. null: the model's own
+    head, or the labels in a Qwen3-Reranker's folder."""
     activation: Literal["auto", "softmax", "sigmoid", "none"] = "auto"
-    """Logits to scores. auto: as the model's config says (problem_type, or sentence-transformers'
-    activation), else sigmoid for one label and softmax for several. none: the logits."""
+    """How logits become scores. auto: as in the model's config (problem_type, or
+    sentence-transformers' activation), else sigmoid for one label and softmax for several. none:
+    the logits."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -97,5 +97,5 @@ class ClassifyConfig(Record):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a query and a document are scored, not a prompt."""
+        """Whether pairs of a query and a document are scored instead of prompts."""
         return self.query_column is not None

@@ -1,4 +1,4 @@
-"""Types and values of a record's fields: coerced, required, read as sizes, shown in messages."""
+"""Base class of records: types and ranges of fields, sizes, and values in messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
@@ -29,11 +30,11 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class Record:
-    """A frozen dataclass of settings: no other keys, and docstrings of fields describe them.
+    """A frozen dataclass of settings without other keys, described by its fields' docstrings.
 
     Raises:
-        TypeError: naming the field, when a value is of another type.
-        ValueError: naming the field, when a value is out of range or does not go with another.
+        TypeError: naming the field, if a value has the wrong type.
+        ValueError: naming the field, if a value is out of range or conflicts with another.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -47,27 +48,26 @@ class Record:
 
 
 def coerce_fields(record: Any) -> None:
-    """Convert in place what means the same: lists to tuples, whole numbers to floats, numpy's
-    numbers to Python's. A bool is no number.
+    """Convert values in place: lists to tuples, integers to floats, numpy numbers to Python's.
 
     Args:
-        record: a dataclass instance; its fields are annotated with bool, int, float, str, None,
-            ``Literal``, ``tuple[X, ...]``, ``Mapping[K, V]``, ``Any`` and unions of these.
+        record: a dataclass instance. Its fields have annotations of bool, int, float, str, None,
+            ``Literal``, ``tuple[X, ...]``, ``Mapping[K, V]``, ``Any`` and unions of these; a bool
+            is not a number.
 
     Raises:
         TypeError: naming the field, its value and what it must be.
     """
-    kind: Any = type(record)
-    for name, hint in _hints(kind).items():
+    for name, hint in _hints(type(record)).items():
         value = getattr(record, name)
         try:
-            object.__setattr__(record, name, _taken(value, hint))
-        except _UnfitError:
+            object.__setattr__(record, name, _coerced(value, hint))
+        except _WrongTypeError:
             raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {_words(hint)}") from None
 
 
-class _UnfitError(Exception):
-    """A value is not of a type."""
+class _WrongTypeError(Exception):
+    """A value does not have a type."""
 
 
 @cache
@@ -76,40 +76,28 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {entry.name: hints[entry.name] for entry in fields(kind)}
 
 
-def _taken(value: Any, hint: Any) -> Any:
-    """``value`` as the type."""
+def _coerced(value: Any, hint: Any) -> Any:
+    """``value`` converted to the type ``hint``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return _first_taken(value, args)
+        for choice in args:
+            with suppress(_WrongTypeError):
+                return _coerced(value, choice)
+        raise _WrongTypeError
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_taken(item, args[0]) for item in value)
+        return tuple(_coerced(item, args[0]) for item in value)
     if origin is Mapping and isinstance(value, Mapping):
-        return {_taken(key, args[0]): _taken(item, args[1]) for key, item in value.items()}
+        return {_coerced(key, args[0]): _coerced(item, args[1]) for key, item in value.items()}
     if hint is int and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if hint is float and isinstance(value, Real) and not isinstance(value, bool):
-        return _as_float(value)
+        with suppress(OverflowError):
+            return float(value)
     if hint is Any or (origin is Literal and isinstance(value, str) and value in args):
         return value
     if hint in (bool, str, NoneType) and isinstance(value, hint):
         return value
-    raise _UnfitError
-
-
-def _first_taken(value: Any, hints: tuple[Any, ...]) -> Any:
-    for hint in hints:
-        try:
-            return _taken(value, hint)
-        except _UnfitError:
-            continue
-    raise _UnfitError
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise _UnfitError from None
+    raise _WrongTypeError
 
 
 def _words(hint: Any) -> str:
@@ -126,10 +114,10 @@ def _words(hint: Any) -> str:
 
 
 def parse_size(value: str | int | float, key: str) -> int:
-    """Bytes meant by ``"40GiB"``, ``"512 MB"`` or a bare number, which is GiB.
+    """Bytes of a size like ``"40GiB"``, ``"512 MB"`` or a bare number of GiB.
 
     Raises:
-        ValueError: naming ``key``, when the text is not a size.
+        ValueError: naming ``key``.
     """
     match = _SIZE.fullmatch(str(value))
     if isinstance(value, bool) or match is None:
@@ -139,12 +127,12 @@ def parse_size(value: str | int | float, key: str) -> int:
 
 
 def format_value(value: object) -> str:
-    """A value as a job file writes it, cut to 60 characters."""
+    """A value as in a job file, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one; nothing if none is."""
+    """The end of a message about an unknown name: the nearest known one, or nothing."""
     question = meant(name, known)
     return f"; {question}" if question else ""

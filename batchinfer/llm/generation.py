@@ -10,8 +10,7 @@ from typing import Any
 
 from batchinfer.builders.context import EngineContext
 from batchinfer.config import ModelConfig, PromptConfig, sampling
-from batchinfer.config.beam_params import BeamSearchParams
-from batchinfer.config.call_params import SamplingParams
+from batchinfer.config.call_params import BeamSearchParams, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.llm.arguments import CallDefaults, SchemaDefaults
 from batchinfer.llm.calls import Calls, OnError, ProgressBar
