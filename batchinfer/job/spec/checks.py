@@ -1,8 +1,4 @@
-"""Checks of a job's keys against each other and the disk, before data or model are read.
-
-``batchinfer.job.spec.spec`` checks values one by one; here they are seen together, paths made
-absolute.
-"""
+"""Checks of a job's keys against each other and the disk, before data or model are read."""
 
 from __future__ import annotations
 
@@ -28,16 +24,12 @@ from batchinfer.text.sample_filter import Judge
 from batchinfer.text.template import RowTemplate
 
 _LONGEST = 300
-"""Most characters of another module's message."""
+"""Most characters of an error's message."""
 _WRITTEN = ("data", "part-00000.parquet")
 
 
 def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
-    """Check ``spec``, which was read from ``document``.
-
-    Raises:
-        UsageError: naming the place and the key.
-    """
+    """Check ``spec``, which was read from ``document``; UsageErrors name the place and the key."""
     for place in spec.input.paths:
         _check_output_place(spec.output.path, place, document)
     if spec.model.revision is not None and os.path.isabs(spec.model.name):
@@ -69,11 +61,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
-    """Say of errors within where ``key`` was written.
-
-    Args:
-        names_key: the errors name the key themselves.
-    """
+    """Add to errors raised inside where ``key`` was written, and the key unless ``names_key``."""
     try:
         yield
     except (UsageError, ValueError) as error:
@@ -84,23 +72,22 @@ def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) 
 
 
 def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
-    column, adapters = spec.prompt.adapter_column, spec.model.adapters
-    name = spec.prompt.adapter
+    adapters, name = spec.model.adapters, spec.prompt.adapter
+    has_column = spec.prompt.adapter_column is not None
     if name is not None and name not in adapters:
         known = did_you_mean(name, tuple(adapters)) if adapters else "; model.adapters is empty"
         problem = f": model.adapters has no {format_value(name)}{known}"
         raise document.error(("prompt", "adapter"), problem)
-    if column is not None and not adapters:
+    if has_column and not adapters:
         problem = " is set, but model.adapters names none: give name: folder there"
         raise document.error(("prompt", "adapter_column"), problem)
-    if adapters and column is None and name is None and spec.input.format != "openai-batch":
+    if adapters and not has_column and name is None and spec.input.format != "openai-batch":
         problem = " are given, but no row runs through them: set prompt.adapter, for all rows, "
-        problem += "or prompt.adapter_column"
-        raise document.error(("model", "adapters"), problem)
+        raise document.error(("model", "adapters"), problem + "or prompt.adapter_column")
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:
-    """Check that outputs are no inputs of the next run, nor inputs deleted with an old output."""
+    """Check that a later run cannot read the output as input, or delete the input with it."""
     key: KeyPath = ("output", "path")
     fixed = _fixed_part(place)
     out, folder = _resolved(output), _resolved(fixed)
@@ -116,19 +103,18 @@ def _check_output_place(output: str, place: str, document: JobDocument) -> None:
 
 
 def _resolved(path: str) -> PurePath:
-    """The place that a path leads to, written in one way only."""
     return StorePath(path) if is_url(path) else Path(os.path.realpath(path))
 
 
 def _fixed_part(path: str) -> str:
-    """``path`` itself, or of a glob the folder that all of its matches are in."""
+    """``path`` itself, or the folder that holds all matches of a glob."""
     if os.path.lexists(path) or not glob.has_magic(path):
         return path
     return str(fixed_part(StorePath(path) if is_url(path) else PurePosixPath(path)))
 
 
 def _would_match(pattern: str, output: str) -> bool:
-    """Whether what a job writes to ``output`` is found by ``pattern``."""
+    """Whether ``pattern`` matches files that the job writes to ``output``."""
     wanted, written = Path(pattern).parts, Path(output, *_WRITTEN).parts
     if "**" in wanted:
         return fnmatchcase(written[-1], wanted[-1])
@@ -145,7 +131,7 @@ def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
-    """Check the names of columns, as far as they are known without the data."""
+    """Check column names that are known without the data."""
     rename, key = spec.output.rename, ("output", "rename")
     generated = spec.task_spec.columns(spec.written)
     for name, new_name in rename.items():

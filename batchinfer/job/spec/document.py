@@ -1,4 +1,4 @@
-"""A job file's keys and values before they are checked, and where each was written."""
+"""A job file's data before it is checked, with the place where each key was written."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plai
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
-"""Sections that may be given as the one key they need."""
+"""Sections that may be given as the value of their one required key."""
 _JINJA = ("{{", "{%", "{#")
 
 
 class JobDocument:
-    """Nested data as read, and the origin of each key: a line of a file, or an option.
+    """Nested data, and the origin of each key: a line of a file, or an option.
 
-    The shorthands of the job file (``model: NAME``, ``input: PATH``, other tools' names of sampling
-    keys) are written out here, so that options and checks meet one form only.
+    Shorthands (``model: NAME``, ``input: PATH``, other tools' names for sampling keys) are
+    expanded, so that options and checks see a single form.
     """
 
     def __init__(self, text: YamlText, source: str) -> None:
@@ -33,11 +33,11 @@ class JobDocument:
         self._origins: dict[KeyPath, str] = {
             path: f"{source}, line {line}" for path, line in text.lines.items()
         }
-        self._write_out_shorthands()
-        self._write_out_aliases()
+        self._expand_shorthands()
+        self._expand_aliases()
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """The value at ``path``, or ``default`` where there is none."""
+        """The value at ``path``, or ``default``."""
         value: Any = self.data
         for part in path:
             value = _child(value, part)
@@ -46,14 +46,14 @@ class JobDocument:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """Whether ``path`` is given, if only as null."""
+        """Whether ``path`` is given, also as null."""
         return self.get(path, _MISSING) is not _MISSING
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Put ``value`` at ``path``, making the mappings on the way.
+        """Set the value at ``path``, creating parent mappings.
 
         Raises:
-            UsageError: a key on the way holds something other than a mapping.
+            UsageError: a parent is not a mapping.
         """
         holder: Any = self.data
         for depth, part in enumerate(path[:-1], start=1):
@@ -69,13 +69,10 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply one ``--set a.b=value``, or what another option says of a key.
+        """Apply one ``--set a.b=value``, or the key that another ``option`` sets.
 
-        The value is YAML, lists and mappings in brackets. Without quotes or brackets it is taken
-        whole: ``a: b``, ``# c`` and ``{{ d }}`` are texts.
-
-        Args:
-            option: that other option, as it was given.
+        The value is YAML, with lists and mappings in brackets. A value without quotes or brackets
+        is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.
 
         Raises:
             UsageError: not an assignment, or no value.
@@ -91,10 +88,10 @@ class JobDocument:
         if len(path) == 2 and path[0] == "sampling":
             path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
         self.set(path, _set_value(value.strip(), origin), origin)
-        self._write_out_shorthands()
+        self._expand_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
-        """Put ``keys`` of another file under those of ``section`` that are given already."""
+        """Add ``keys`` of another file to ``section``, whose own keys win."""
         given = self.get((section,)) or {}
         self.data[section] = {**keys, **given}
         for path, line in text.lines.items():
@@ -102,17 +99,17 @@ class JobDocument:
                 self._origins[(section, *path)] = f"{source}, line {line}"
 
     def origin(self, path: KeyPath) -> str:
-        """Where ``path``, or what holds it, was written."""
+        """Where ``path`` or its nearest parent was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._origins:
                 return self._origins[path[:length]]
         return self.source
 
     def error(self, path: KeyPath, problem: str) -> UsageError:
-        """A mistake at ``path``, with its place."""
+        """An error at ``path``, with its place."""
         return UsageError(f"{self.origin(path)}: {dotted(path)}{problem}")
 
-    def _write_out_shorthands(self) -> None:
+    def _expand_shorthands(self) -> None:
         for section, key in _NAMED_BY.items():
             name = self.data.get(section)
             is_list = section == "input" and isinstance(name, list)
@@ -124,7 +121,7 @@ class JobDocument:
             if isinstance(sampling, dict) and isinstance(sampling.get(key), str):
                 sampling[key] = [sampling[key]]
 
-    def _write_out_aliases(self) -> None:
+    def _expand_aliases(self) -> None:
         sampling = self.data.get("sampling")
         if not isinstance(sampling, dict):
             return
@@ -140,7 +137,6 @@ class JobDocument:
 
 
 def _set_value(text: str, origin: str) -> Any:
-    """The value of a ``--set``, read as YAML."""
     if not text:
         raise UsageError(f"{origin}: the value is empty; write '', [] or null for none")
     try:

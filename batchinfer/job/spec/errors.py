@@ -1,4 +1,4 @@
-"""Pydantic's errors as messages with file, line, key, value and what it must be."""
+"""Messages for pydantic's errors, with file, line, key, value and what it must be."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Words for what a value must be, by pydantic's error type; braces hold its context."""
+"""Descriptions of valid values by pydantic's error type; braces refer to the error's context."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -47,7 +47,7 @@ _LIKE = {
     "sampling.max_tokens": "64, the most tokens of an answer",
     "output": "{path: out/answers}",
 }
-"""Keys that a job needs, as they may look."""
+"""Examples of required keys."""
 
 
 @cache
@@ -69,7 +69,7 @@ def _sections(
 
 
 def usage_error(error: ValidationError, document: JobDocument) -> UsageError:
-    """``error`` as one message of at most a line per problem, and few lines in all."""
+    """``error`` as one message, with a line for each of the first few problems."""
     problems = _problems(error.errors(include_url=False), document)
     if all(problem.not_yet for problem in problems):
         return NotYetError("; ".join(f"{p.text} ({p.origin})" for p in problems[:_MOST_SHOWN]))
@@ -86,25 +86,25 @@ class _Problem:
 
 
 def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
-    """One problem per key: the branches of a union are alternatives of what it must be.
+    """One problem per key, as the branches of a union are alternatives for the same value.
 
-    Where keys within a value are wrong, its other branches are not what was meant; a required key
-    that is misspelt is not missing as well.
+    If keys within a value are wrong, errors of the value's other branches are dropped, and a
+    misspelled required key is not reported as missing too.
     """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:
         by_key.setdefault(_key_of(detail, document), []).append(detail)
-    misspelt = {_nearest_key(path) for path, found in by_key.items() if is_unknown_key(found[0])}
+    misspelled = {_nearest_key(path) for path, found in by_key.items() if is_unknown_key(found[0])}
     return [
         _problem(path, found, document)
         for path, found in by_key.items()
-        if not (found[0]["type"] == "missing" and path in misspelt)
+        if not (found[0]["type"] == "missing" and path in misspelled)
         and not any(len(other) > len(path) and other[: len(path)] == path for other in by_key)
     ]
 
 
 def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
-    """The key an error is about: its location, without the names of a union's branches."""
+    """The key of an error: its location without the names of union branches."""
     path: KeyPath = ()
     for part in detail["loc"]:
         if document.has((*path, part)):
@@ -115,7 +115,7 @@ def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
 def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument) -> _Problem:
     kind = found[0]["type"]
     if kind == "value_error":
-        return _said_by_record(path, str(found[0]["ctx"]["error"]), document)
+        return _problem_of_record(path, str(found[0]["ctx"]["error"]), document)
     key, origin = dotted(path), document.origin(path)
     if kind == "missing":
         like = f", like {key}: {_LIKE[key]}" if key in _LIKE else ""
@@ -130,25 +130,25 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
 
 
 def _choices(found: Sequence[ErrorDetails]) -> list[str]:
-    """Texts that a value may be."""
+    """The strings that a value may be."""
     written = (detail["ctx"]["expected"] for detail in found if detail["type"] == "literal_error")
     return [text for one in written for text in re.findall(r"'([^']*)'", one)]
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """Words for what a value must be, to go after "it must be"."""
+    """What a value must be, to follow "it must be"."""
     if detail["type"] not in _EXPECTED:
         return f"another ({detail['msg']})"
     return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
 
 
 def is_unknown_key(detail: ErrorDetails) -> bool:
-    """Whether the mistake is a name that is not known, not a value."""
+    """Whether the error is about an unknown name."""
     return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def _said_by_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
-    """A problem found by a record's own check, whose message names the key."""
+def _problem_of_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
+    """A problem from a record's own check, whose message names the key."""
     match = _NOT_YET.fullmatch(message)
     text = match.group(1) if match else message
     origin = document.origin(_key_named(section, text, document))
@@ -169,13 +169,13 @@ def _key_named(section: KeyPath, text: str, document: JobDocument) -> KeyPath:
 
 
 def _nearest_key(path: KeyPath) -> KeyPath | None:
-    """The known key of its section that an unknown one is most like."""
+    """The known key of the section that is most similar to an unknown one."""
     near = nearest(str(path[-1]), known_keys().get(dotted(path[:-1]), ()))
     return None if near is None else (*path[:-1], near)
 
 
 def _suggestion(path: KeyPath) -> str:
-    """The nearest known key: in its section, else the same name in another."""
+    """A hint: the nearest key of the section, or the same key in another section."""
     name, known = str(path[-1]), known_keys().get(dotted(path[:-1]), ())
     if near := near_name(name, known):
         return near

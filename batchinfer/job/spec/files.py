@@ -1,4 +1,4 @@
-"""Files that a job names beside its data: engine presets, chat templates, tools."""
+"""Files that a job names: engine presets, chat templates, tools."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TOOL = '{"type": "function", "function": {"name": ...}}'
 
 
 def chat_template_file(chat_template: str) -> str | None:
-    """The content of the file that ``prompt.chat_template`` names; None where it names none.
+    """Content of the file in ``prompt.chat_template``, or None for auto and none.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     if chat_template in ("auto", "none"):
         return None
@@ -31,10 +31,10 @@ def chat_template_file(chat_template: str) -> str | None:
 
 
 def tools_file(path: str) -> tuple[Any, ...]:
-    """The tools in the JSON file that ``prompt.tools`` names.
+    """The tools in the JSON file in ``prompt.tools``.
 
     Raises:
-        ValueError: it cannot be read, or holds no list of objects.
+        ValueError: the file cannot be read, or is not a list of objects.
     """
     where = printable(path, 200)
     text = text_of(path).removeprefix("\ufeff")
@@ -50,13 +50,9 @@ def tools_file(path: str) -> tuple[Any, ...]:
 
 
 def text_of(path: str) -> str:
-    """The text of a file that a job names.
-
-    Raises:
-        ValueError: there is none, or it is not UTF-8 text.
-    """
+    """The text of a file; ValueError if it is missing or not UTF-8."""
     where = printable(path, 200)
-    if not os.path.isfile(path):  # opening a pipe would wait for a writer
+    if not os.path.isfile(path):  # opening a pipe would block
         raise ValueError(f"there is no file {where}{near_path(path)}")
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -67,16 +63,16 @@ def text_of(path: str) -> str:
 
 
 def shipped_presets() -> tuple[str, ...]:
-    """Names of the presets that come with batchinfer, sorted."""
+    """Names of the presets in the package, sorted."""
     names = (entry.name for entry in (resources.files("batchinfer") / "configs").iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
 def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
-    """A shipped preset by name, else the file ``preset`` relative to ``base_dir``.
+    """The keys of a preset, and what messages call it.
 
-    Returns:
-        The file's keys, and what to call it in messages.
+    Args:
+        preset: the name of a shipped preset, or a file relative to ``base_dir``.
 
     Raises:
         UsageError: no such preset, or not keys and values.
@@ -85,19 +81,14 @@ def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
     if preset in shipped_presets():
         file = resources.files("batchinfer") / "configs" / f"{preset}{_SUFFIX}"
         text = parse_yaml(file.read_text(encoding="utf-8"), source)
+    elif os.path.isfile(base_dir / preset):  # Path.is_file raises for invalid names
+        text = read_yaml(base_dir / preset, source)
     else:
-        text = read_yaml(_own_preset(preset, base_dir), source)
-    if not isinstance(text.data, dict):
-        raise UsageError(f"{source}: a preset is keys of the engine section and their values")
-    return text, source
-
-
-def _own_preset(preset: str, base_dir: Path) -> Path:
-    path = base_dir / preset
-    if not os.path.isfile(path):  # unlike Path.is_file, false for names no file can have
         near = near_name(preset, shipped_presets()) or ";"
         raise UsageError(
             f"engine.preset: {printable(preset, 80)} is neither a shipped preset nor a file{near} "
             f"shipped: {listed(shipped_presets())}"
         )
-    return path
+    if not isinstance(text.data, dict):
+        raise UsageError(f"{source}: a preset is keys of the engine section and their values")
+    return text, source

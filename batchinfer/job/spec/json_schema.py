@@ -1,4 +1,4 @@
-"""JSON Schema of the job file, so that editors complete and check it."""
+"""JSON Schema of the job file, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of what a job file may hold, the loader's shorthands included."""
+    """JSON Schema 2020-12 of the job file, shorthands included."""
     schema = JobSpec.model_json_schema()
     records = schema["$defs"]
     sampling = records["JobSampling"]["properties"]
-    # Pydantic reads the docstrings of a class's own fields alone.
+    # Pydantic reads docstrings of a class's own fields only.
     own = {name: value for name, value in sampling.items() if "description" in value}
     sampling |= TypeAdapter(SamplingParams).json_schema()["properties"] | own
     _accept_aliases(records["JobSampling"])
@@ -37,13 +37,13 @@ def json_schema() -> dict[str, Any]:
     paths = {"type": "array", "items": name}
     schema["properties"]["input"] = {"anyOf": [name, paths, schema["properties"]["input"]]}
     for record in records.values():
-        # The rest of a docstring is for callers in Python.
+        # The rest of the docstring is for callers in Python.
         record["description"] = record["description"].split("\n\n")[0]
     return {"$schema": DIALECT, "title": "batchinfer job", **schema}
 
 
 def _task_rule(task: TaskSpec) -> dict[str, Any]:
-    """What a job of a task must have, and what the others must not."""
+    """Sections that a task requires, and those that other tasks must not have."""
     sampling = {"required": ["sampling"]}
     is_default = JobSpec.model_fields["task"].default == task.name
     rule: dict[str, Any] = {

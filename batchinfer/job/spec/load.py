@@ -1,8 +1,7 @@
-"""A job file and options read into a ``JobSpec``: variables, presets, paths, checks.
+"""Reads a job file and options into a ``JobSpec``: variables, presets, paths, checks.
 
-``{{ name }}`` in the job's name and paths takes texts from ``vars``. Names only: what a path needs
-beyond that is better computed by whoever passes ``--var``, and with no expressions nothing written
-here can run long or grow large.
+``{{ name }}`` in the job's name and paths inserts a value from ``vars``. There are no expressions,
+so that nothing here can run long or grow large; what needs computing is better passed by ``--var``.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from batchinfer.job.spec.tasks import TASK_SPECS
 from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text
 from batchinfer.job.storage.urls import is_url
 
-_PLACE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
-
-_PLAIN = re.compile(r"0|[1-9][0-9]{0,17}")
+_PLACEHOLDER = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 
 _WITH_VARIABLES: tuple[KeyPath, ...] = (
     ("name",),
@@ -44,11 +42,7 @@ _WITH_VARIABLES: tuple[KeyPath, ...] = (
 
 
 def render_variables(text: str, variables: Mapping[str, str]) -> str:
-    """``text`` with every ``{{ name }}`` replaced.
-
-    Raises:
-        ValueError: a name that is not in ``variables``, or braces around something else.
-    """
+    """``text`` with every ``{{ name }}`` replaced; ValueError for a name not in ``variables``."""
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1).strip()
@@ -57,13 +51,13 @@ def render_variables(text: str, variables: Mapping[str, str]) -> str:
             raise ValueError(f"{{{{ {printable(name, 60)} }}}} is not a variable{near}")
         return variables[name]
 
-    if text.count("{{") != len(_PLACE.findall(text)):
+    if text.count("{{") != len(_PLACEHOLDER.findall(text)):
         raise ValueError("has {{ without }}")
-    return _PLACE.sub(value, text)
+    return _PLACEHOLDER.sub(value, text)
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
-    """Names and texts of ``--var name=text`` options; of a repeated name the last.
+    """Values of ``--var name=text`` options by name; the last of a repeated name counts.
 
     Raises:
         UsageError: not of that form, or not valid Unicode.
@@ -74,23 +68,18 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
         if not equals or not name.strip():
             raise UsageError(f"--var {printable(assignment, 60)}: write --var name=text")
         try:
-            assignment.encode()
-        except UnicodeEncodeError:
+            valid_text(assignment)
+        except ValueError:
             raise UsageError(f"--var {printable(name, 60)}: not valid Unicode") from None
         variables[name.strip()] = text
     return variables
 
 
 def check_token_keys(biases: object) -> None:
-    """Check that every key is the one plain spelling of a token id, so that two keys are two ids.
-
-    What is no mapping is left to the record's own check.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Raise ValueError if a key is not a token id in plain digits, as two spellings of an id would
+    be two keys. Values other than mappings are left to ``SamplingParams``."""
     for key in biases if isinstance(biases, Mapping) else ():
-        if not _PLAIN.fullmatch(key):
+        if not _TOKEN_ID.fullmatch(key):
             raise ValueError(
                 f"logit_bias has the key {format_value(key)}; its keys are token ids, "
                 "written as plain whole numbers like 5"
@@ -107,22 +96,21 @@ def load_job(
     limit: int | None = None,
     reuse: Sequence[str] = (),
 ) -> JobSpec:
-    """The job in the file at ``path``, its paths made absolute and its templates checked.
+    """The job in the file at ``path``, with absolute paths and checked templates.
 
-    Neither data nor model is looked at.
+    Reads neither data nor model.
 
     Args:
-        path: the job file; relative paths in it are relative to its folder.
         overrides: ``section.key=value`` each, the value in YAML; they win over the file.
-        options: other options, as they were given, and the override that each stands for.
+        options: other options as given, with the override that each stands for.
         variables: values for ``vars``.
         output: wins over ``output.path``; relative to the current folder.
         limit: wins over ``input.limit``.
         reuse: added to ``output.reuse``; relative to the current folder.
 
     Raises:
-        UsageError: in at most 12 lines, each naming the place, the key and what is wanted.
-        NotYetError: a key or value this version does not build.
+        UsageError: in at most 12 lines, each with the place, the key and what it must be.
+        NotYetError: a key or value that this version does not support.
     """
     source = printable(str(path), 200)
     base_dir = Path(os.path.abspath(path)).parent
@@ -144,10 +132,10 @@ def load_job(
 
 
 def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
-    """The job that ``document`` describes, its variables filled in; paths are from ``base_dir``.
+    """The job in ``document``, whose variables are filled in; relative paths start at ``base_dir``.
 
     Raises:
-        UsageError, NotYetError: as ``load_job``.
+        UsageError, NotYetError: as for ``load_job``.
     """
     _apply_preset(document, base_dir)
     spec = _with_absolute_paths(_check(document), base_dir, document)
@@ -165,7 +153,7 @@ def _check(document: JobDocument) -> JobSpec:
     seed: KeyPath = ("sampling", "seed")
     if document.get(seed, 0) is None:
         raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
-    # JSON mode, because only there strict still takes lists for tuples.
+    # Strict mode accepts lists for tuples only in JSON.
     try:
         return JobSpec.model_validate_json(json.dumps(document.data), strict=True)
     except ValidationError as error:
@@ -173,7 +161,7 @@ def _check(document: JobDocument) -> JobSpec:
 
 
 def _fill_in_sampling(document: JobDocument) -> None:
-    """Fill in the sampling parameters of a task that leaves none to choose."""
+    """Fill in the sampling parameters of a task that draws no tokens."""
     name = document.get(("task",))
     task = TASK_SPECS.get(name) if isinstance(name, str) else None
     if task is not None and task.sampling is not None:
@@ -279,7 +267,7 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -
 
 
 def _absolute(path: str, base_dir: Path) -> str:
-    """``path`` under ``base_dir``; where it is a glob, what comes from ``base_dir`` is literal."""
+    """``path`` under ``base_dir``; in a glob, ``base_dir`` is escaped."""
     if is_url(path):
         return path
     path = os.path.expanduser(path)
@@ -292,7 +280,7 @@ def _absolute(path: str, base_dir: Path) -> str:
 
 
 def _local_or_hub(name: str, base_dir: Path) -> str:
-    """An absolute path where ``name`` is written as one or is a folder; else a hub id."""
+    """An absolute path if ``name`` looks like a path or is a folder; else it is a hub id."""
     path = os.path.normpath(os.path.join(base_dir, os.path.expanduser(name)))
     written_as_path = name.startswith((".", "/", "~"))
     return path if written_as_path or os.path.isdir(path) else name

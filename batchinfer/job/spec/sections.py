@@ -1,7 +1,7 @@
-"""Sections of the job file without checks against other sections.
+"""Sections of the job file that depend on no other section.
 
-A URL or an argument in ``on_end`` may be a secret as a whole (a chat's webhook is). No message and
-no record has more of it than its host or program.
+A URL or an argument in ``on_end`` may be a secret as a whole (the webhook of a chat is). Messages
+and records show only its host or program.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _HOST_PORT = re.compile(r"[^\s/:]+:[0-9]+|\[[0-9a-fA-F:]+\]:[0-9]+")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 
 HIDDEN = "\N{HORIZONTAL ELLIPSIS}"
-"""Stands for what is not told."""
+"""Replaces secrets."""
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors."""
+    """A frozen section; unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
@@ -36,70 +36,65 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class JobSampling(SamplingParams):
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's.
-
-    Raises:
-        TypeError, ValueError: as ``SamplingParams``.
-    """
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
 
     max_tokens: int = field()
     """Most tokens a sample may have."""
     seed: int = 0
     """Same seed, same tokens."""
     key: Literal["position", "id"] = "position"
-    """What a row's random numbers are keyed by beside the seed: its position in the input, or its
-    value of input.id_column, so that its samples stay the same when it moves."""
+    """Key of a row's random numbers besides the seed: its position in the input, or its value in
+    input.id_column, which keeps its samples the same when the row moves."""
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters of a row that has none of its own."""
+        """Parameters of a row without its own."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(SamplingParams)}
         return SamplingParams(**values)
 
 
 class ReasoningSpec(Section):
-    """The markers around a model's thinking."""
+    """Markers around a model's reasoning."""
 
     start: Text
-    """What begins it, like <think>; the chat template may have written it."""
+    """The start marker, like <think>; the chat template may write it."""
     end: Text
-    """What ends it, like </think>."""
+    """The end marker, like </think>."""
 
 
 class ErrorsSpec(Section):
-    """How many bad rows are too many."""
+    """Limits on failed rows."""
 
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of rows that may end in an error; more: the job ends with exit code 3."""
+    """Largest share of failed rows; above it the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """So many rows at least must end without an error, and with ``accept`` so many samples be kept;
-    fewer: the job ends with exit code 3. null: where there is no row, a filter selects none, or
-    ``accept`` keeps no sample, that is warned of."""
+    """Least number of rows without an error, and with ``accept`` of kept samples; below it the job
+    ends with exit code 3. null: no limit, but a warning if there are no rows, the filter selects
+    none, or ``accept`` keeps no sample."""
 
 
 class StatsSpec(Section):
-    """What is recorded about the run."""
+    """What to record about the run."""
 
     every_steps: int = Field(default=1, ge=1)
-    """Write every so manieth engine step to stats/steps.parquet."""
+    """Record every N-th engine step in stats/steps.parquet."""
 
 
 class ScaleSpec(Section):
     """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Engines, each with a device of its own; without GPUs they share the cores. auto: as many as
-    there are GPUs."""
+    """Number of engines, each with its own device; without GPUs they share the cores. auto: one per
+    GPU."""
     min_workers: int = Field(default=1, ge=1)
-    """Begin when so many are up; the others join when there is room for them."""
+    """Start when this many workers are ready; others join when the cluster has room."""
     cluster: Text = "local"
-    """local: a Ray cluster of this machine's own, for this job. auto: the one that RAY_ADDRESS
-    names. Else its host:port."""
+    """local: a Ray cluster on this machine for this job. auto: the cluster in RAY_ADDRESS. Else a
+    cluster's host:port."""
     start_timeout: Text = "10m"
-    """How long min_workers may take to come up, like 90s or 10m."""
+    """How long min_workers may take to start, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources to set aside for each worker, like {"spot": 1}; num_cpus and num_gpus are
-    Ray's own."""
+    """Ray resources to reserve per worker, like {"spot": 1}, num_cpus and num_gpus among them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -122,13 +117,13 @@ class ScaleSpec(Section):
 
 
 class OnEndSpec(Section):
-    """Who is told, once, when a run ends: well, with too many errors, stopped or failed. What goes
-    wrong with that is a warning and changes no exit code. At most one of the two keys."""
+    """Notification when a run ends: finished, with too many errors, stopped or failed. A failure to
+    notify is a warning and does not change the exit code. At most one of the two keys."""
 
     webhook: Text | None = None
-    """An http:// or https:// URL that the outcome is posted to, as JSON."""
+    """An http:// or https:// URL that gets the outcome as a JSON POST."""
     command: tuple[Text, ...] | None = None
-    """A program and its arguments, run without a shell, with the outcome on stdin, as JSON."""
+    """A program and its arguments, run without a shell, that gets the outcome as JSON on stdin."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,7 +137,7 @@ class OnEndSpec(Section):
 
     @property
     def named(self) -> str:
-        """What is called, without what may be secret."""
+        """The target of the notification, without secrets."""
         if self.webhook is not None:
             return f"on_end.webhook {_host_of(self.webhook)}"
         program = self.command[0] if self.command else ""

@@ -1,7 +1,7 @@
-"""The job file as frozen records: what every key is called, means and may be.
+"""The job file as frozen records: names, meanings and valid values of all keys.
 
-These check single values. ``batchinfer.job.spec.load`` reads a file into them (lines, variables,
-presets, paths); ``batchinfer.job.spec.json_schema`` describes them to editors.
+``batchinfer.job.spec.load`` reads a file into them (lines, variables, presets, paths) and
+``batchinfer.job.spec.json_schema`` describes them to editors.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _PLANNED_STORES = (*STORES, "hf")
 
 
 def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
-    """Raise for the first key that is asked for and not built."""
+    """Raise for the first key that is used and not supported."""
     for key, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"not yet: {key} is not supported by this version")
 
 
 def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
-    """Raise where ``path`` is empty, a URL of no known store, or what no file system takes."""
+    """Raise if ``path`` is empty, invalid, or a URL of an unknown store."""
     if not path or "\0" in path:
         raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
     match = _URL.match(path)
@@ -72,7 +72,7 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
 
 
 class ModelSpec(Section):
-    """The model and how its weights are loaded."""
+    """The model, and how to load it."""
 
     name: Text
     """Hub id or local directory; safetensors only."""
@@ -81,25 +81,25 @@ class ModelSpec(Section):
     tokenizer: Text | None = None
     """Hub id or local directory; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: what the checkpoint says."""
+    """auto: the checkpoint's."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Most tokens of prompt and output together; null: what the model's config allows."""
+    """Most tokens of prompt and output together; null: the limit in the model's config."""
     quantization: Text | None = None
-    """How to quantize the linear layers' weights as they are loaded: int8 or int4 (the project's
-    own, rows are rounded to int8; on a CPU), fp8 (the project's own, in blocks of 128 x 128; on a
-    CUDA device, rows as well from compute capability 8.9 on), int8_weight_only or int4_weight_only
-    (torchao). null: as the checkpoint has them, dequantized where others than torchao quantized
-    them. Of such a checkpoint int8, int4 and fp8 take what fits as it was saved."""
+    """Quantize the linear layers' weights on load: int8 or int4 (the project's own, with int8
+    activations; on a CPU), fp8 (the project's own, in blocks of 128 x 128; on a CUDA device, with
+    fp8 activations from compute capability 8.9 on), int8_weight_only or int4_weight_only (torchao).
+    null: keep torchao's quantization and dequantize other checkpoints. int8, int4 and fp8 use the
+    saved weights of a quantized checkpoint as they are if the format fits."""
     adapters: Mapping[Text, Text] = {}
-    """LoRA adapters as peft saves them: a name, and a folder or hub id, each.
-    ``prompt.adapter`` says which one all rows run through, ``prompt.adapter_column`` which row runs
-    through which; requests of OpenAI batch files name one in place of the model."""
+    """LoRA adapters in peft's format: folder or hub id by name. ``prompt.adapter`` names one for
+    all rows, ``prompt.adapter_column`` one per row; a request of an OpenAI batch file names one as
+    its model."""
     trust_remote_code: bool = False
     """Run code from the model folder. Not yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """What requests of an OpenAI batch file must call the model; the first is what answers call it
-    where the request names none. The last parts of a name will do. null: model.name, and requests
-    for other models are answered too, with a warning; with adapters they are refused."""
+    """Names that requests of an OpenAI batch file must use for the model, or the last path
+    components of one; answers to requests without a model use the first. null: model.name, and
+    requests for other models are answered with a warning, or refused if there are adapters."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,13 +119,13 @@ class ModelSpec(Section):
         return self
 
     def config(self, runner: Runner = "generate") -> ModelConfig:
-        """What of the section says which model is loaded, and how."""
+        """The keys of the section that decide which model is loaded, and how."""
         keys = (name for name in field_names(ModelConfig) if name != "runner")
         return ModelConfig(**{name: getattr(self, name) for name in keys}, runner=runner)
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """``served_model_name`` as a tuple, however it was written."""
+        """``served_model_name``, or the model's name, as a tuple."""
         names = self.served_model_name or self.name
         return (names,) if isinstance(names, str) else names
 
@@ -134,34 +134,33 @@ class InputSpec(Section):
     """The rows to run."""
 
     path: str | tuple[str, ...]
-    """File, list of files, glob or directory, local, s3://, gs:// or hf://datasets/; globs and
-    directories in path order. As loaded: absolute; a path that exists is itself, otherwise it is a
-    glob."""
+    """File, list of files, glob or directory: local, s3://, gs:// or hf://datasets/. Globs and
+    directories are read in path order. A path that exists is not taken as a glob."""
     format: Literal[
         "auto", "parquet", "jsonl", "csv", "arrow", "delta", "iceberg", "openai-batch"
     ] = "auto"
-    """auto: as files are named: jsonl for .jsonl and .ndjson, csv for .csv and .tsv (each also .gz,
-    .zst, .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet; delta and iceberg for
-    folders of such tables. In another folder CSV and Arrow are only looked for where there is no
-    Parquet and no JSON Lines."""
+    """auto: by file name: jsonl for .jsonl and .ndjson, csv for .csv and .tsv (each also .gz, .zst,
+    .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet; delta and iceberg for folders
+    of such tables. In other folders CSV and Arrow files count only if there are no Parquet and JSON
+    Lines files."""
     version: int | None = Field(default=None, ge=0)
-    """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest, which the job
-    then keeps to until it has ended."""
+    """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest when the job
+    is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
-    """What to do about files that differ in a column that is kept or used. strict: refuse them.
-    union: one column of all of them, of a type that holds every value unchanged (int64 for int32
-    and int64, string for dictionaries of strings), null where a file does not have it; types that
-    have none in common, like text and number, are refused. JSON Lines are united either way."""
+    """What to do if files differ in a column that is kept or used. strict: refuse them. union: use
+    a type that holds every value unchanged (int64 for int32 and int64, string for dictionaries of
+    strings), with null where a file lacks the column; types without a common one, like string and
+    number, are refused. JSON Lines files always form a union."""
     id_column: Text | None = None
-    """A column that identifies rows. A row without a value, or with the value of an earlier row, is
-    an error row: missing_id, duplicate_id."""
+    """A column that identifies rows. A row without a value, or with the value of an earlier row,
+    fails with missing_id or duplicate_id."""
     filter: Text | None = None
-    """Condition on a row's columns, in SQL: lang = 'en' and length(text) > 10. Rows that do not
-    meet it, or where it is null, are not run; the others keep their row_id."""
+    """SQL condition on a row's columns: lang = 'en' and length(text) > 10. Rows for which it is
+    false or null are not run; the others keep their row_id."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
-    """Run this many rows from the start, of those that filter selects."""
+    """Run only this many rows, the first that filter selects."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,42 +172,42 @@ class InputSpec(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """``path`` as a tuple, however it was written."""
+        """``path`` as a tuple."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
 class OutputSpec(Section):
-    """Where the answers go and what comes with them."""
+    """Where the answers go, and what comes with them."""
 
     path: Text
-    """Directory for the output, local or a folder in an object store: s3://, gs://."""
+    """Output directory, local or in an object store (s3://, gs://)."""
     format: Literal["parquet", "openai-batch"] = "parquet"
-    """openai-batch: OpenAI's files besides, openai/output.jsonl and openai/errors.jsonl."""
+    """openai-batch: also write OpenAI's files openai/output.jsonl and openai/errors.jsonl."""
     rows_per_part: int = Field(default=4096, ge=1)
     """Rows in one output file."""
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
-    """What to do when the directory holds output already."""
+    """What to do if the directory already holds output."""
     explode: bool = False
-    """One output row per sample, in outputs and generated_text; all else is repeated."""
+    """Write one row per sample, in outputs and generated_text; other columns are repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
-    """More to write for each row."""
+    """More columns to write."""
     rename: Mapping[str, Text] = {}
-    """Input column: its name in the output, where it collides with an output column."""
+    """New names of input columns by name, for those that collide with an output column."""
     reuse: tuple[Text, ...] = ()
-    """Output directories of other jobs, finished or not: rows whose answers follow from the same
-    (prompt, parameters, model) are copied from there and not computed."""
+    """Output directories of other jobs, finished or not. Rows with the same prompt, parameters and
+    model are copied from there instead of computed."""
     partition_by: tuple[Text, ...] = ()
-    """Write the rows once more in the end, to partitioned/column=value/, by these output columns:
-    kept input columns of texts, whole numbers, dates or true and false, or status."""
+    """At the end also write the rows to partitioned/column=value/ by these output columns: kept
+    input columns of strings, integers, dates or booleans, or status."""
     reasoning: Literal["auto", "none"] | ReasoningSpec = "none"
-    """Split what the model thinks from its answer, into columns reasoning and num_reasoning_tokens;
-    structured outputs and accept then judge the answer alone. auto: by the markers that the chat
-    template or the tokenizer has. none: the text has both."""
+    """Split reasoning from the answer, into columns reasoning and num_reasoning_tokens; structured
+    outputs and accept then apply to the answer alone. auto: by the markers of the chat template or
+    the tokenizer. none: keep both in the text."""
     tool_parser: Text | None = None
-    """How the model writes calls of tools, which go to the column tool_calls. auto: as its chat
-    template says. none: they stay in the text. Else vLLM's name of the format: hermes, qwen3_coder,
+    """Format of the model's tool calls, which go to the column tool_calls. auto: as in its chat
+    template. none: they stay in the text. Else vLLM's name of the format: hermes, qwen3_coder,
     seed_oss, minimax_m2, glm45, mistral, llama3_json, pythonic, olmo3, lfm2, granite,
-    phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2 or openai. null: auto where prompt has tools,
+    phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2 or openai. null: auto if prompt has tools,
     else none."""
 
     @model_validator(mode="after")
@@ -229,13 +228,10 @@ class OutputSpec(Section):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """``include``, and what the format and other keys need besides."""
-        written: dict[str, None] = dict.fromkeys(self.include)
-        if self.format == "openai-batch":
-            written |= {"logprobs": None, "prompt_logprobs": None}
-        if self.reasoning != "none":
-            written["reasoning"] = None
-        return tuple(written)
+        """``include``, and what the format and other keys add to it."""
+        batch = ("logprobs", "prompt_logprobs") if self.format == "openai-batch" else ()
+        reasoning = () if self.reasoning == "none" else ("reasoning",)
+        return tuple(dict.fromkeys((*self.include, *batch, *reasoning)))
 
     @property
     def asked_reasoning(self) -> str | Mapping[str, str]:
@@ -265,26 +261,26 @@ class JobSpec(Section):
     ] = 1
     """Version of the job-file format."""
     name: str = ""
-    """What the job is called; default: the file's name. May use {{ vars }}."""
+    """Name of the job; default: the file's name. May use {{ vars }}."""
     task: TaskName = "generate"
-    """score: how likely given completions of the prompts are, or the prompts themselves. embed: a
-    vector for each prompt. classify: labels and scores, of prompts or of queries and documents."""
+    """score: log-probabilities of given completions, or of the prompts. embed: a vector for each
+    prompt. classify: labels and scores of prompts, or of queries with documents."""
     vars: Mapping[str, str | None] = {}
-    """Texts for {{ }} in name and paths; null: must be given with --var."""
+    """Values for {{ }} in name and paths; null: must be given with --var."""
     model: ModelSpec
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
     sampling: JobSampling
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
-    out with the other tasks, which choose none."""
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required for task:
+    generate, and not allowed for the other tasks, which draw no tokens."""
     accept: AcceptConfig | None = None
     """Which samples to keep."""
     score: ScoreConfig | None = None
-    """What to score, with task: score."""
+    """What to score, for task: score."""
     embed: EmbedConfig | None = None
-    """How embeddings are made, with task: embed."""
+    """How to compute embeddings, for task: embed."""
     classify: ClassifyConfig | None = None
-    """What is classified, with task: classify."""
+    """What to classify, for task: classify."""
     engine: EngineConfig = EngineConfig()
     output: OutputSpec
     errors: ErrorsSpec = ErrorsSpec()
@@ -294,18 +290,18 @@ class JobSpec(Section):
 
     @property
     def tool_parser(self) -> str:
-        """``output.tool_parser``, with what null means."""
+        """``output.tool_parser``, with null resolved."""
         return self.output.tool_parser or ("auto" if self.prompt.has_tools else "none")
 
     @property
     def written(self) -> tuple[str, ...]:
-        """``output.written``, and what the tools need besides."""
+        """``output.written``, with tool calls."""
         calls = () if self.tool_parser == "none" else ("tool_calls",)
         return (*self.output.written, *calls)
 
     @property
     def task_spec(self) -> TaskSpec:
-        """What the task asks of the other keys, and its output columns."""
+        """The task's requirements and output columns."""
         return TASK_SPECS[self.task]
 
     @model_validator(mode="after")
@@ -353,6 +349,5 @@ class JobSpec(Section):
 
 
 def resolved(spec: JobSpec) -> dict[str, Any]:
-    """Every key of the job with its value, defaults included, as JSON data; no secrets of
-    ``on_end``."""
+    """All keys of the job with their values as JSON data, without secrets of ``on_end``."""
     return spec.model_dump(mode="json")

@@ -1,6 +1,6 @@
-"""What a job file must have for each ``task``, what it must not have, and the columns that result.
+"""What each ``task`` requires and forbids in the job file, and its output columns.
 
-What a task does with rows is in ``batchinfer.job.rows.task``.
+``batchinfer.job.rows.task`` has what a task does with rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITTEN_WITH: Mapping[str, str] = {
     "tool_calls": "tool_calls",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Columns that are only written where ``JobSpec.written`` has the value beside them."""
+"""Columns that are written only if ``JobSpec.written`` contains the value."""
 _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 
@@ -32,23 +32,22 @@ class TaskSpec:
 
     name: TaskName
     results: tuple[str, ...]
-    """Its own output columns, in order, those of ``_WRITTEN_WITH`` included."""
+    """Output columns of the task in order, also those of ``_WRITTEN_WITH``."""
     check: Callable[[JobSpec], None]
-    """Raises ValueError where other keys do not go with it."""
+    """Raises ValueError if other keys conflict with the task."""
     sampling: SamplingParams | None = None
-    """What all of its requests run with; None: the job file's ``sampling``, which it then needs."""
+    """Parameters of all requests; None: the job file's ``sampling``, which is then required."""
     section: str | None = None
-    """The section that no other task may have."""
+    """A section that only this task may have."""
     runner: Runner = "generate"
-    """What the model is run for."""
 
     @property
     def draws(self) -> bool:
-        """Whether it draws tokens, with the job file's ``sampling``."""
+        """Whether the task draws tokens, by the job file's ``sampling``."""
         return self.sampling is None
 
     def columns(self, include: Collection[str]) -> tuple[str, ...]:
-        """Names of the columns that a job writes beside the input's, in order.
+        """Names of a job's output columns besides the input's, in order.
 
         Args:
             include: ``JobSpec.written``.
@@ -105,7 +104,7 @@ def _check_classify(job: JobSpec) -> None:
 
 
 def _check_pools(job: JobSpec) -> None:
-    """Check the keys of tasks that take a hidden state of each prompt."""
+    """Check the keys of tasks that use hidden states."""
     _check_draws_nothing(job)
     if others := [name for name in job.output.include if name != "prompt"]:
         raise ValueError(
@@ -165,11 +164,7 @@ TASK_SPECS: Mapping[str, TaskSpec] = {
 
 
 def check_task(job: JobSpec) -> None:
-    """Check a job's keys against its task.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Check a job's keys against its task; ValueErrors name the key."""
     task = TASK_SPECS[job.task]
     for other in TASK_SPECS.values():
         if other is not task and other.section and getattr(job, other.section) is not None:

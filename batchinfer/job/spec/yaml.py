@@ -1,8 +1,7 @@
-"""YAML 1.2 as plain data, with the line of every key, and bounded whatever the text says.
+"""Reads YAML 1.2 as plain data with the line of every key, within limits on size and depth.
 
-ruamel.yaml composes the nodes, which know their lines. Their values are read here: a plain scalar
-means what the core schema of YAML 1.2.2 (section 10.3.2) says, so that ``1e-5`` is a number and
-``no`` a string, and aliases are written out within the limits below.
+ruamel.yaml composes the nodes. Scalars are read here by the core schema of YAML 1.2.2 (section
+10.3.2), so that ``1e-5`` is a number and ``no`` a string; aliases are expanded within the limits.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER_LIMIT = 2**64
 
 MAX_BYTES = 256 * 1024
-"""Largest file read."""
+"""Largest file."""
 MAX_CHARACTERS = 2 * MAX_BYTES
-"""Most characters (and nodes) after aliases are written out."""
+"""Most characters plus nodes after aliases are expanded."""
 MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""
 
 _NO_TAG = Tag(suffix="none")
 _QUOTES = 'needs quotes around it, as in "{{ column }}"'
-# Of ``template: {{ column }}``, which YAML takes for a mapping whose key is a mapping.
+# For ``template: {{ column }}``, which in YAML is a mapping whose key is a mapping.
 _PLAIN_KEY = f"a key must be plain text, and a string that starts with a brace or bracket {_QUOTES}"
 _REMEDIES = (
     (r"(found|got) '<scalar>'", "inside quotes use the other kind: \"{{ row['a name'] }}\""),
@@ -61,22 +60,22 @@ _REMEDIES = (
     ("unexpected end of stream", "a quote is not closed"),
     ("got ':'", "a brace or bracket before it is not closed"),
 )
-"""What to do about text that is not YAML, by patterns of the parser's words for it."""
+"""Advice for texts that are not YAML, by patterns of the parser's messages."""
 
 KeyPath = tuple[str | int, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as messages and ``--set`` write it: ``sampling.stop[0]``."""
+    """A key path as in messages and ``--set``: ``sampling.stop[0]``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return printable(text.removeprefix("."), 120)
 
 
 def plain_scalar(text: str) -> Scalar:
-    """The value that ``text``, written without quotes, stands for.
+    """The value of an unquoted scalar.
 
     Raises:
-        ValueError: saying what is wrong with it: a number out of range, or not valid Unicode.
+        ValueError: a number is out of range, or the text is not valid Unicode.
     """
     if _NULL.fullmatch(text):
         return None
@@ -95,11 +94,7 @@ def plain_scalar(text: str) -> Scalar:
 
 
 def valid_text(text: str) -> str:
-    """``text`` itself.
-
-    Raises:
-        ValueError: it is not valid Unicode.
-    """
+    """``text`` itself; ValueError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -119,21 +114,17 @@ def _integer(text: str) -> int:
 
 @dataclass(frozen=True)
 class YamlText:
-    """Data of a YAML text: keys are texts as written, values are plain Python data."""
+    """A YAML text as plain Python data; keys are strings as written."""
 
     data: Any
     lines: Mapping[KeyPath, int]
-    """Line, from 1, of each key and list item; what an alias stands for is where its anchor is."""
+    """Line of each key and list item, from 1; aliases have the lines of their anchor."""
 
 
 def read_yaml(path: Path, source: str) -> YamlText:
-    """The YAML file at ``path``.
-
-    Raises:
-        UsageError: naming ``source``, and the line where there is one.
-    """
+    """The YAML file at ``path``; UsageErrors name ``source`` and the line."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
             raise UsageError(f"{source}: cannot be read: it is {what}; give a file")
         with path.open("rb") as file:
@@ -153,11 +144,7 @@ def read_yaml(path: Path, source: str) -> YamlText:
 
 
 def parse_yaml(text: str, source: str) -> YamlText:
-    """The one YAML document in ``text``; an empty text is null.
-
-    Raises:
-        UsageError: naming ``source`` and the line.
-    """
+    """The single YAML document in ``text``, null if empty; UsageErrors name ``source`` and line."""
     try:
         return _read(text, source)
     except MarkedYAMLError as error:
@@ -176,7 +163,7 @@ def parse_yaml(text: str, source: str) -> YamlText:
 
 
 def _with_remedy(problem: str) -> str:
-    """The parser's ``problem``, and what is most likely to mend it, if that is known."""
+    """The parser's ``problem``, with advice on how to fix it if known."""
     for pattern, remedy in _REMEDIES:
         if match := re.search(pattern, problem):
             return f"{problem}; {match.expand(remedy)}"
@@ -184,7 +171,7 @@ def _with_remedy(problem: str) -> str:
 
 
 class _NoTagResolver(VersionedResolver):
-    """Guesses no tags, so that a node has one only where it is written."""
+    """Resolves no tags, so that only explicitly tagged nodes have one."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:
         return _NO_TAG
@@ -204,7 +191,7 @@ def _read(text: str, source: str) -> YamlText:
 
 
 class _NodeReader:
-    """Turns nodes into plain data, and notes the line of each key and list item."""
+    """Converts nodes to plain data and records the line of each key and list item."""
 
     def __init__(self, source: str) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -212,7 +199,7 @@ class _NodeReader:
         self._size = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """The data of ``node`` at ``path``, aliases written out."""
+        """The data of ``node`` at ``path``, with aliases expanded."""
         if node.ctag is not _NO_TAG:
             problem = f"tags such as {printable(str(node.ctag), 40)} are not read; leave it out"
             raise self.error(node, problem)
