@@ -8,8 +8,7 @@ from functools import wraps
 from html import escape
 from typing import Any, TypeVar
 
-from batchinfer.config.call_params import BeamSearchParams
-from batchinfer.config.call_params import SamplingParams
+from batchinfer.config.call_params import BeamSearchParams, SamplingParams
 from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
 from batchinfer.engine.step import Float32
 from batchinfer.errors import RowError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.errors import ExitCode, UsageError
+from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
@@ -122,15 +122,3 @@ def test_what_the_files_need_is_kept_under_any_name(tmp_path: Path) -> None:
     )
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     check(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"input": {"format": "openai-batch"}}, "prompt.column: with input.format: openai-batch"),
-        ({"output": {"format": "openai-batch"}}, "needs input.format: openai-batch"),
-    ],
-)
-def test_what_does_not_go_together(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises((UsageError, ValueError), match=message):
-        job(tmp_path, **sections)

@@ -98,17 +98,12 @@ def test_a_limit_given_twice_is_one_if_both_agree() -> None:
     [
         ({"method": "GET"}, 'method is "GET"; it must be POST'),
         ({"url": "/v1/embeddings"}, 'url is "/v1/embeddings"; it must be /v1/chat/completions'),
-        ({"url": ["x"]}, "url is "),
         ({"body": None}, "body is null"),
-        ({"body": "text"}, 'body is "text"'),
         ({"boddy": {}}, 'unknown field "boddy"; did you mean body?'),
-        ({"body": {}}, "body.messages is null"),
         ({"body": {"messages": "hello"}}, "body.messages is "),
         ({"body": {"messages": MESSAGES, "prompt": "x"}}, "body.prompt is not for"),
         ({"body": {"messages": MESSAGES, "model": 5}}, "body.model is 5"),
-        ({"url": TEXT, "body": {"prompt": 5}}, "body.prompt is 5"),
         ({"url": TEXT, "body": {"prompt": [1, "x"]}}, "body.prompt is "),
-        ({"url": TEXT, "body": {"prompt": [True]}}, "body.prompt is "),
         ({"body": {"messages": MESSAGES, "chat_template_kwargs": 1}}, "body.chat_template_kwargs"),
         (
             {"body": {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}},
@@ -137,11 +132,8 @@ def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
     [
         (CHAT, {"tools": [{"type": "function"}]}, "body.tools needs output.tool_parser"),
         (TEXT, {"tools": [{"type": "function"}]}, "body.tools is not for /v1/completions"),
-        (CHAT, {"stream": True}, "body.stream is true"),
         (CHAT, {"parallel_tool_calls": 1}, "body.parallel_tool_calls is 1"),
-        (CHAT, {"audio": {}}, "body.audio is not supported"),
         (CHAT, {"temprature": 1}, "body.temprature is not supported; did you mean temperature?"),
-        (CHAT, {"prompt_index": "1"}, "body.prompt_index is not supported"),
         (CHAT, {"prompt_logprobs": 1}, "body.prompt_logprobs is not supported"),
         (CHAT, {"echo": True}, "body.echo is not for"),
         (TEXT, {"suffix": "end"}, 'body.suffix is "end"'),
@@ -176,19 +168,11 @@ def test_the_number_of_alternatives_is_called_as_in_the_request(top: Any) -> Non
     assert message.startswith("body: top_logprobs is ")
 
 
-def test_tools_that_are_not_to_be_called_need_no_parser() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert parse(tools=tools, tool_choice="none").tools is None
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "value"),
     [
         ("guided_json", "json", {"type": "integer"}),
-        ("guided_regex", "regex", "a+"),
         ("guided_choice", "choice", ["a", "b"]),
-        ("guided_grammar", "grammar", 'start: "a"'),
-        ("guided_json_object", "json_object", True),
     ],
 )
 def test_guided_fields_are_structured_outputs(name: str, kind: str, value: Any) -> None:
@@ -236,9 +220,7 @@ def test_an_adapter_may_be_named_in_full() -> None:
         ("model", True),
         ("/home/me/org/model", True),
         ("rg/model", False),
-        ("org", False),
         ("", False),
-        ("/", False),
     ],
 )
 def test_a_model_may_be_called_by_the_end_of_its_name(asked: str, served: bool) -> None:

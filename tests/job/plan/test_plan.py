@@ -219,18 +219,6 @@ def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     assert sum(bins.values()) == 40 - 5, "rows without tokens have no length"
 
 
-def test_truncated_prompts_are_too_long_as_well(tmp_path: Path, model: Path) -> None:
-    spec = job(
-        tmp_path,
-        model,
-        {"prompt": ["a" * 600, "b" * 10]},
-        prompt={"on_too_long": "truncate_left"},
-    )
-    plan = plan_job(spec)
-    assert (plan["too_long"], plan["truncated"], plan["errors"]) == (1, 1, {})
-    assert plan["output_tokens"] == 1 + 16, "a full context has room for one token"
-
-
 def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -238,15 +226,6 @@ def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, copy, columns, engine=SWAP)
     with_weights = plan_job(job(tmp_path, model, columns, engine=SWAP))
     assert plan_job(spec) | {"model": {}} == with_weights | {"model": {}}
-
-
-def test_where_the_output_goes_does_not_matter(tmp_path: Path, model: Path) -> None:
-    columns = {"prompt": texts(6, 3, 10, 30)}
-    inside, in_store = (
-        job(tmp_path, model, columns, output={"path": path}, engine=SWAP)
-        for path in (str(tmp_path), "s3://bucket/out")
-    )
-    assert plan_job(inside) == plan_job(in_store)
 
 
 def test_expected_lengths_end_answers_sooner(tmp_path: Path, model: Path) -> None:

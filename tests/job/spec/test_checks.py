@@ -10,7 +10,7 @@ import pytest
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from tests.job.job_files import MINIMAL, write_job
+from tests.job.job_files import write_job
 
 
 def load(folder: Path, *overrides: str, output: str | None = None) -> JobSpec:
@@ -47,10 +47,8 @@ def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("input_path", "output_path"),
     [
-        ("in", "in"),
         ("in", "in/out"),
         ("in/**/*.parquet", "in/out"),
-        ("in/*/data/*.parquet", "in/out"),
         ("[x, in]", "in/out"),
     ],
 )
@@ -67,7 +65,6 @@ def test_the_next_run_must_not_read_what_this_one_writes(
     [
         ("out/x.parquet", "out"),
         ("out/*.parquet", "out"),
-        ("out/deep/*/x.parquet", "out"),
         ("x.parquet", "."),
     ],
 )
@@ -84,8 +81,6 @@ def test_the_output_must_not_hold_the_input(
     [
         ("in/x.parquet", "in/out"),
         ("in/*/x.parquet", "in/out"),
-        ("in/**/x.parquet", "in/out"),
-        ("inner", "in"),
         ("in", "inner"),
     ],
 )
@@ -98,11 +93,9 @@ def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str)
     ("input_path", "output_path", "says"),
     [
         ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
-        ("s3://lake/in/**", "s3://lake/in/out/", "is in the input's folder"),
         ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
         ("s3://lake/out/deep/*.parquet", "s3://lake/out", "holds the input"),
         ("x", "s3://lake", "the root; give a folder of its own"),
-        ("x", "gs://lake/", "the root; give a folder of its own"),
         ("x", "s3://lake/a/../b", "a store has no folder named .."),
     ],
 )
@@ -111,11 +104,6 @@ def test_places_in_a_store_that_do_not_go_together(
 ) -> None:
     found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
     assert says in found
-
-
-def test_places_in_a_store_that_do(tmp_path: Path) -> None:
-    for output in ("s3://lake/out", "s3://other/in/out", "gs://lake/in"):
-        load(tmp_path, "input.path=s3://lake/in/", f"output.path={output}")
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -160,19 +148,12 @@ def test_a_local_folder_has_no_revision(tmp_path: Path, name: str) -> None:
     ("overrides", "message"),
     [
         (["messages=[]"], "prompt.messages is empty"),
-        (["template=''"], "prompt.template is empty"),
-        (["template=' '"], "prompt.template is empty"),
         (["chat_template=none", "system=x"], "prompt.system needs a chat template"),
         (
             ["chat_template=none", "messages=[{role: user, content: x}]"],
             "prompt.messages needs a chat template",
         ),
-        (
-            ["chat_template=none", "chat_template_kwargs={a: 1}"],
-            "prompt.chat_template_kwargs needs a chat template",
-        ),
         (["token_ids_column=ids", "system=x"], "prompt.system cannot be combined"),
-        (["token_ids_column=ids", "parse_special_tokens=true"], "prompt.parse_special_tokens can"),
         (["chat_template_kwargs={messages: 1}"], "chat_template_kwargs cannot hold messages"),
         (["template={% include 'x' %}"], "prompt.template is not a valid Jinja2 template (line 1)"),
     ],
@@ -204,7 +185,6 @@ def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, messag
     ("content", "message"),
     [
         (b"[1]", "tools.json must hold a list of tools, "),
-        (b"{}", "tools.json must hold a list of tools, "),
         (b"[" * 100_000, "tools.json is nested too deep"),
         (b"[{", "tools.json is not JSON: Expecting"),
         (b"\xff", "tools.json is not UTF-8 text"),
@@ -229,10 +209,6 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, key: str) -
     ("overrides", "message"),
     [
         (["output.rename={a: row_id}"], 'output.rename.a: "row_id" is the name of an output'),
-        (
-            ["output.rename={a: prompt}", "output.include=[prompt]"],
-            'output.rename.a: "prompt" is the name of an output',
-        ),
         (
             ["output.rename={a: b}", "input.keep_columns=[a, b]"],
             'output.rename.a: "b" is a kept input column too',
@@ -261,16 +237,6 @@ def test_names_that_do_not(tmp_path: Path, overrides: list[str]) -> None:
     load(tmp_path, *overrides)
 
 
-def test_the_line_of_the_file_is_named(tmp_path: Path) -> None:
-    job = write_job(tmp_path, MINIMAL + "prompt:\n  chat_template: none\n  system: hi\n")
-    with pytest.raises(UsageError, match=r"job\.yaml, line 7: prompt\.system needs"):
-        load_job(job)
-
-
 def test_a_cluster_without_workers(tmp_path: Path) -> None:
     found = complaint(tmp_path, "scale.cluster=auto")
     assert "cluster is where workers run; say how many, or auto" in found
-
-
-def test_one_worker_of_a_job_for_a_cluster_is_one_here(tmp_path: Path) -> None:
-    assert load(tmp_path, "scale.cluster=auto", "scale.workers=1").scale.workers == 1

@@ -51,18 +51,3 @@ def test_a_misspelt_section_is_not_missing_as_well(tmp_path: Path, key: str) -> 
         load_job(write_job(tmp_path, MINIMAL.replace(f"{key}:", wrong)))
     (line,) = str(caught.value).splitlines()
     assert line.endswith(f"unknown key {misspelt(key)}; did you mean {key}?")
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("eninge: 1", "line 5: unknown key eninge; did you mean engine?"),
-        ("model: {name: m, adaters: 1}", "line 5: unknown key model.adaters; did you mean adap"),
-        ("on_end: {comand: 1}", "line 5: unknown key on_end.comand; did you mean command?"),
-    ],
-)
-def test_in_the_file(tmp_path: Path, line: str, message: str) -> None:
-    text = MINIMAL.replace("model: some/model\n", "") if "model" in line else MINIMAL
-    with pytest.raises(UsageError) as caught:
-        load_job(write_job(tmp_path, f"{text}{line}\n"))
-    assert message.replace("5", str(text.count("\n") + 1)) in str(caught.value)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from batchinfer.console.table import plain
-from batchinfer.errors import DataError, ExitCode, StorageError
+from batchinfer.errors import ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
@@ -194,20 +194,6 @@ def test_damaged_files_are_no_hindrance(tmp_path: Path) -> None:
         path.write_bytes(b"zork")
     found = status(tmp_path)
     assert (found.state, found.rows_done, found.runs) == ("stopped", 0, 0)
-
-
-def test_a_record_with_impossible_counts_is_not_believed(tmp_path: Path) -> None:
-    dataset(tmp_path)
-    run_job(job(tmp_path, errors={"max_error_rate": 1}), build=Build(), quiet=True)
-    record = tmp_path / "out" / "_batchinfer" / "parts" / "part-00000.json"
-    record.write_text(record.read_text().replace('"empty_prompt": 1', '"empty_prompt": -1'))
-    found = status(tmp_path)
-    assert (found.parts_done, found.rows_done, found.rows_error) == (3, 30, 0)
-
-
-def test_no_output(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no output of batchinfer"):
-        status(tmp_path)
 
 
 def test_the_first_errors_are_named_by_their_ids(

@@ -6,10 +6,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +15,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.engine.metrics import MetricsCollector
-from batchinfer.engine.request import RequestStats
-from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run import run_job
 from tests.job.datasets import write_parquet
@@ -126,12 +121,6 @@ def test_identities(tmp_path: Path, num_blocks: int, every_steps: int) -> None:
     assert (job.summary["kv"]["preemptions"] > 0) == (num_blocks == 30)
 
 
-def test_every_row_that_reached_the_engine_has_its_statistics(tmp_path: Path) -> None:
-    dataset(tmp_path)
-    job = run(tmp_path)
-    assert job.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
-
-
 def test_definitions(tmp_path: Path) -> None:
     dataset(tmp_path)
     job = run(tmp_path)
@@ -222,12 +211,9 @@ def negative(path: Path) -> None:
     ("harm", "name", "warnings"),
     [
         (delete, "runs/run-00001.json", 1),
-        (tear, "runs/run-00001.json", 1),
-        (empty, "runs/run-00001.json", 1),
         (negative, "runs/run-00001.json", 1),
         (delete, "steps/run-00001-000000.parquet", 0),
         (tear, "steps/run-00001-000000.parquet", 1),
-        (empty, "steps/run-00001-000000.parquet", 1),
     ],
 )
 def test_damaged_statistics_do_not_stand_in_the_way(
@@ -281,14 +267,6 @@ def test_a_lost_record_does_not_give_its_id_away(tmp_path: Path) -> None:
     assert third.summary["kv"]["peak_used_blocks"] > 0
 
 
-def test_a_job_without_steps(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", " "]})
-    finished = run(tmp_path)
-    assert finished.steps.num_rows == finished.requests.num_rows == 0
-    assert finished.summary["kv"]["mean_utilization"] == 0.0
-    assert finished.summary["throughput"]["output_tokens_per_s"] == 0.0
-
-
 def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None:
     dataset(tmp_path)
     build = FakeBuild(max_num_seqs=4)
@@ -305,17 +283,6 @@ def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None
     assert finished.summary["rows"]["total"] == finished.data.num_rows == 40
     assert finished.summary["kv"]["num_blocks"] == 128
     assert finished.steps["run_id"][-1].as_py() == "run-00002"
-
-
-def test_an_abandoned_job_does_not_count(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"row {row}" for row in range(40)]})
-    build = FakeBuild()
-    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
-    abandoned = job(tmp_path, sampling={"max_tokens": 11})
-    assert run_job(abandoned, build=build, quiet=True) is ExitCode.INTERRUPTED
-    finished = run(tmp_path)
-    assert set(finished.steps["run_id"].to_pylist()) == {"run-00001"}
-    check_identities(finished)
 
 
 def test_the_peak_is_of_all_steps_however_few_are_written(tmp_path: Path) -> None:
@@ -341,20 +308,3 @@ def test_a_job_without_rows_has_every_number(tmp_path: Path) -> None:
     for section, keys in SUMMARY_KEYS.items():
         assert set(keys) <= set(summary[section]), section
     assert {summary["kv"][name] for name in SUMMARY_KEYS["kv"]} == {0}
-
-
-def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None:
-    dataset(tmp_path)
-    finished = run(tmp_path)
-    measured = MetricsCollector(block_size=4)
-    for step in finished.steps.to_pylist():
-        measured.add(cast(StepStats, SimpleNamespace(**step)), [])
-    names = [field.name for field in fields(RequestStats)]
-    for row in finished.requests.select(names).to_pylist():
-        measured.add(None, [RequestStats(**row)])
-    measured.seconds = finished.summary["time_s"]["engine"]
-    measures = measured.metrics()
-    assert measures["tokens"] | {"lost": 0} == finished.summary["tokens"]
-    assert measures["kv"].items() <= finished.summary["kv"].items()
-    output_rate = measures["throughput"]["output_tokens_per_s"]
-    assert output_rate == finished.summary["throughput"]["output_tokens_per_s"]

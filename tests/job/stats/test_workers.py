@@ -61,15 +61,12 @@ def test_the_timeline_has_runs_beside_each_other_and_no_time_when_none_ran(tmp_p
 @pytest.mark.parametrize(
     ("run_ids", "latest"),
     [
-        (["run-00001", "run-00002"], [""]),
         (["run-00001-s0000of2", "run-00002"], [""]),
         (["run-00001", "run-00002-s0001of2", "run-00003-s0001of2"], ["s0001of2"]),
         (["run-00001-s0001of2", "run-00002-s0000of2"], ["s0000of2", "s0001of2"]),
-        (["run-00001-s0001of4", "run-00002-s0000of2"], ["s0000of2"]),
         (["run-00001-s0001of4", "run-00002", "run-00003-s0000of4"], ["s0000of4"]),
         (["run-00001-w01", "run-00001-w02", "run-00001-w03"], ["w01", "w02", "w03"]),
         (["run-00001-w01", "run-00001-w02", "run-00002-w01"], ["w01"]),
-        (["run-00001-w01", "run-00002-s0000of2"], ["s0000of2"]),
     ],
 )
 def test_the_latest_runs_are_those_beside_each_other(
