@@ -1,8 +1,8 @@
-"""Beam search over one row: which continuations go on, which are finished, when it is over.
+"""Beam search over one row: which beams continue, which are finished, and when it ends.
 
 The rules are those of transformers' ``generate(num_beams=..., early_stopping=False)``
-(transformers/generation/utils.py, ``_beam_search``). No blocks and no rows here: numbers in,
-numbers out.
+(transformers/generation/utils.py, ``_beam_search``). Pure computation: it knows no blocks and no
+table rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Beam(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam of the next step: one of the present ones and a token more."""
+    """A beam of the next step: a current beam plus one token."""
 
     beam: int
     token_id: int
@@ -45,11 +45,11 @@ class Hypothesis:
 class BeamSearch:
     """The search of one row.
 
-    The ``W`` = ``beam_width`` best candidates of a step count as finished where they end; the W
-    best that do not end go on. The score of a finished one is its cumulative log-probability over
-    (its output tokens, the one that ends it included) ** ``length_penalty``; the W best are kept.
-    The search is over when W are kept and the best running beam, scored at its present length,
-    is no better than the worst of them, or at the longest length, where all candidates end.
+    Among the ``W`` = ``beam_width`` best candidates of a step, those that end are finished; the W
+    best that do not end continue. The score of a finished one is its cumulative log-probability
+    divided by (its output tokens, the end token included) ** ``length_penalty``; the W best are
+    kept. The search ends when W are kept and the best running beam, scored at its current length,
+    is no better than the worst of them, or at the maximum length, where all candidates end.
 
     Args:
         request: a row with ``beam_width``.
@@ -61,7 +61,7 @@ class BeamSearch:
         self._request = request
         self._stop_ids = frozenset(request.beam_end_ids)
         self.finished: list[Hypothesis] = []
-        """The best that are finished, best first."""
+        """The best finished hypotheses, best first."""
 
     def advance(
         self, beams: Items[Beam], token_ids: Int32, logprobs: Float32, *, at_limit: bool
@@ -69,14 +69,14 @@ class BeamSearch:
         """Choose the beams of the next step among each beam's candidates.
 
         Args:
-            beams: the B running ones, of one length.
+            beams: the B running beams, of equal length.
             token_ids: [B, C] each beam's most likely next tokens, best first; C is
-                ``request.num_candidates``, or the whole vocabulary where that has fewer.
-            logprobs: [B, C] their log-probabilities; -inf of those that cannot come.
-            at_limit: whether their next length is the longest.
+                ``request.num_candidates``, or the vocabulary size if that is smaller.
+            logprobs: [B, C] their log-probabilities; -inf for impossible tokens.
+            at_limit: whether the next length is the maximum.
 
         Returns:
-            The beams of the next step, best first; none when the search is over.
+            The beams of the next step, best first; empty when the search has ended.
         """
         width, length = self._request.group_size, len(beams[0].output_ids) + 1
         before = np.array([beam.cumulative_logprob for beam in beams])
@@ -102,7 +102,7 @@ class BeamSearch:
         return running
 
     def outputs(self) -> list[SampleOutput]:
-        """The ``n`` best that are finished, best first."""
+        """The ``n`` best hypotheses, best first."""
         return [
             self._output(rank, hypothesis)
             for rank, hypothesis in enumerate(self.finished[: self._request.params.n])

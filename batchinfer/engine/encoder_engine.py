@@ -1,8 +1,8 @@
-"""An engine for models that read a text whole: no KV pool, no blocks, no prefixes.
+"""An engine for encoders: no KV pool, no blocks, no prefixes.
 
-Every token of an encoder sees those after it, so that nothing of a text can be kept for another
-one, and a text is computed in one step. Texts of about the same length run side by side: those that
-wait are sorted, the longest first, and cut into steps by their tokens.
+Every token of an encoder sees the tokens after it, so that texts cannot share computation and each
+text is computed in one step. Waiting texts are sorted by length, longest first, and batched up to a
+number of tokens, so that texts of similar length run together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from batchinfer.errors import DeviceError
 
 
 class EncoderEngine:
-    """Runs requests that pool over a runner of whole sequences; called as ``Engine`` is.
+    """Runs pooling requests over a runner of whole sequences; same interface as ``Engine``.
 
     Args:
         max_model_len: longest text, in tokens.
-        max_num_batched_tokens: most tokens of a step, but for a single text that is longer.
+        max_num_batched_tokens: most tokens of a step, except for a single longer text.
         max_num_seqs: most texts of a step.
         clock: seconds, for statistics only.
-        vocab_size: the model's token ids are below it; None: texts have no others.
+        vocab_size: upper bound of the model's token ids; None: not checked.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class EncoderEngine:
         self._max_seqs = max_num_seqs
         self._clock = clock
         self._arrived: list[tuple[Request, float]] = []
-        """Requests and when they came, since texts were sorted."""
+        """Requests with their arrival times, since texts were last sorted."""
         self._sorted: deque[tuple[Request, float]] = deque()
         self._refused: list[Completion] = []
         self._num_steps = 0
         self.observer: OutputObserver | None = None
-        """Never asked: a request is untouched, or done."""
+        """Not used: a request is never partly done."""
         self._first_step_at: float | None = None
 
     @property
@@ -67,16 +67,16 @@ class EncoderEngine:
 
     @property
     def num_running(self) -> int:
-        """No sequence runs between steps."""
+        """Always 0: no sequence runs between steps."""
         return 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet handed back."""
+        """Requests added and not yet returned."""
         return self.num_waiting + len(self._refused)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. One that can never run is handed back by the next step, as an error."""
+        """Queue a request. The next step returns one that can never run as an error."""
         refusal = self.refusal(request)
         if refusal is None:
             self._arrived.append((request, self._clock()))
@@ -84,7 +84,7 @@ class EncoderEngine:
             self._refused.append(Completion(request, [], *refusal))
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Error code and message of a request that can never run; None: it can."""
+        """Error code and message of a request that can never run, else None."""
         length = request.num_prompt_tokens
         if length == 0:
             return "empty_prompt", "the prompt has no tokens"
@@ -93,21 +93,19 @@ class EncoderEngine:
         return beyond_vocabulary(request, self._vocab_size)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing is kept of a text."""
+        """Does nothing: there is no cache."""
 
     def abort_all(self) -> None:
-        """Forget every unfinished request."""
+        """Drop every unfinished request."""
         self._arrived.clear()
         self._sorted.clear()
         self._refused.clear()
 
     def step(self) -> StepOutcome:
-        """Compute the next texts.
-
-        A step that the device has no memory for is computed again, in smaller ones.
+        """Compute the next texts. A step that runs out of memory is repeated in smaller steps.
 
         Raises:
-            DeviceError: there is no memory for a single text.
+            DeviceError: there is not enough memory for a single text.
         """
         outcome = StepOutcome(self._refused)
         self._refused = []
@@ -132,7 +130,7 @@ class EncoderEngine:
         return outcome
 
     def _next_texts(self) -> list[tuple[Request, float]]:
-        """The next ones of those that are sorted, as many as a step takes."""
+        """The sorted texts of the next step."""
         if not self._sorted:
             self._arrived.sort(
                 key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens, one[0].unpooled)
@@ -151,7 +149,7 @@ class EncoderEngine:
         return texts
 
     def _recovered(self, requests: list[Request], error: OutOfMemory) -> Recovered:
-        """Halve the tokens of a step."""
+        """Halve the token limit of a step."""
         if len(requests) == 1:
             raise DeviceError(
                 "the device has no memory for the smallest step, one text of "
@@ -182,7 +180,7 @@ _NOTHING = (
     *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
     *("contiguous_blocks", "cow_copies", "swapped_in_blocks", "swapped_out_blocks"),
 )
-"""Statistics of a step that are of a KV pool, or of tokens that are drawn."""
+"""Step statistics of a KV pool or of sampling, which are 0 here."""
 
 
 def _step_of(requests: list[Request]) -> EncoderStep:

@@ -1,4 +1,4 @@
-"""The messages between the control plane and a worker that encodes whole texts. Data only."""
+"""Messages between the control plane and a worker that encodes whole texts. Data only."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ from batchinfer.engine.step import Float32, Int32
 
 @dataclass(frozen=True, slots=True)
 class EncoderStep:
-    """The input of one forward pass over whole sequences, one after another in a packed row.
+    """Input of one forward pass over whole sequences, packed without padding.
 
-    S = sequences, T = tokens of all of them; no sequence is padded, and none is empty.
+    S = sequences, T = total tokens; no sequence is empty.
     """
 
     token_ids: Int32  # [T]
     lengths: Int32  # [S] tokens of each sequence
-    first_segments: (
-        Int32  # [S] tokens of each that are of its first text; the others are of a second
-    )
+    first_segments: Int32  # [S] tokens of each sequence's first text; the rest are a second text
     pooling: tuple[str, ...]
-    """Modes by which hidden states become a vector, put side by side in this order."""
-    unpooled: Int32 | None = None  # [S] first tokens of each that pooling leaves out; None: none
+    """Pooling modes, whose vectors are concatenated in this order."""
+    unpooled: Int32 | None = None  # [S] leading tokens that pooling skips; None: none
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens computed."""
+        """T, the number of tokens."""
         return len(self.token_ids)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbours that are alike in length and in what is pooled, as (first packed token,
+        """Runs of sequences with equal length and ``unpooled``, as (first packed token, number of
         sequences, length of each)."""
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         return [
@@ -42,7 +40,7 @@ class EncoderStep:
         ]
 
     def unpooled_of_runs(self) -> list[int]:
-        """First tokens of each run's sequences that pooling leaves out."""
+        """Leading tokens that pooling skips, for each run."""
         edges = self._edges()[:-1]
         return [0 if self.unpooled is None else int(self.unpooled[first]) for first in edges]
 
@@ -54,12 +52,8 @@ class EncoderStep:
 
 
 class EncoderRunner(Protocol):
-    """Computes steps of whole sequences: the worker, or a stand-in."""
+    """Computes steps of whole sequences: the worker, or a substitute."""
 
     def encode(self, step: EncoderStep) -> Float32:
-        """Vectors [S, D] of a step's sequences.
-
-        Raises:
-            OutOfMemory: there is none for it.
-        """
+        """Vectors [S, D] of a step's sequences; raises ``OutOfMemory``."""
         ...

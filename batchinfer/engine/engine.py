@@ -25,17 +25,17 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Completions and statistics of a call of ``Engine.step``; no stats when no step was read."""
+    """Completions and statistics of one ``Engine.step``; no stats if no step was processed."""
 
     completions: list[Completion]
     stats: StepStats | None = None
     recovered: Recovered | None = None
-    """Recovery of a step that the device had no memory for."""
+    """Recovery from a step that ran out of memory."""
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of the step. A sample's last token, which is never computed on, counts when
-        the sample is handed back."""
+        """Output tokens of the step. A sample's last token, which is never fed back, counts when
+        the sample is returned."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
@@ -43,16 +43,16 @@ class StepOutcome:
 class Engine:
     """Schedules requests over a runner.
 
-    A scheduled step is three calls: build, submit, process. An engine that runs ahead submits a
-    step before it processes the one before it, so that the device never waits for the host;
-    sequences whose next step depends on what was drawn sit that step out.
+    A step is built, submitted and processed. An engine that runs ahead submits a step before it
+    processes the previous one, so that the device never waits for the host; sequences whose next
+    step depends on the tokens drawn skip that step.
 
     Args:
         scheduler: queue, sequence table and block pool.
         runner: computes the steps.
         clock: seconds, for statistics only.
-        runs_ahead: for runners that compute while the host goes on.
-        vocab_size: the model's token ids are below it; None: prompts have no others.
+        runs_ahead: for runners that compute asynchronously.
+        vocab_size: upper bound of the model's token ids; None: not checked.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """The first value: what is refused must not depend on memory that lacked."""
+        """The initial limit: refusals must not depend on a later lack of memory."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -76,7 +76,7 @@ class Engine:
         self._last_read_at = -math.inf
         self._first_step_at: float | None = None
         self._ready: list[Completion] = []
-        """Of requests that need no step."""
+        """Completions of requests that need no step."""
         self._num_arrived = 0
         self._num_unfinished = 0
         self._states: dict[Request, RequestState] = {}
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet handed back."""
+        """Requests added and not yet returned."""
         return self._num_unfinished
 
     @property
@@ -108,9 +108,9 @@ class Engine:
         return self._states.values()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. One that can never run is handed back by the next step, as an error.
+        """Queue a request. The next step returns one that can never run as an error.
 
-        One with a ``partial_output`` goes on from there, if that is whole; else it begins anew.
+        A request with a complete ``partial_output`` continues from there; otherwise it restarts.
         """
         self._num_unfinished += 1
         partial = None if self.observer is None else self.observer.partial_output(request)
@@ -133,12 +133,12 @@ class Engine:
             self.scheduler.add(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix; when no request is unfinished."""
+        """Drop all cached prefixes. Requires that no request is unfinished."""
         assert not self._num_unfinished, "requests are unfinished"
         self.scheduler.pool.evict_all()
 
     def abort_all(self) -> None:
-        """Forget every unfinished request, and whatever steps not read yet were to fill."""
+        """Drop every unfinished request and the results of steps in flight."""
         self.scheduler.abort_all()
         self._in_flight.clear()
         self._ready.clear()
@@ -146,12 +146,12 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step and process one: the same, or the one submitted before it.
+        """Submit a step and process one: the same, or the previous one.
 
-        A step that the device has no memory for is computed again, in smaller ones.
+        A step that runs out of memory is repeated in smaller steps.
 
         Raises:
-            DeviceError: there is no memory for the smallest step.
+            DeviceError: there is not enough memory for the smallest step.
         """
         began = self._clock()
         if self._first_step_at is None:
@@ -180,27 +180,24 @@ class Engine:
             try:
                 self._in_flight.append(self._submit(schedule, began))
             except OutOfMemory:
-                if self._in_flight:  # it ran before
+                if self._in_flight:  # this earlier step succeeded
                     outcome.stats = self._process(completions)
                 raise
         if len(self._in_flight) > self._steps_ahead:
             outcome.stats = self._process(completions)
         if self._num_unfinished == len(completions) and self._in_flight:
-            # Nothing but the next tokens of sequences that ended: nobody waits for its figures.
+            # Only tokens of sequences that have ended are left; the statistics are not needed.
             self._process(completions)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
-        """Start a step; from here on it counts as computed."""
+        """Submit a step; it counts as computed from here on."""
         built = build_step(self.scheduler.table, schedule, self._prefixes)
         pending = self._runner.submit(built.step)
         stats = self.scheduler.advance(schedule, began)
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _process(self, completions: list[Completion]) -> StepStats:
-        """Wait for the oldest step in flight and process its result.
-
-        A step that failed stays in flight.
-        """
+        """Wait for the oldest step and process its result; a failed step stays in flight."""
         step = self._in_flight[0]
         result = step.pending.result()
         self._in_flight.popleft()
@@ -212,7 +209,7 @@ class Engine:
         return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Error code and message of a request that can never run; None: it can."""
+        """Error code and message of a request that can never run, else None."""
         table, pool = self.scheduler.table, self.scheduler.pool
         prompt, room = request.num_prompt_tokens, table.max_model_len
         if prompt == 0:

@@ -1,6 +1,6 @@
-"""Metrics of tokens, throughput and the KV pool, from the statistics of steps and rows.
+"""Metrics of tokens, throughput and the KV pool, from statistics of steps and rows.
 
-Means are over the steps for which a measure is defined, weighted by their time.
+Means are weighted by time, over the steps for which a metric is defined.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ STEP_COLUMNS = (
     "contiguous_blocks",
     "cow_copies",
 )
-"""Columns of ``steps`` that the metrics take."""
+"""Columns of ``steps`` that the metrics use."""
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
-"""Sizes of the pool, which stand beside its metrics."""
+"""Sizes of the pool, reported with its metrics."""
 _MEANS = ("mean_utilization", "mean_waste", "contiguous_waste", "sharing_saving")
 
 
 class PoolTotals:
-    """Sums over steps, however many, that the KV pool's metrics follow from."""
+    """Sums over steps, from which the KV pool's metrics follow."""
 
     def __init__(self) -> None:
         self._peak_used_blocks = 0
         self._peak_utilization = 0.0
         self._cow_copies = 0
         self._means = dict.fromkeys(_MEANS, (0.0, 0.0))
-        """Weighted sums of the values that are defined, and of their weights."""
+        """Weighted sum of the defined values, and sum of their weights."""
 
     def add(self, steps: Mapping[str, Float], block_size: Float) -> None:
         """Add steps.
 
         Args:
             steps: ``STEP_COLUMNS`` by name, a value for each step.
-            block_size: tokens per block, of each step.
+            block_size: tokens per block for each step.
         """
         total, used, logical = (
             steps[name] for name in ("kv_blocks_total", "kv_blocks_used", "kv_logical_blocks")
@@ -67,7 +67,7 @@ class PoolTotals:
         self._add_mean("sharing_saving", 1 - _ratio(used, logical), weights, logical)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the pool's use; a mean that no step defines is 0."""
+        """Metrics of the pool's use; a mean without any defined step is 0."""
         return {
             "peak_used_blocks": self._peak_used_blocks,
             "peak_utilization": self._peak_utilization,
@@ -79,7 +79,7 @@ class PoolTotals:
         }
 
     def _add_mean(self, name: str, values: Float, weights: Float, defined_by: Float) -> None:
-        """Add to a weighted mean the values whose ``defined_by`` is over 0."""
+        """Add the values with ``defined_by`` above 0 to a weighted mean."""
         weights = np.where(defined_by > 0, weights, 0.0)
         weighted, all_weights = self._means[name]
         self._means[name] = (
@@ -97,9 +97,9 @@ def compute_metrics(
     """``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
 
     Args:
-        pool: of all steps.
+        pool: totals of all steps.
         requests: sums of the columns of ``requests``.
-        num_rows: rows finished.
+        num_rows: finished rows.
         seconds: time the engine ran.
     """
     prompt, cached, output = (
@@ -136,10 +136,10 @@ def prefix_sharing(
 
     Args:
         prompt: prompt tokens.
-        distinct: of these, tokens of the prefix trees of the windows that rows were planned in;
-            an engine that shares all it can computes these, and of equal prompts the last token.
-        computed: of these, tokens computed at first admission; recomputing is not counted.
-        deduplicated: rows whose outputs are copied from an equal one.
+        distinct: tokens in the prefix trees of the planning windows; perfect sharing computes
+            these, plus the last token of equal prompts.
+        computed: tokens computed at first admission, without recomputation.
+        deduplicated: rows whose outputs are copied from an equal row.
     """
     return {
         "prompt_tokens": prompt,
@@ -153,7 +153,7 @@ def prefix_sharing(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums of what was added; replaced as a whole, so that no one reads a half."""
+    """Sums so far; replaced as a whole, so that readers see a consistent state."""
 
     num_steps: int
     requests: Mapping[str, float]
@@ -161,24 +161,21 @@ class _Totals:
 
 
 class MetricsCollector:
-    """Collects steps and rows in memory, for callers that keep no files.
+    """Collects statistics of steps and rows in memory, for callers without files.
 
-    One thread adds; any may read meanwhile, without waiting: what is being added then counts not
-    at all or whole.
-
-    Args:
-        block_size: tokens per block.
+    One thread adds; any thread may read at the same time without locks and sees each addition
+    either completely or not at all.
     """
 
     def __init__(self, block_size: int) -> None:
         self.seconds = 0.0
-        """Time the engine ran; whoever runs it adds to this."""
+        """Time the engine ran; the caller adds to it."""
         self._block_size = block_size
         self._steps: list[tuple[float, ...]] = []
         self._totals = _Totals(0, asdict(RequestStats()), 0)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
-        """Add a step and the rows it finished."""
+        """Add a step and its finished rows."""
         if step is not None:
             self._steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
         requests = Counter(self._totals.requests)
@@ -187,10 +184,10 @@ class MetricsCollector:
         self._totals = _Totals(len(self._steps), requests, self._totals.num_rows + len(rows))
 
     def metrics(self) -> Metrics:
-        """``tokens``, ``throughput`` and ``kv`` of all that was added."""
+        """``tokens``, ``throughput`` and ``kv`` so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in
+        columns = np.ascontiguousarray(rows.T)  # the order of summation as for files
         pool = PoolTotals()
         pool.add(
             dict(zip(STEP_COLUMNS, columns, strict=True)),

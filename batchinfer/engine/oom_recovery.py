@@ -1,4 +1,4 @@
-"""Recovery from a step that the device had no memory for: smaller steps."""
+"""Recovery from out-of-memory errors: smaller steps."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ class Recovered:
 
 
 def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) -> Recovered:
-    """Withdraw whatever is not known to be computed, and halve the tokens of a step.
+    """Discard unconfirmed results, requeue all sequences, and halve the token limit of a step.
 
-    All running sequences go back to the queue; confirmed blocks of prompts are found again. The
-    tokens that are known stay, those that the lost steps drew are drawn again, and are the same.
-    The smaller size stays, too: weights and pool do not change, so what did not fit once fails
-    again, each time at the cost of computing what ran anew, while half the tokens cost a step
-    little of its speed.
+    Confirmed blocks of prompts are found again. Known tokens stay; those of lost steps are drawn
+    again and are the same. The smaller limit is permanent: weights and pool do not change, so a
+    larger step would fail again and cost a recomputation, while half the tokens slow a step little.
 
     Args:
-        scheduler: with a step scheduled that was not submitted, or with ``lost`` steps in flight.
-        lost: steps in flight that are not to be read.
+        scheduler: with a scheduled step that was not submitted, or with ``lost`` steps in flight.
+        lost: steps in flight whose results are discarded.
         error: the runner's.
 
     Raises:
@@ -70,7 +68,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
 
 
 def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
-    """Unfinished sequences that gave up their rows when the lost steps were submitted."""
+    """Unfinished sequences that left their rows when the lost steps were submitted."""
     sampled = [sequence for step in lost for sequence in step.sampled.sequences]
     retired = [sequence for sequence in sampled if sequence in sequence.state.samples]
     for sequence in retired:

@@ -1,7 +1,7 @@
-"""Output of unfinished requests, as increments, for whoever keeps it until they are finished.
+"""Output of unfinished requests as increments, for an observer that stores it.
 
-Tokens of a sample are only ever added to, so an increment is a slice of them. The beams of a search
-take each other's place, and are given as wholes.
+Tokens of a sample are only appended, so that an increment is a slice of them. Beams replace each
+other and are reported as a whole.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from batchinfer.engine.sequence import RequestState
 
 
 class OutputObserver(Protocol):
-    """Keeps what unfinished requests draw, and gives it back to those of a later run."""
+    """Stores the output of unfinished requests and returns it to a later run."""
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """What an earlier run has drawn of a request that arrives."""
+        """The output of an earlier run for an arriving request."""
         ...
 
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
     ) -> None:
-        """Look at the requests that run or wait after a step, which has drawn so many tokens."""
+        """Called after each step with the running and waiting requests, the completions, and the
+        number of output tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OutputIncrement:
-    """What one request has come to since the last time."""
+    """New output of one request."""
 
     row_id: int
     number: int
@@ -49,27 +50,27 @@ class OutputIncrement:
     key: bytes
     """``Request.key``."""
     chain: int
-    """Increments of one chain follow each other; a new one makes those before it void."""
+    """Increments of a chain follow each other; a new chain replaces the previous one."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
-    """How many of each sample's tokens came before, and the sample without these."""
+    """For each sample the number of tokens reported before, and the sample without them."""
 
 
 @dataclass(slots=True)
-class _Told:
-    """What was told of a request."""
+class _Reported:
+    """What was reported of a request."""
 
     skips_prefix_cache: bool
-    """As its state had it: one that starts over does from there on."""
+    """As in its state; it changes when the request restarts."""
     sizes: dict[int, int]
-    """Tokens of each sample, and one for its end."""
+    """Reported tokens of each sample, plus 1 for its end."""
     chain: int = -1
-    """-1: nothing was told; the sizes are those of what it brought."""
+    """-1: nothing was reported; ``sizes`` are those of its partial output."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A sample as far as it has come."""
+    """A sample's output so far."""
 
     index: int
     token_ids: list[int] | TokenIds
@@ -90,29 +91,30 @@ class _Sample:
 
 
 class OutputTracker:
-    """Takes the output of unfinished requests that have a key, each token once."""
+    """Reports the output of unfinished requests that have a key, each token once."""
 
     def __init__(self) -> None:
-        self._told: dict[Request, _Told] = {}
+        self._reported: dict[Request, _Reported] = {}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were told of requests that are unfinished."""
-        return sum(sum(told.sizes.values()) for told in self._told.values() if told.chain >= 0)
+        """Reported tokens of unfinished requests."""
+        reported = (known for known in self._reported.values() if known.chain >= 0)
+        return sum(sum(known.sizes.values()) for known in reported)
 
     def take(
         self, states: Iterable[RequestState], ended: Iterable[Completion], *, whole: bool = False
     ) -> list[OutputIncrement]:
-        """The increments since the last call; requests that have drawn nothing since have none.
+        """The increments since the last call, for requests with new output.
 
-        The first of a request that brought a partial output has that, too: nobody has to put
-        together what two runs have told.
+        A request's first increment includes its partial output, so that no reader has to combine
+        the reports of two runs.
 
         Args:
-            ended: requests that are finished, without errors, while others of their rows are not.
-            whole: give all that there is of each, whatever was told.
+            ended: requests that finished without errors while others of their rows have not.
+            whole: report everything again.
         """
-        before, self._told = self._told, {}
+        before, self._reported = self._reported, {}
         increments = []
         found: list[tuple[Request, RequestStats, Iterator[_Sample], bool | None]] = []
         found += [(s.request, s.stats, _samples(s), s.skip_prefix_cache) for s in states]
@@ -120,35 +122,35 @@ class OutputTracker:
         for request, stats, samples, skips in found:
             if request.key is None:
                 continue
-            told = before.get(request) or _Told(bool(skips), _sizes(request.partial_output))
-            self._told[request] = told
-            is_void = skips is not None and skips != told.skips_prefix_cache
-            if is_void:
-                told.skips_prefix_cache, told.sizes = not told.skips_prefix_cache, {}
-            news = everything = list(samples)
+            known = before.get(request) or _Reported(bool(skips), _sizes(request.partial_output))
+            self._reported[request] = known
+            restarted = skips is not None and skips != known.skips_prefix_cache
+            if restarted:
+                known.skips_prefix_cache, known.sizes = not known.skips_prefix_cache, {}
+            new = everything = list(samples)
             if not whole:
-                news = [one for one in everything if one.size > told.sizes.get(one.index, 0)]
-            if not news and not is_void:
+                new = [one for one in everything if one.size > known.sizes.get(one.index, 0)]
+            if not new and not restarted:
                 continue
-            if whole or is_void or told.chain < 0 or request.params.beam_width:
-                told.chain, told.sizes, news = told.chain + 1, {}, everything
-            parts = [one.since(told.sizes.get(one.index, 0)) for one in news]
-            told.sizes |= {one.index: one.size for one in news}
+            if whole or restarted or known.chain < 0 or request.params.beam_width:
+                known.chain, known.sizes, new = known.chain + 1, {}, everything
+            parts = [one.since(known.sizes.get(one.index, 0)) for one in new]
+            known.sizes |= {one.index: one.size for one in new}
             ids = (request.row_id, request.number, request.key)
-            increments.append(OutputIncrement(*ids, told.chain, replace(stats), parts))
+            increments.append(OutputIncrement(*ids, known.chain, replace(stats), parts))
         return increments
 
 
-def _sizes(brought: PartialOutput | None) -> dict[int, int]:
-    """Sizes of the samples that a request brought."""
-    if brought is None:
+def _sizes(partial: PartialOutput | None) -> dict[int, int]:
+    """Sizes of the samples in a partial output."""
+    if partial is None:
         return {}
-    sizes = {one.index: len(one.token_ids) for one in brought.samples}
-    return sizes | {one.index: len(one.token_ids) + 1 for one in brought.finished}
+    sizes = {one.index: len(one.token_ids) for one in partial.samples}
+    return sizes | {one.index: len(one.token_ids) + 1 for one in partial.finished}
 
 
 def _samples(state: RequestState) -> Iterator[_Sample]:
-    """The samples of a request that have tokens; of a search its beams, then its hypotheses."""
+    """The samples of a request that have tokens; for a search its beams, then its hypotheses."""
     for rank, one in enumerate(state.samples):
         if one.output_ids:
             index = one.index if state.search is None else rank

@@ -1,9 +1,9 @@
 """Log-probabilities of prompt tokens, collected over steps.
 
-The logits at a position are of the token after it, so they are taken from the positions
-``Request.logits_from`` to the prompt's last but one; the last one's are what output is drawn from.
-What is known stays known when a sequence is preempted or a step fails: only positions after it
-keep a sequence from taking blocks that another computed.
+The logits at a position predict the next token, so they are needed at positions
+``Request.logits_from`` to the prompt's last but one; those at the last draw the first output token.
+Known values survive a preemption or a failed step: only later positions keep a sequence from
+using cached blocks.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class PromptLogprobs:
     ranks: Int32  # [N] 1 = most likely
     top_token_ids: Int32  # [N, L] best first
     top_logprobs: Float32  # [N, L]
-    named_logprobs: Float32 | None = None  # [N, W] of the ids asked for; -inf where there is none
+    named_logprobs: Float32 | None = None  # [N, W] of the named ids; -inf is padding
 
 
 class PromptScores:
-    """Collects the log-probabilities of one prompt, from its beginning on.
+    """Collects the log-probabilities of one prompt, in order of position.
 
     Args:
-        num_top: alternatives wanted for each token.
-        num_named: most ids that are asked for at one of them.
-        start: the first position whose logits are wanted.
-        stop: the first after it of which none are.
+        num_top: alternatives per token.
+        num_named: most named ids per token.
+        start: first position whose logits are needed.
+        stop: end of these positions, exclusive.
     """
 
     def __init__(self, num_top: int, start: int, stop: int, num_named: int = 0) -> None:
         self.num_top = num_top
         self.num_named = num_named
         self.next = start
-        """The first position whose logits are not known."""
+        """First position whose logits are not known."""
         self.stop = stop
         self.nonfinite = False
-        """Whether logits held NaN or +inf."""
+        """Whether any logits were NaN or +inf."""
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result for the positions from ``start`` on; some may be known."""
+        """Add a step's result for positions from ``start`` on; some may be known already."""
         new = np.arange(len(result.logprobs)) >= self.next - start
-        assert start <= self.next, "logits of a position were passed over"
+        assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())
         self.nonfinite |= bool(result.nonfinite[new].any())
         self._known.append(result.only(new))
 
     def logprobs(self) -> PromptLogprobs:
-        """The log-probabilities, when all that are wanted are known."""
+        """All log-probabilities, once they are known."""
         assert self.next >= self.stop
         floats, ints = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         logprobs, ranks = [floats], [ints]

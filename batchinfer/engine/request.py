@@ -1,4 +1,4 @@
-"""Requests to the engine, and the completions it gives back."""
+"""Requests to the engine, and its completions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 LARGEST_GROUP = MAX_BEAMS
-"""Most sequences that a request runs together."""
+"""Most sequences that one request runs together."""
 
 TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One row: a prompt and how to continue it.
+    """A prompt and how to continue it.
 
-    ``rng_key`` is ``(seed, stream)``: the job's seed with the row id as the stream, or a row's
-    own seed with stream 0 (so that equal rows with equal seeds get equal samples).
+    ``rng_key`` is ``(seed, stream)``: the job's seed with the row id as the stream, or a row's own
+    seed with stream 0, so that equal rows with equal seeds get equal samples.
     """
 
     row_id: int
@@ -36,44 +36,43 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """``params.bad_words`` as token ids; the last id of each is banned after the others."""
     make_stop_checker: Callable[[], StopChecker] | None = None
-    """Makes a checker for each sample; None where the row has no stop strings."""
+    """Makes a checker for each sample; None without stop strings."""
     grammar: Grammar | None = None
-    """Grammar of ``params.structured_outputs``; such a row has ``eos_token_ids``."""
+    """Grammar of ``params.structured_outputs``; requires ``eos_token_ids``."""
     reused_prefix_len: int = 0
-    """Prompt tokens that a row after it, in the order they run, begins with as well."""
+    """Leading prompt tokens that a later row in the running order shares."""
     scored_from: int = 1
-    """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
+    """With ``params.prompt_logprobs``: the first prompt token to score."""
     first_sample: int = 0
-    """Index of its first sample: further ones of a row begin where those before it end, and
-    computing the row's prompt for them counts as recomputing it."""
+    """Index of the first sample; above 0 for further samples of a row, whose prompt then counts as
+    recomputed."""
     number: int = 0
-    """Number of the request among those of a row that has several."""
+    """Number of the request within its row."""
     given_token: int | None = None
-    """Its one output token, whatever the logits say: scoring asks how likely it was."""
+    """The only output token, whatever the logits: scoring asks how likely it was."""
     adapter: int = 0
-    """Number of the adapter that the row runs through; 0 = the base model alone."""
+    """Number of the row's adapter; 0 = the base model."""
     pools: bool = False
-    """Whether the hidden state of its last prompt token is wanted; its output means nothing."""
+    """Whether to return the hidden state of the last prompt token; the output is not used."""
     pooling: tuple[str, ...] = ("lasttoken",)
-    """With ``pools``: how hidden states become a vector; others are an ``EncoderEngine``'s."""
+    """With ``pools``: pooling modes; only ``EncoderEngine`` supports others than this one."""
     first_segment: int | None = None
-    """Of a pair of texts that an encoder reads: prompt tokens of the first; None: there is one."""
+    """Prompt tokens of the first text of a pair, for an encoder; None: a single text."""
     unpooled: int = 0
-    """Of what an ``EncoderEngine`` pools: first prompt tokens that are left out."""
+    """Leading prompt tokens that ``EncoderEngine`` leaves out of pooling."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    """What a caller does to the logits before all else, one after another."""
+    """The caller's functions on logits, applied first and in order."""
     named_token_ids: tuple[int, ...] = ()
-    """With ``params.logprobs``: ids whose log-probabilities are given besides, at each token."""
+    """With ``params.logprobs``: ids whose log-probabilities are returned at each token."""
     named_prompt_token_ids: Int32 | None = None
-    """With ``params.prompt_logprobs``: [N, W] the same of the N prompt tokens from ``scored_from``
-    on; -1 pads."""
+    """With ``params.prompt_logprobs``: [N, W] the same for the N prompt tokens from ``scored_from``
+    on, padded with -1."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
-    """What is given as log-probabilities."""
     key: bytes | None = None
-    """Hash of all that decides what is drawn, by which an observer of the engine knows it in the
-    next run; None: nobody keeps what it draws."""
+    """Hash of everything that decides the output, by which an observer recognizes the request in
+    the next run; None: its output is not stored."""
     partial_output: PartialOutput | None = None
-    """What an earlier run drew of it before it ended: it goes on from there."""
+    """Output of an earlier run, to continue from."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,26 +81,26 @@ class Request:
 
     @property
     def logits_from(self) -> int:
-        """The first position whose logits are needed; no block that holds it is taken over."""
+        """The first position whose logits are needed; a prefix hit ends before it."""
         last = self.num_prompt_tokens - 1
         return last if self.params.prompt_logprobs is None else min(self.scored_from - 1, last)
 
     @property
     def group_size(self) -> int:
-        """Sequences that run together: the beams of a search, else one."""
+        """Sequences that run together: the beams of a search, or 1."""
         return self.params.beam_width or 1
 
     @property
     def num_draws(self) -> int:
-        """Tokens drawn after the prompt: one for each sample; a search begins with one beam."""
+        """Tokens drawn after the prompt: one per sample; a search starts with one beam."""
         return 1 if self.params.beam_width else self.params.n
 
     @property
     def num_candidates(self) -> int:
-        """Most likely tokens wanted at each position; -1 = no log-probabilities at all.
+        """Number of most likely tokens needed at each position; -1 = no log-probabilities.
 
-        For a search, as many as make sure of ``beam_width`` that do not end the beam. Together
-        the beams' hold every candidate that transformers would look at.
+        For a search, enough for ``beam_width`` tokens that do not end the beam. The beams together
+        then have every candidate that transformers considers.
         """
         if self.params.beam_width:
             return self.params.beam_width + len(self.beam_end_ids)
@@ -115,22 +114,21 @@ class Request:
 
     @property
     def beam_end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a beam, sorted; nothing goes on behind the end of a grammar."""
+        """Token ids that end a beam, sorted; a grammar's end is always final."""
         eos = frozenset() if self.grammar is None else self.eos_token_ids
         return tuple(sorted(eos | set(self.stop_token_ids)))
 
     def named_stop(self, token_id: int) -> int | None:
-        """The stop reason of a stop token: as in vLLM, only one that the user named is."""
+        """The stop reason for a stop token; as in vLLM, None unless the user named the token."""
         by_eos = token_id in self.eos_token_ids and not self.params.ignore_eos
         return None if by_eos else token_id
 
 
 def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, str] | None:
-    """Error code and message of a request of a token id that the model has no embedding for;
-    None: it has none.
+    """Error code and message if a request has a token id without an embedding, else None.
 
     Args:
-        vocab_size: the model's token ids are below it; None: nobody knows.
+        vocab_size: upper bound of the model's token ids; None: unknown.
     """
     highest = max(int(request.prompt_token_ids.max()), request.given_token or 0)
     if vocab_size is None or highest < vocab_size:
@@ -146,7 +144,7 @@ def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, st
 class TokenLogprobs:
     """Log-probabilities at one output position, from the model's unmodified logits.
 
-    They are among the tokens that the row's grammar allows, if it has one.
+    With a grammar they are normalized over the tokens that it allows.
     """
 
     token_id: int
@@ -156,7 +154,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
     """The most likely tokens, best first: (token id, log-probability)."""
     named: tuple[tuple[int, float], ...] = ()
-    """Those that were asked for by id."""
+    """Tokens requested by id: (token id, log-probability)."""
 
 
 @dataclass(slots=True)
@@ -170,19 +168,19 @@ class SampleOutput:
     stop_reason: int | str | None
     """The stop token id (None for an end-of-sequence token) or the stop string."""
     stop_match: StopMatch | None
-    """End of the text, if a stop string ended it."""
+    """The stop string that ended the text, if one did."""
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
-    """Score that beams are ranked by; None without beam search."""
+    """Score of a beam; None without beam search."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSample:
-    """One unfinished sample of a row, or one of its beams, as far as it has come."""
+    """The output so far of an unfinished sample or beam."""
 
     index: int
-    """Index of the sample; of beams: rank, best first."""
+    """Index of the sample, or rank of the beam, best first."""
     token_ids: TokenIds
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
@@ -190,11 +188,11 @@ class PartialSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialOutput:
-    """A request's output as far as it has come."""
+    """A request's output so far."""
 
     samples: tuple[PartialSample, ...]
     finished: tuple[SampleOutput, ...]
-    """Finished samples; of a beam search that goes on: its finished hypotheses, best first."""
+    """Finished samples; for an unfinished beam search its finished hypotheses, best first."""
     stats: RequestStats
 
 
@@ -217,13 +215,13 @@ class RequestStats:
     decode_ms: float = 0.0
     latency_ms: float = 0.0
     swap_preemptions: int = 0
-    """Preemptions after which what was computed was kept, on the host if need be."""
+    """Preemptions whose blocks were kept, on the host if needed."""
     deduplicated: int = 0
-    """1 for a row whose outputs are copied from an equal one, and nothing else."""
+    """1 for a row whose outputs are copied from an equal row, which counts nothing else."""
 
     @property
     def has_run(self) -> bool:
-        """Whether anything was computed for the request; the engine refuses some."""
+        """Whether anything was computed; False for refused requests."""
         return self != RequestStats()
 
 
@@ -235,14 +233,13 @@ _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {
     "latency_ms": max,
     "deduplicated": max,
 }
-"""How statistics of a row's requests make those of the row, where not by their sum."""
+"""How to combine statistics of a row's requests, if not by their sum."""
 
 
 def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:
     """Statistics of a row from those of its requests.
 
-    Blocks that they share count once, so the most that one of them held is the least that the row
-    did.
+    ``peak_blocks`` is the maximum, a lower bound, as the requests may share blocks.
     """
     if not requests:
         return None
@@ -256,9 +253,9 @@ def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:
 
 @dataclass(slots=True)
 class Completion:
-    """A request the engine is done with: its samples in order, or an error.
+    """A finished request: its samples in order, or an error.
 
-    Samples that finished before another failed are kept beside the error.
+    Samples that finished before another one failed are kept.
     """
 
     request: Request
@@ -267,16 +264,16 @@ class Completion:
     error_message: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities from ``request.scored_from`` on, if asked for and nothing failed."""
+    """Log-probabilities from ``request.scored_from`` on, if requested and nothing failed."""
     hidden_state: Float32 | None = None
-    """[H] of the last prompt token, after the body's final norm, or pooled as ``request.pooling``
-    says; with ``request.pools``."""
+    """With ``request.pools``: [H] of the last prompt token after the final norm, or pooled by
+    ``request.pooling``."""
     judged: object = None
-    """Verdicts on the samples of its row up to its own, by whoever judges them."""
+    """Verdicts on the row's samples up to this request, set by the caller."""
 
     def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
-        """Log-probabilities of the prompt's tokens, from ``scored_from`` on, each with its token;
-        None without ``prompt_logprobs``."""
+        """Log-probabilities of the prompt's tokens from ``scored_from`` on; None without
+        ``prompt_logprobs``."""
         found, request = self.prompt_logprobs, self.request
         if found is None:
             return None

@@ -1,9 +1,8 @@
-"""Requests that go on from the output of an earlier run.
+"""Requests that continue from the output of an earlier run.
 
-Such a request is in the place of one that was preempted to be recomputed: its prompt and its tokens
-are computed again, and the next one is drawn. What follows from the tokens is made of them: the
-state of its grammar, of its stop strings, what its penalties count; random numbers are keyed by
-position.
+Such a request is like one that was preempted and is recomputed: its prompt and its tokens are
+computed again, and the next token is drawn. State that follows from the tokens is rebuilt: that of
+the grammar, of stop strings and of penalties. Random numbers are keyed by position.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from batchinfer.engine.sequence import RequestState, Sequence
 def begin(
     request: Request, now: float, arrival: int, max_model_len: int
 ) -> tuple[RequestState, list[Sequence]]:
-    """The state of a request that arrives, and the sequences of it to queue.
+    """The state of an arriving request, and its sequences to queue.
 
-    There are none where the partial output it brings is all it asks for. One that brings a partial
-    output which lacks something begins anew, and its state's request brings none.
+    There are none if the partial output is already complete. If the partial output is incomplete in
+    another way, the request restarts without it.
 
     Args:
         now: the engine's clock, in seconds.
@@ -35,12 +34,12 @@ def begin(
         state.reset()
         state.samples = [_sequence(state, sample) for sample in partial.samples]
         if all(map(_replay, state.samples)):
-            return state, _go_on(state, partial)
+            return state, _continue(state, partial)
     return begin(replace(request, partial_output=None), now, arrival, max_model_len)
 
 
-def _go_on(state: RequestState, partial: PartialOutput) -> list[Sequence]:
-    """Give a state the finished part of an output; the sequences that wait for themselves."""
+def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
+    """Restore the finished part of an output; returns the sequences to queue."""
     state.stats = replace(partial.stats)
     if state.search is None or not state.samples:
         state.finished = {output.index: output for output in partial.finished}
@@ -50,11 +49,11 @@ def _go_on(state: RequestState, partial: PartialOutput) -> list[Sequence]:
         state.search.finished.append(
             Hypothesis(output.token_ids.tolist(), output.cumulative_logprob, output.score)
         )
-    return state.samples[:1]  # the others of a group wait for its leader
+    return state.samples[:1]  # the leader queues for its group
 
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
-    """Whether the samples are all there, with all that was asked for, and none is at its end."""
+    """Whether a partial output has all samples and values, and no unfinished sample has ended."""
     params = request.params
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):
@@ -62,7 +61,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
     if params.beam_width:
         return len({len(beam.token_ids) for beam in partial.samples}) == 1
     if not partial.samples and params.prompt_logprobs is not None:
-        return False  # they come of computing the prompt
+        return False  # these need the prompt computed
     if params.logprobs is not None and any(s.logprobs is None for s in partial.samples):
         return False
     indices = [sample.index for sample in partial.samples]
@@ -72,7 +71,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
 
 
 def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
-    """A sample that waits, its tokens known and none of them computed."""
+    """A waiting sample with known tokens, none of them computed."""
     sequence = Sequence(state, 0 if state.search is not None else sample.index)
     sequence.output_ids = sample.token_ids.tolist()
     sequence.cumulative_logprob = sample.cumulative_logprob
@@ -83,7 +82,7 @@ def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
 
 
 def _replay(sequence: Sequence) -> bool:
-    """Advance a sample's grammar and stop checker by its tokens; whether it may go on."""
+    """Advance a sample's grammar and stop checker by its tokens; whether it may continue."""
     state, checker = sequence.grammar_state, sequence.stop_checker
     if state is not None:
         state.replay(sequence.output_ids)

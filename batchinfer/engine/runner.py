@@ -1,4 +1,4 @@
-"""The interface of the worker: a step is submitted now, its result is read later."""
+"""The worker's interface: steps are submitted, and their results read later."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from batchinfer.engine.step import Step, StepResult
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """The device, or the host for it, has no memory for a step; raised by runners."""
+    """The device or the host has not enough memory for a step; raised by runners."""
 
 
 class Pending(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     def result(self) -> StepResult:
         """Wait for the step's result.
 
         Raises:
-            OutOfMemory: the step failed for want of memory, and with it those submitted after it.
-            Exception: whatever else made the step fail after it was submitted.
+            OutOfMemory: the step ran out of memory; the steps submitted after it failed too.
+            Exception: any other failure after submission.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The pending step of a runner that computes at once."""
+    """A pending step with its result, for synchronous runners."""
 
     value: StepResult
 
@@ -37,17 +37,17 @@ class Ready:
 
 
 class Runner(Protocol):
-    """Computes steps: the worker, or a stand-in in tests.
+    """Computes steps: the worker, or a substitute in tests.
 
-    Steps run in the order they are submitted, each as if it began when the one before had ended.
-    The engine relies on it: it gives a block to another sequence, and lets what a step writes be
-    found by the next, as soon as the step is submitted. On a CUDA device one stream does that.
+    Steps run in the order of submission, each as if it started after the previous one ended. The
+    engine relies on this order: as soon as a step is submitted, it reassigns freed blocks and lets
+    the next step read blocks that this one writes. On a CUDA device a single stream ensures it.
     """
 
     def submit(self, step: Step) -> Pending:
-        """Start a step. ``step.previous_sample`` refers to the step submitted before.
+        """Start a step; ``step.previous_sample`` refers to the previously submitted step.
 
         Raises:
-            OutOfMemory: there is no memory for this step; those before it are not affected.
+            OutOfMemory: not enough memory for this step; earlier steps are not affected.
         """
         ...

@@ -1,4 +1,4 @@
-"""A request's state in the engine, and its samples as sequences."""
+"""State of a request in the engine, and of its samples, the sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RequestState:
-    """A request in the engine: its unfinished samples, its finished ones, its times."""
+    """A request in the engine: unfinished and finished samples, and times."""
 
     __slots__ = (
         "admitted_at",
@@ -39,29 +39,25 @@ class RequestState:
         self.request = request
         self.arrived_at = arrived_at
         self.arrival = arrival
-        """Number of rows that arrived before it."""
+        """Number of requests that arrived before it."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.skip_prefix_cache = False
-        """Whether the row takes no blocks that another computed."""
+        """Whether the row must not use cached blocks."""
         self.samples: list[Sequence] = []
-        """Beams: best first."""
+        """Unfinished samples, or beams, best first."""
         self.finished: dict[int, SampleOutput] = {}
         self.search: BeamSearch | None = None
         self.hidden_state: Float32 | None = None
-        """[H] of the last prompt token, if asked for."""
+        """[H] of the last prompt token, if requested."""
         self.scores: PromptScores | None = None
-        """Scores of the prompt's tokens, if asked for."""
-        # A row's prompt counts once, with the first of its samples.
+        """Log-probabilities of the prompt's tokens, if requested."""
+        # A row's prompt counts once, with its first sample.
         prompt_tokens = 0 if request.first_sample else request.num_prompt_tokens
         self.stats = RequestStats(prompt_tokens=prompt_tokens)
 
     def restart(self) -> Sequence:
-        """Drop the row's samples and outputs and begin anew.
-
-        Returns:
-            The sequence it begins with.
-        """
+        """Drop the row's samples and outputs; returns the sequence that starts over."""
         self.reset()
         leader = Sequence(self, self.request.first_sample)
         if self.request.first_sample:
@@ -86,11 +82,11 @@ class RequestState:
         return PromptScores(num_top, first, last, num_named)
 
     def note_peak_blocks(self) -> None:
-        """Update the peak of its blocks; call it before the row gives some up."""
+        """Update the peak of blocks; call it before the row releases some."""
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
 
     def _num_slots(self) -> int:
-        """Distinct slots that its sequences need."""
+        """Distinct slots that the sequences use."""
         first = self.samples[0] if self.samples else None
         if first is None or not first.blocks or not first.blocks[0].window_slots:
             return len({block for sequence in self.samples for block in sequence.blocks})
@@ -108,8 +104,8 @@ class RequestState:
 class Sequence:
     """One sample of a row: the prompt's tokens, then its own.
 
-    While it runs, its counts are in row ``row`` of the ``SequenceTable``; while it waits it holds
-    no blocks and nothing of it is computed.
+    A running sequence has its counts in row ``row`` of the ``SequenceTable``; a waiting one holds
+    no blocks and has no computed tokens.
     """
 
     __slots__ = (
@@ -137,18 +133,18 @@ class Sequence:
         self.output_ids: list[int] = []
         self.blocks: list[Block] = []
         self.released_blocks: list[Block] = []
-        """Blocks it held until its last token, whose value is not known yet, was drawn."""
+        """Blocks released when its last token was submitted but not yet read."""
         self.num_evicted: tuple[int, ...] = ()
-        """Leading blocks that left its window, for each window slot of a block."""
+        """Leading blocks outside the window, for each window slot of a block."""
         self.row = -1
         self.deferred = False
-        """Whether it has let others go first for the sake of part of a block."""
+        """Whether it already waited for a prefix hit of less than a block."""
         self.computed_once = 0
-        """Leading tokens computed before, or found cached; computing them again is recompute."""
+        """Leading tokens that were computed or found cached; computing them again is recompute."""
         self.index_parent: Block | None = None
-        """The indexed block that the next full block of this sequence goes below."""
+        """Indexed parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Leading blocks that the index has, if not always as this sequence's own."""
+        """Leading blocks whose tokens are in the index, as this sequence's block or another's."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker
@@ -158,25 +154,25 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The row this is a sample of."""
+        """The request that this is a sample of."""
         return self.state.request
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt's and its own."""
+        """Known tokens: the prompt's and its own."""
         return self.request.num_prompt_tokens + len(self.output_ids)
 
     @property
     def group(self) -> list[Sequence]:
-        """The sequences that run, pause and come back together with this one, itself included.
+        """The sequences that start and pause together with this one, itself included.
 
-        The first, the leader, is the one that waits for all of them.
+        The first one, the leader, represents the group in the queue.
         """
         return [self] if self.state.search is None else self.state.samples
 
     @property
     def awaits_group(self) -> bool:
-        """Whether others of its group do not run: they will fork from it or join it."""
+        """Whether other sequences of its group do not run yet; they will fork from it or join."""
         return any(other is not self and other.row < 0 for other in self.group)
 
     def tokens(self, start: int, stop: int) -> TokenIds:

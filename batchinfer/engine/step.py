@@ -1,8 +1,8 @@
-"""The messages between the control plane and the worker. Data only.
+"""Messages between the control plane and the worker. Data only.
 
-A ``Step`` says what one forward pass computes; a ``StepResult`` what it gave. Both are structs of
-numpy arrays. S = sequences in the step, T = tokens computed, R = rows of logits taken,
-K = samples drawn (K >= R: the n samples of a row draw from one row of logits).
+A ``Step`` is the input of one forward pass, a ``StepResult`` its output; both are structs of numpy
+arrays. S = sequences in the step, T = tokens computed, R = rows of logits, K = samples drawn
+(K >= R: the n samples of a row draw from one row of logits).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Bool = npt.NDArray[np.bool_]
 class SamplingColumns:
     """Sampling parameters, one value for each row of a table or each of K samples.
 
-    Whatever is declared here goes from ``SamplingParams`` to the sampler by its name.
+    Every field declared here is passed from ``SamplingParams`` to the sampler by its name.
     """
 
     temperature: Float32  # 0 = most likely token
@@ -39,10 +39,10 @@ class SamplingColumns:
     seed: UInt64
     stream: UInt64  # the row's random stream
     sample_index: Int32
-    num_logprobs: Int32  # alternatives wanted; -1 = no logprobs wanted at all
+    num_logprobs: Int32  # alternatives; -1 = no logprobs
 
     DISTRIBUTION: ClassVar = ("temperature", "top_p", "top_k", "min_p")
-    """Columns that samples of one row of logits must have in common to share a distribution."""
+    """Columns in which samples of one row of logits must agree to share a distribution."""
 
     @classmethod
     def zeros(cls, count: int) -> Self:
@@ -50,24 +50,24 @@ class SamplingColumns:
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
-        """Fill a row with ``derived``, and with the attributes of ``params`` of the other names."""
+        """Fill a row with ``derived`` values, and attributes of ``params`` for other columns."""
         for name in _COLUMN_DTYPES:
             value = derived[name] if name in derived else getattr(params, name)
             getattr(self, name)[row] = value
 
     def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
-        """The values of some rows, by the names of their columns."""
+        """The values of some rows by column name."""
         return {name: getattr(self, name)[rows] for name in _COLUMN_DTYPES}
 
 
 _DTYPES = {"Float32": np.float32, "Int32": np.int32, "UInt64": np.uint64}
 _COLUMN_DTYPES = {column.name: _DTYPES[str(column.type)] for column in fields(SamplingColumns)}
-"""By their annotations, which are not evaluated."""
+"""From the annotations, which are strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Tokens that penalties look back at. P = samples that have any, padding is -1."""
+    """Tokens that penalties apply to. P = samples with penalties; padding is -1."""
 
     samples: Int32  # [P] index into the K samples
     prompt_token_ids: Int32  # [P, longest prompt]
@@ -75,28 +75,28 @@ class Penalties:
 
 
 class LogprobsMode(IntFlag):
-    """What is given as log-probabilities."""
+    """What to return as log-probabilities."""
 
     RAW = 0
-    """Those of the unmodified logits."""
+    """Log-probabilities from the unmodified logits."""
     LOGITS = 1
     """The logits themselves."""
     PROCESSED = 2
-    """After biases, bans, penalties, temperature and filters; those that are left out are -inf.
-    Prompts have nothing of these."""
+    """After biases, bans, penalties, temperature and filters; excluded tokens have -inf. Does not
+    apply to prompts."""
 
 
 LogitsProcessor = Callable[..., Any]
-"""A caller's function of the prompt's token ids, the output's so far, both lists, and the logits of
-the next token, float32 [V] on the model's device; returns logits."""
+"""A caller's function of the prompt's and the output's token ids (lists) and the next token's
+logits (float32 [V] on the model's device) that returns logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRow:
-    """A row of logits that a caller's functions change before all else."""
+    """A row of logits with the caller's functions, which are applied first."""
 
     row: int
-    """Which of the R rows of logits."""
+    """Index of the row of logits."""
     processors: tuple[LogitsProcessor, ...]
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -114,44 +114,44 @@ def _no_masks() -> Int32:
 class SamplingBatch(SamplingColumns):
     """Parameters of the K samples that a step draws from its R rows of logits."""
 
-    logits_rows: Int32  # [K] which of the R rows of logits each sample draws from
+    logits_rows: Int32  # [K] row of logits that each sample draws from
     position: Int32  # [K] output tokens the sample had before this one
     penalties: Penalties | None
     bias_samples: Int32  # [B] added to logits: sample, token id, value (-inf bans the token)
     bias_token_ids: Int32  # [B]
     bias_values: Float32  # [B]
-    allowed_samples: Int32  # [A] samples in here may only take their token ids in here
+    allowed_samples: Int32  # [A] these samples may only take the token ids listed with them
     allowed_token_ids: Int32  # [A]
-    given_token_ids: Int32 | None = None  # [K] not drawn but given; -1 = drawn; None: all drawn
-    masked_rows: Int32 = field(default_factory=_no_rows)  # [M] of the R, limited by a grammar
+    given_token_ids: Int32 | None = None  # [K] fixed tokens; -1 = draw; None: draw all
+    masked_rows: Int32 = field(default_factory=_no_rows)  # [M] rows of logits with a grammar
     masks: Int32 = field(default_factory=_no_masks)  # [M, words] bit i % 32 of word i // 32: i may
     processed: tuple[ProcessedRow, ...] = ()
-    named_token_ids: Int32 | None = None  # [K, W] ids to give log-probabilities of; -1 pads
+    named_token_ids: Int32 | None = None  # [K, W] ids to return log-probabilities of; -1 pads
     logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens of prompts whose log-probabilities are asked for. P = such tokens in the step."""
+    """Prompt tokens to score. P = such tokens in the step."""
 
-    rows: Int32  # [P] packed tokens before them, whose logits give their log-probabilities
+    rows: Int32  # [P] the packed token before each, whose logits predict it
     token_ids: Int32  # [P]
-    num_logprobs: Int32  # [P] alternatives wanted
-    named_token_ids: Int32 | None = None  # [P, W] ids to give log-probabilities of; -1 pads
-    as_logits: Bool | None = None  # [P] logits in place of log-probabilities; None: nowhere
+    num_logprobs: Int32  # [P] alternatives
+    named_token_ids: Int32 | None = None  # [P, W] ids to return log-probabilities of; -1 pads
+    as_logits: Bool | None = None  # [P] return logits instead of log-probabilities; None: none
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """Prefix tree of a step's sequences, as an order of its leaves.
 
-    What is shared are whole blocks that were computed before the step, so that every token of the
-    step sees all of what its sequence shares. Sequences i < j of the order share the least of
-    ``shared_lens[i + 1 : j + 1]``.
+    Shared prefixes are whole blocks computed before the step, so that every token of the step
+    attends to all of its sequence's shared prefix. Sequences i < j in the order share
+    ``min(shared_lens[i + 1 : j + 1])`` tokens.
     """
 
-    order: Int32  # [S] the step's sequences, those with a common prefix side by side
-    shared_lens: Int32  # [S] leading tokens each in ``order`` shares with the one before it
+    order: Int32  # [S] the step's sequences; those with a common prefix are adjacent
+    shared_lens: Int32  # [S] leading tokens shared with the previous sequence in ``order``
 
 
 def _no_pairs() -> Int32:
@@ -168,45 +168,45 @@ def _no_slots() -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The input of one forward pass, sequence after sequence in one packed row of tokens.
+    """Input of one forward pass, with sequences packed into one row of tokens.
 
-    Before it blocks are copied: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each from
-    its beginning. ``block_tables`` and ``slot_mapping`` are those of the model's first layer group,
-    of which most models have no more (G = 1).
+    Blocks are copied first: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each in order.
+    ``block_tables`` and ``slot_mapping`` belong to the first layer group; most models have only one
+    (G = 1).
     """
 
     token_ids: Int32  # [T]
-    previous_sample: Int32  # [T] take this sample of the step before; -1 = token_ids has the value
+    previous_sample: Int32  # [T] use this sample of the previous step; -1 = use token_ids
     positions: Int32  # [T] position of each token in its own sequence
-    query_starts: Int32  # [S + 1] where each sequence's tokens begin in the packed row
+    query_starts: Int32  # [S + 1] start of each sequence's tokens in the packed row
     context_lens: Int32  # [S] tokens of the sequence with KV after this step
-    block_tables: Int32  # [S, longest table] device slots; anything outside a sequence's window
+    block_tables: Int32  # [S, longest table] device slots; undefined outside a sequence's window
     slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
     block_copies: Int32  # [C, 2] (source slot, destination slot) on the device
     logits_indices: Int32  # [R] packed tokens whose logits are needed
     sampling: SamplingBatch
-    shared_prefixes: SharedPrefixes | None = None  # None: nothing worth reading once for several
+    shared_prefixes: SharedPrefixes | None = None  # None: nothing worth sharing
     swap_outs: Int32 = field(default_factory=_no_pairs)  # [O, 2] (device slot, host slot)
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
-    scored: ScoredTokens | None = None  # None: none asked for
-    pooled: Int32 | None = None  # [E] packed tokens whose hidden states are wanted; None: none
+    scored: ScoredTokens | None = None  # None: none
+    pooled: Int32 | None = None  # [E] packed tokens whose hidden states are returned; None: none
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property
     def num_sequences(self) -> int:
-        """S, the sequences in the step."""
+        """S, the number of sequences."""
         return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens computed."""
+        """T, the number of tokens."""
         return len(self.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """K, the samples drawn."""
+        """K, the number of samples."""
         return len(self.sampling.logits_rows)
 
     def tables_of(self, group: int) -> Int32:
@@ -216,25 +216,25 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The K samples of a step. L = most alternatives any sample asked for, W = most named ids."""
+    """The K samples of a step. L = most alternatives of any sample, W = most named ids."""
 
     token_ids: Int32  # [K]
     logprobs: Float32  # [K] of the token, from the unmodified logits, but for ``LogprobsMode``
-    nonfinite: Bool  # [K] the row of logits held no number to draw by; the token means nothing
-    ranks: Int32 | None  # [K] 1 = most likely; None when no sample asked for logprobs
+    nonfinite: Bool  # [K] the logits were not finite; the token is invalid
+    ranks: Int32 | None  # [K] 1 = most likely; None if no sample needs logprobs
     top_token_ids: Int32 | None  # [K, L] best first
     top_logprobs: Float32 | None  # [K, L]
-    scored: StepResult | None = None  # of the step's P scored tokens, as if these were its samples
-    no_token_left: Bool | None = None  # [K] of nonfinite: by bans and allowed ids; None: nowhere
-    hidden_states: Float32 | None = None  # [E, H] after the final norm; None: none asked for
-    named_logprobs: Float32 | None = None  # [K, W] of the ids named; -inf where there is none
+    scored: StepResult | None = None  # the step's P scored tokens, as if they were samples
+    no_token_left: Bool | None = None  # [K] nonfinite because of bans and allowed ids; None: none
+    hidden_states: Float32 | None = None  # [E, H] after the final norm; None: none requested
+    named_logprobs: Float32 | None = None  # [K, W] of the named ids; -inf is padding
 
     def lacks_token(self, at: int) -> bool:
-        """Whether bans and allowed ids left sample ``at`` no token."""
+        """Whether bans and allowed ids excluded every token of sample ``at``."""
         return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:
-        """A subset of the samples, by a mask or a slice; without scored tokens or states."""
+        """A subset of the samples by mask or slice, without scored tokens and hidden states."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
         no_token_left, named = self.no_token_left, self.named_logprobs
         return StepResult(

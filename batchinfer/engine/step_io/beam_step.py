@@ -1,4 +1,4 @@
-"""Beam search over a step's result: candidates to their searches, beams to the next step."""
+"""Beam search over a step's result: advances searches and sets up the beams of the next step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.engine.step_io.in_flight import SampledRows
 from batchinfer.protocols import ForkingState
 
 States = dict[RequestState, None]
-"""A set of rows, in order."""
+"""An ordered set of rows."""
 
 
 def process_beams(
@@ -22,18 +22,18 @@ def process_beams(
 ) -> tuple[States, dict[RequestState, str | None]]:
     """Advance each search by a token.
 
-    A group's beams are all drawn in one step (by ``BeamGroups.trim_to_whole_groups``), and none is
-    in the step after it.
+    All beams of a group are sampled in one step (see ``BeamGroups.trim_to_whole_groups``), and none
+    is in the next step.
 
     Args:
         scheduler: after the step was submitted.
         sampled: the step's beams.
-        result: a sample of each, with its candidates.
+        result: a sample for each, with its candidates.
         now: the engine's clock, in seconds.
 
     Returns:
-        Rows whose search is over; and those that failed, still running: why their grammar gave
-        up, or None where logits are not numbers.
+        Rows whose search has ended; and failed rows, still running, with the grammar's error or
+        None for logits that are not finite.
     """
     places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}
@@ -76,7 +76,7 @@ def _advance(
 
 
 def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Continuation]) -> None:
-    """Run the next beams in place of the present ones, whose blocks they share."""
+    """Replace the current beams by the next ones, which share their blocks."""
     state.note_peak_blocks()
     present = state.samples
     outputs_before = [beam.output_ids for beam in present]
@@ -97,8 +97,8 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
 
 
 def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
-    """A grammar's state behind one token more; ``beam`` keeps its own. All beams are as long, so
-    what the grammar forces is drawn like any token."""
+    """A copy of the beam's grammar state, advanced by a token. Forced tokens are drawn like others,
+    as all beams must have equal length."""
     if beam.grammar_state is None:
         return None
     # RequestMaker refuses searches with other grammars.
@@ -108,13 +108,13 @@ def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
 
 
 def _grammar_error(state: RequestState) -> str | None:
-    """Why a beam's grammar has given up, if one has."""
+    """The error of a beam's grammar, if any."""
     found = (beam.grammar_state.error for beam in state.samples if beam.grammar_state is not None)
     return next((error for error in found if error is not None), None)
 
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:
-    """Free the beams' rows and blocks and keep the search's outputs."""
+    """Free the beams' rows and blocks and store the search's outputs."""
     assert state.search is not None
     for beam in state.samples:
         if beam.row >= 0:

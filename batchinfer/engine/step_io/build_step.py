@@ -1,4 +1,4 @@
-"""A schedule to the arrays of a step."""
+"""Builds a step's arrays from a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step for the runner, with what processing its result takes."""
+    """A step for the runner, with data for processing its result."""
 
     step: Step
     sampled: SampledRows
@@ -29,14 +29,12 @@ class BuiltStep:
 def build_step(
     table: SequenceTable, schedule: Schedule, prefixes: PrefixTree | None = None
 ) -> BuiltStep:
-    """The step that computes a schedule; slots of blocks are resolved here.
+    """The step for a schedule, with blocks resolved to slots.
 
     Call it before the step's tokens count as computed.
 
     Args:
-        table: the running sequences.
-        schedule: rows, tokens and copies.
-        prefixes: finds shared prefixes; None: none are looked for.
+        prefixes: finds shared prefixes; None: they are not used.
     """
     spans = scored_spans(table, schedule)
     shared = None if prefixes is None else prefixes.of_step(schedule.rows)
@@ -89,7 +87,7 @@ def _step(
 
 
 def _places(slots: Int32, positions: Int32, block_size: int) -> Int64:
-    """Places in the pool of tokens at ``positions``, whose blocks have these slots."""
+    """Indices of token slots in the pool."""
     return slots.astype(np.int64) * block_size + positions % block_size
 
 
@@ -98,14 +96,14 @@ def _pairs(pairs: Pairs) -> Int32:
 
 
 def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """[T] sample of the step before that a token's value is; -1 = the value is known."""
+    """[T] sample of the previous step that gives a token's value; -1 = the value is known."""
     previous = np.full(starts[-1], -1, dtype=np.int32)
     previous[starts[:-1]] = table.sample_at[schedule.rows]
     return previous
 
 
 def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """[T] token ids: each row's last one, or the next chunk of those it knows."""
+    """[T] token ids: each row's last token, or its next chunk of known tokens."""
     rows, num_new = schedule.rows, schedule.num_new
     token_ids = np.empty(starts[-1], dtype=np.int32)
     token_ids[starts[:-1]] = table.last_token[rows]

@@ -1,4 +1,4 @@
-"""Steps in flight: submitted, their results not read."""
+"""Steps in flight: submitted, with results not read."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from batchinfer.engine.step_io.scored_prompts import ScoredSpan
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Columns of the R rows that a step samples, as they are when it is submitted.
+    """Columns of the R rows that a step samples, at the time of submission.
 
-    By the time the samples are known the step after may be under way, and a sequence may have
-    left its row.
+    When the samples are known, the next step may be in flight and a sequence may have left its row.
     """
 
     rows: Rows
-    admission: Int64  # with the row, says whether the sequence is still in it
+    admission: Int64  # shows whether the sequence is still in its row
     sequences: npt.NDArray[np.object_]  # of Sequence
     samples_per_row: Int32  # samples drawn from the row's logits
-    num_tokens: Int32  # with the token drawn
-    lengths: Int32  # output tokens, with the token drawn
-    is_first: Bool  # the first token of its row since the row arrived
+    num_tokens: Int32  # including the token drawn
+    lengths: Int32  # output tokens, including the token drawn
+    is_first: Bool  # the request's first token
     at_limit: Bool  # ends by length with this token
-    may_stop: Bool  # as long as min_tokens
+    may_stop: Bool  # has at least min_tokens
     stop_ids: Int32  # [R, most of any row] padded with -1
     checks_stops: Bool
     num_logprobs: Int32
@@ -41,13 +40,13 @@ class SampledRows:
     has_grammar: Bool
 
     def only(self, chosen: Bool | Rows) -> SampledRows:
-        """A subset of the rows, by a mask or by their places."""
+        """A subset of the rows, by mask or index."""
         return SampledRows(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A submitted step whose result is not read."""
+    """A submitted step whose result has not been read."""
 
     pending: Pending
     sampled: SampledRows
@@ -55,11 +54,11 @@ class InFlight:
     stats: StepStats
     """Without its times."""
     began: float
-    """When its scheduling began, by the engine's clock."""
+    """Start of its scheduling on the engine's clock."""
 
 
 def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
-    """The rows that a step samples, as they are before it counts as computed."""
+    """The rows that a step samples, before it counts as computed."""
     rows = schedule.sampled
     num_tokens = table.num_tokens[rows] + np.int32(1)
     lengths = num_tokens - table.num_prompt[rows]

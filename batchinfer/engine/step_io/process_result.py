@@ -1,8 +1,8 @@
-"""A step's result: tokens to their sequences, stops, forks, completions.
+"""Processes a step's result: tokens of sequences, stops, forks, completions.
 
-The step after it may be under way already. A sequence that ends by choice is seen one step late
-then: its row and blocks are freed here, which no step submitted so far is given (see ``Runner``),
-and the token that the step under way draws for it is dropped when that step is processed.
+The next step may already be in flight. A stop is then seen one step late: the sequence's row and
+blocks are freed here, which is safe as no submitted step reuses them (see ``Runner``), and the
+token that the next step draws for it is dropped when that step is processed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Failure = tuple[str, str]
 """Error code and message of a row."""
 
 _NAN: Failure = ("nan_logits", "the logits hold NaN or infinity")
-_BROKEN = "invalid_structured_output"
+_GRAMMAR_ERROR = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
     "bad_words, allowed_token_ids, min_tokens or the grammar leave no token that may come next",
@@ -34,13 +34,11 @@ _NO_TOKEN: Failure = (
 def find_stops(
     table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> StopResult:
-    """Stops of K samples, by the token drawn or by one that it forces.
+    """Stops of K samples, by the token drawn or by a token that the grammar forces next.
 
     Args:
-        table: the running sequences.
-        samples: [K] the rows they were drawn for.
+        samples: [K] the samples' rows.
         sequences: [K] with the tokens drawn; forced tokens are appended.
-        result: the K tokens.
     """
     stop_result = StopResult(
         _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
@@ -71,16 +69,12 @@ def _stops(
 def process_result(
     scheduler: Scheduler, step: InFlight, result: StepResult, now: float
 ) -> list[Completion]:
-    """Apply the oldest submitted step's result.
+    """Apply the result of the oldest submitted step; returns the requests that it finishes.
 
     Args:
-        scheduler: after the step was submitted, and perhaps the one after it.
-        step: what it drew samples for; K = sum of ``samples_per_row``.
-        result: the K samples and the scored tokens of prompts.
+        scheduler: after the submission of this step, and perhaps of the next one.
+        result: the K samples (K = sum of ``samples_per_row``) and the scored prompt tokens.
         now: the engine's clock, in seconds.
-
-    Returns:
-        Requests that are done.
     """
     scheduler.pool.confirm()
     process_scores(step.scored, result.scored)
@@ -93,7 +87,7 @@ def process_result(
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
         states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
         errors = {  # beams have no bans
-            state: _NAN if broken is None else (_BROKEN, broken)
+            state: _NAN if broken is None else (_GRAMMAR_ERROR, broken)
             for state, broken in failed_beams.items()
         }
         result = result.only(np.repeat(~beams, sampled.samples_per_row))
@@ -135,18 +129,18 @@ def process_result(
 
 def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
     if broken is not None:
-        return _BROKEN, broken
+        return _GRAMMAR_ERROR, broken
     return _NO_TOKEN if result.lacks_token(at) else _NAN
 
 
 def _without_ended(
     table: SequenceTable, sampled: SampledRows, result: StepResult
 ) -> tuple[SampledRows, StepResult, Bool]:
-    """The sampled rows and results of sequences that had not ended before the step was read.
+    """Sampled rows and results of sequences that have not ended before.
 
     Returns:
-        Both, and which of the R sequences left are in their rows: all but those whose end by
-        length was known.
+        Both, and which of the remaining R sequences are still in their rows: all except those that
+        were known to end by length.
     """
     running = table.active[sampled.rows] & (table.admission[sampled.rows] == sampled.admission)
     alive = running.copy()
@@ -160,7 +154,7 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """[K] sequence of each sample; a row's further samples are made here."""
+    """[K] sequence of each sample; creates a row's further samples."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
         return leaders
@@ -177,7 +171,7 @@ def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
 def _note_last_tokens(
     table: SequenceTable, sampled: SampledRows, running: Bool, result: StepResult
 ) -> None:
-    """Write the last tokens of rows that no later step has sampled to the table."""
+    """Write the last tokens of rows that no later step samples to the table."""
     last = running & (table.num_tokens[sampled.rows] == sampled.num_tokens)
     rows, first = sampled.rows[last], np.cumsum(sampled.samples_per_row) - sampled.samples_per_row
     table.last_token[rows] = result.token_ids[first[last]]
@@ -185,7 +179,7 @@ def _note_last_tokens(
 
 
 def _note_hidden_states(sampled: SampledRows, result: StepResult) -> None:
-    """Keep hidden states for the rows that asked for them."""
+    """Store the hidden states of rows that pool."""
     if result.hidden_states is not None:
         rows = zip(sampled.sequences[sampled.pools], result.hidden_states, strict=True)
         for sequence, hidden_state in rows:
@@ -193,7 +187,7 @@ def _note_hidden_states(sampled: SampledRows, result: StepResult) -> None:
 
 
 def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult) -> None:
-    """Keep log-probabilities for the sequences that asked for them."""
+    """Append the log-probabilities of sequences that need them."""
     if result.ranks is None:
         return
     assert result.top_token_ids is not None
@@ -220,20 +214,23 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """[K] whether logits of the prompt held NaN; all are known by its first sample, be it drawn
-    anew or after those of an earlier run."""
-    spoilt = np.zeros(len(sequences), dtype=np.bool_)
+    """[K] whether logits of the prompt were NaN; all are known with the first sample."""
+    has_nonfinite = np.zeros(len(sequences), dtype=np.bool_)
     first = samples.is_first | (samples.lengths == 1)
     for at in np.flatnonzero(samples.scores_prompt & first):
         scores = sequences[at].state.scores
-        spoilt[at] = scores is not None and scores.nonfinite
-    return spoilt
+        has_nonfinite[at] = scores is not None and scores.nonfinite
+    return has_nonfinite
 
 
 def _fork(
-    scheduler: Scheduler, sampled: SampledRows, running: Bool, sequences: list[Sequence], gone: Bool
+    scheduler: Scheduler,
+    sampled: SampledRows,
+    running: Bool,
+    sequences: list[Sequence],
+    ended: Bool,
 ) -> None:
-    """Run the new samples of rows that have several, sharing the prompt's blocks."""
+    """Start the further samples of rows, which share the prompt's blocks."""
     forking = sampled.samples_per_row > 1
     if not forking.any():
         return
@@ -244,12 +241,12 @@ def _fork(
         first[forking].tolist(), sampled.samples_per_row[forking].tolist(), strict=True
     ):
         for at in range(row + 1, row + count):
-            if not gone[at]:
+            if not ended[at]:
                 scheduler.fork(sequences[row], sequences[at], forecast)
 
 
 def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | None) -> None:
-    """Free a finished sample's row and blocks and keep its output."""
+    """Free a finished sample's row and blocks and store its output."""
     state = sequence.state
     if sequence.row >= 0:
         scheduler.finish(sequence)
@@ -261,12 +258,11 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
 
 
 def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
-    """Fail a row, or start it over if blocks of another row may be to blame.
+    """Fail a row, or restart it if another row's blocks may be the cause.
 
-    What it computed must not be found again. If its logits are not numbers and it used blocks that
-    another row computed, those may be to blame (a NaN that one token causes spreads to the whole
-    tile it is attended in), so the row starts over and computes everything itself; its random
-    numbers are the same.
+    The row's blocks leave the index. If its logits were not finite and it used cached blocks, those
+    may be the cause (a NaN of one token spreads over the tile in which it is attended), so that the
+    row restarts and computes everything itself, with the same random numbers.
     """
     state.note_peak_blocks()
     takes_cached = state.stats.cached_tokens > 0 or state.request.first_sample > 0
@@ -287,7 +283,7 @@ def complete(state: RequestState, failure: Failure | None, now: float) -> Comple
     stats = state.stats
     assert state.admitted_at is not None
     assert state.first_token_at is not None
-    if not state.request.pools:  # what that draws means nothing
+    if not state.request.pools:  # a pooling request's output is not used
         stats.output_tokens = sum(len(output.token_ids) for output in outputs)
         stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.queue_ms = (state.admitted_at - state.arrived_at) * 1e3

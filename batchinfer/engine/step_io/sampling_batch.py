@@ -1,4 +1,4 @@
-"""The sampling batch of a step: how its samples are drawn."""
+"""The sampling batch of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.engine.step_io.structured_output import grammar_masks
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
     """The sampling batch of a scheduled step.
 
-    The samples of one row follow each other, with sample indices counting up from its own.
+    A row's samples are consecutive, with sample indices starting at the row's.
     """
     rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
@@ -56,7 +56,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
 
 
 def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
-    """[K, most] token ids whose log-probabilities are asked for, padded with -1."""
+    """[K, most] named token ids, padded with -1."""
     naming = table.names_tokens[sample_rows]
     if not naming.any():
         return None
@@ -81,7 +81,7 @@ def _processed_rows(table: SequenceTable, rows: Rows) -> Iterator[ProcessedRow]:
 
 
 class _Entries:
-    """A sparse matrix being written: (sample, token id, value)."""
+    """Builder of a sparse matrix: (sample, token id, value)."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -95,7 +95,7 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add logit biases, and bans: bad words about to complete, stops before min_tokens."""
+    """Add logit biases and bans: ends of bad words, and stop tokens before min_tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
@@ -104,7 +104,7 @@ def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) 
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
-    if position < params.min_tokens and request.grammar is None:  # else its mask says so
+    if position < params.min_tokens and request.grammar is None:  # a grammar's mask covers it
         banned.update(request.stop_token_ids)
     bias.add(sample, sorted(banned), [-np.inf] * len(banned))
 

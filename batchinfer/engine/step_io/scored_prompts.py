@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: asked for in a step, given to each prompt."""
+"""Log-probabilities of prompt tokens: requested in a step, returned to each prompt."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from batchinfer.engine.step import Int32, LogprobsMode, ScoredTokens, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Consecutive positions of one prompt whose logits a step takes."""
+    """Consecutive positions of one prompt whose logits a step computes."""
 
     state: RequestState
     start: int
     stop: int
     packed: int
-    """Index of the first in the step's packed tokens."""
+    """Index of the first position in the step's packed tokens."""
 
 
 def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
-    """Spans of prompts that a step scores. Call it before its tokens count as computed."""
+    """The spans of prompts that a step scores. Call it before its tokens count as computed."""
     rows, num_new = schedule.rows, schedule.num_new
     computed = table.num_computed[rows]
     asking = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
@@ -62,7 +62,7 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
 
 
 def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
-    """[count, most of any prompt] token ids whose log-probabilities are asked for, -1 pads."""
+    """[count, most of any prompt] named token ids, padded with -1."""
     tables = [span.state.request.named_prompt_token_ids for span in spans]
     width = max((table.shape[1] for table in tables if table is not None), default=0)
     if width == 0:
@@ -78,11 +78,10 @@ def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
 
 
 def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
-    """Give every prompt its scores.
+    """Add a step's scores to its prompts.
 
     Args:
-        spans: the step's, in its order.
-        result: log-probabilities of the tokens of ``scored_tokens``, in their order.
+        result: log-probabilities of ``scored_tokens(spans)``, in order.
     """
     at = 0
     for span in spans:

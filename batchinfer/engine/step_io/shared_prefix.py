@@ -1,9 +1,8 @@
-"""Shared prefixes of a step's sequences: blocks that attention reads once for several.
+"""Shared prefixes of a step's sequences: blocks that attention reads once for several sequences.
 
-Sequences that share blocks form a tree: all below a common prompt, the samples of one row below
-its prompt, and so on. Put in an order in which the leaves of every branch stand side by side, the
-tree is said by one number a sequence: how much it shares with the one before it. (It is the array
-of longest common prefixes of a suffix array, Manber & Myers 1990.)
+Sequences that share blocks form a tree: rows with a common prompt, samples of one row, and so on.
+With the leaves of every branch adjacent, one number per sequence describes the tree: the length
+shared with the previous sequence. (This is the LCP array of a suffix array, Manber & Myers 1990.)
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.step import Int32, SharedPrefixes
 
 MIN_SHARED_TOKENS = 64
-"""Shorter prefixes are not shared. It is what the CPU's kernel takes at a time, and about where
-sharing begins to pay there (measured: even at 64 shared tokens of 128, 1.9 times the speed at 512
-of 576)."""
+"""Shorter prefixes are not shared. It is the CPU kernel's tile size, and about where sharing starts
+to pay there (measured: no gain at 64 shared tokens of 128, 1.9 times the speed at 512 of 576)."""
 
 
 class PrefixTree:
-    """Shared prefixes of one step after the other.
-
-    Args:
-        table: the running sequences.
-    """
+    """Finds the shared prefixes of each step; caches the order between steps."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -34,11 +28,7 @@ class PrefixTree:
         self._shared_blocks: Int32 = np.empty(0, dtype=np.int32)
 
     def of_step(self, rows: Rows) -> SharedPrefixes | None:
-        """Prefixes that a step's sequences share, computed before it; None: there are none.
-
-        Args:
-            rows: [S] table rows of the step's sequences.
-        """
+        """Prefixes shared by the sequences in table rows ``rows`` [S]; None if there are none."""
         table, size = self._table, self._table.block_size
         if self._version != table.version or not np.array_equal(rows, self._rows):
             self._version, self._rows = table.version, rows
@@ -55,15 +45,15 @@ class PrefixTree:
 
 
 def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
-    """An order of sequences in which those with a common prefix stand side by side.
+    """An order in which sequences with a common prefix are adjacent.
 
     Args:
-        tables: [S, longest table] numbers that tell blocks apart; anything past a sequence's last.
-        num_blocks: [S] blocks of each.
+        tables: [S, longest table] ids of blocks; undefined past a sequence's last block.
+        num_blocks: [S] blocks of each sequence.
 
     Returns:
-        [S] the order, and [S] how many leading blocks each in it has in common with the one
-        before it; 0 for the first. Sequences that share nothing stand last, as they stood.
+        [S] the order, and [S] the number of leading blocks shared with the previous sequence, 0 for
+        the first. Sequences that share nothing come last, in their original order.
     """
     num_sequences = len(tables)
     shared = np.zeros(num_sequences, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Structured output: token masks from grammars, and the tokens that grammars force."""
+"""Structured output: token masks and forced tokens of grammars."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from batchinfer.protocols import GrammarState, StopMatch
 
 
 def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
-    """Token masks of the rows with a grammar, made in one call.
+    """Token masks of the rows with a grammar, computed in one call.
 
     Args:
-        table: the running sequences.
-        rows: [R] the rows that samples are drawn for.
+        rows: [R] the rows to sample.
 
     Returns:
-        [M] which of the R have a grammar, and [M, words] their masks (see ``Grammar``). The samples
-        that a row begins with have one in common.
+        [M] indices of the rows with a grammar, and [M, words] their masks (see ``Grammar``). The
+        first tokens of a row's samples share one mask.
     """
     places = np.flatnonzero(table.has_grammar[rows]).astype(np.int32)
     if len(places) == 0:
@@ -41,7 +40,7 @@ def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
 
 
 def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
-    """Take stop tokens out of a mask, unless nothing else can follow."""
+    """Remove stop tokens from a mask, unless nothing else is allowed."""
     others = mask.view(np.uint32).copy()
     for token_id in stop_token_ids:
         others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
@@ -51,15 +50,15 @@ def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
 
 @dataclass(slots=True)
 class StopResult:
-    """Stops of a step's K samples; forced tokens are counted as they are added."""
+    """Stops of a step's K samples, updated as forced tokens are added."""
 
     stops: dict[int, int | StopMatch]
-    """The stop token or stop string of each sample that ends by choice."""
+    """Stop token or stop string of each sample that stops."""
     at_limit: Bool
     lengths: Int32
     """Output tokens so far."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Errors of grammars, by sample."""
+    """Grammar errors by sample."""
 
 
 def add_forced_tokens(
@@ -69,17 +68,15 @@ def add_forced_tokens(
     result: StepResult,
     stop_result: StopResult,
 ) -> None:
-    """Advance grammars by the tokens drawn, and append the tokens that they force.
+    """Advance grammars by the tokens drawn, and append tokens that the grammars force.
 
-    These are computed in the next step, as a chunk is. Nothing was drawn for them: their
-    log-probability among the tokens allowed is 0.
+    The next step computes forced tokens as a chunk. Their log-probability is 0, as no other token
+    was allowed.
 
     Args:
-        table: the running sequences.
-        samples: [K] the rows they were drawn for.
+        samples: [K] the samples' rows.
         sequences: [K] with the tokens drawn.
-        result: the K tokens.
-        stop_result: gets the stops that this brings.
+        stop_result: updated with new stops.
     """
     tokens, continues = (
         result.token_ids.tolist(),
@@ -89,10 +86,10 @@ def add_forced_tokens(
         sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
         if continues[at] and token in sequence.request.eos_token_ids:
-            stop_result.stops[at] = token  # before min_tokens, too: nothing else can follow
+            stop_result.stops[at] = token  # also before min_tokens: nothing else was allowed
         elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)
-        error = state.error  # with this token, or already when its mask was made
+        error = state.error  # from this token, or from computing its mask
         if error is not None:
             stop_result.broken[at] = error
             stop_result.stops.pop(at, None)
@@ -103,7 +100,7 @@ def add_forced_tokens(
 def _add(
     sequence: Sequence, forced: list[int], at: int, stop_result: StopResult, table: SequenceTable
 ) -> None:
-    """Append forced tokens to a sequence, up to the one that ends it."""
+    """Append forced tokens to a sequence, up to one that ends it."""
     request, before = sequence.request, len(sequence.output_ids)
     max_output_tokens = table.total_limit(sequence) - request.num_prompt_tokens
     for token in forced:
@@ -124,7 +121,7 @@ def _add(
 
 
 def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
-    """Log-probabilities where one token is allowed; its logit is not known."""
+    """Log-probabilities of the only allowed token; its logit is unknown."""
     logprob = math.nan if request.logprobs_mode & LogprobsMode.LOGITS else 0.0
     top = ((token, logprob),) if request.params.logprobs else ()
     named = tuple(
@@ -136,7 +133,7 @@ def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
 def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:
     """Stop token or stop string that ends a sequence with its last token, if any."""
     request, checker = sequence.request, sequence.stop_checker
-    if token in request.eos_token_ids:  # whatever min_tokens says: the text is complete
+    if token in request.eos_token_ids:  # regardless of min_tokens: the text is complete
         return token
     may_stop = len(sequence.output_ids) >= request.params.min_tokens
     if may_stop and token in request.params.stop_token_ids:

@@ -197,7 +197,7 @@ def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
 def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
     assert complaint(tmp_path, text) == (
-        "job.yaml, line 2: input.filter: lenght() is no function of one row; did you mean length?"
+        "job.yaml, line 2: input.filter: lenght() is not a function of one row; did you mean length?"
     )
 
 
