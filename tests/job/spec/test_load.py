@@ -196,9 +196,9 @@ def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
 
 def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
-    assert complaint(tmp_path, text) == (
-        "job.yaml, line 2: input.filter: lenght() is not a function of one row; did you mean length?"
-    )
+    found = complaint(tmp_path, text)
+    assert found.startswith("job.yaml, line 2: input.filter: lenght() is not a function of one row")
+    assert found.endswith("; did you mean length?")
 
 
 # Not yet
