@@ -1,12 +1,12 @@
 """The KV pool: reference counts of blocks, their slots, reuse and eviction.
 
-Of a model with several layer groups a block has a slot in each: in the first group its own where
-that is full attention, in the others (all, where every layer has a window) its ``window_slots``.
-The tree of prefixes, references and copies are of blocks. A window slot is freed apart from its
-block: when it left the windows of all sequences that refer to the block, it can serve another. If
-the block is indexed that waits until the room is needed, because a prefix that ends within a window
-after it needs the slot again. A prefix whose last window lacks a slot is found as far as none does
-(``prefix_hit.py``); what is computed again then takes the place in the index of what lacks it.
+In a model with several layer groups, a block has a slot in each group: its own slot in the first
+group if that is full attention, and ``window_slots`` in the others (in all, if every layer has a
+window). The prefix tree, references and copies work on blocks. A window slot is freed separately
+from its block, once it is outside the windows of all sequences that refer to the block. If the
+block is indexed, the slot is kept until space is needed, because a prefix that ends within a window
+after it needs the slot again. If a prefix lacks a slot in its last window, it is found only up to
+that slot (``prefix_hit.py``); blocks computed again then replace the incomplete ones in the index.
 Blocks of a model with windows have no host slots yet.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
@@ -27,15 +27,15 @@ from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slot
 class BlockPool:
     """Blocks in a fixed number of device slots, each free, cached (indexed, unreferenced) or used.
 
-    Any free or cached slot serves any sequence and group, so ``k`` blocks are granted whenever
-    ``num_available >= k * slots_per_block``. Cached blocks are evicted as ``EvictionOrder`` says.
-    One that is wanted moves to a host slot, if there is one, and is found there; whoever needs it
-    brings it back.
+    Any free or cached slot serves any sequence and group, so that ``k`` blocks can be allocated
+    whenever ``num_available >= k * slots_per_block``. Cached blocks are evicted in
+    ``EvictionOrder``. A block with a known future use moves to a host slot, if one is available,
+    and is swapped in on its next use.
 
     Args:
         num_blocks: device slots in the pool.
         block_size: tokens per block.
-        enable_prefix_caching: when false nothing is indexed and nothing is found.
+        enable_prefix_caching: if false, nothing is indexed.
         num_host_blocks: host slots.
         windows: sliding window of each layer group; 0 is full attention and comes first.
     """
@@ -65,17 +65,17 @@ class BlockPool:
         )
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
-        """Copies that the step being built begins with."""
+        """Copies at the start of the step being built."""
         self.pending = PendingBlocks()
 
     @property
     def num_shared(self) -> int:
-        """Slots that more than one sequence needs."""
+        """Slots used by more than one sequence."""
         return self._num_own_shared + self.window_slots.num_shared
 
     @property
     def num_cached(self) -> int:
-        """Slots nobody needs now that a prefix lookup can still find."""
+        """Unused slots that a prefix lookup can still find."""
         return len(self.cached)
 
     @property
@@ -85,11 +85,11 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Slots that sequences need."""
+        """Slots used by sequences."""
         return self.num_blocks - self.num_available
 
     def allocate(self) -> Block:
-        """A block nobody else refers to. Needs ``num_available >= slots_per_block``."""
+        """A new block. Requires ``num_available >= slots_per_block``."""
         block = Block(self._take_slot() if self.has_own else -1)
         block.ref_count = 1
         if self.window_slots.windows:
@@ -97,11 +97,11 @@ class BlockPool:
         return block
 
     def acquire(self, block: Block, at: int = 0, num_evicted: tuple[int, ...] = ()) -> None:
-        """Add a reference. A block that is on the host only has to be brought back besides.
+        """Add a reference. A block on the host only must be swapped in as well.
 
         Args:
-            block: number ``at`` of a table.
-            num_evicted: leading blocks of the table that left each window already.
+            block: block number ``at`` of a table.
+            num_evicted: leading blocks of the table outside each window.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -115,9 +115,9 @@ class BlockPool:
             self.window_slots.acquire(block, at, num_evicted)
 
     def swap_in(self, block: Block) -> None:
-        """Give a referenced block a device slot, filled from its host slot by the next step.
+        """Give a referenced block a device slot, which the next step fills from its host slot.
 
-        Needs ``num_available >= 1``.
+        Requires ``num_available >= 1``.
         """
         assert block.ref_count > 0
         block.slot = self._take_slot()
@@ -126,7 +126,7 @@ class BlockPool:
         self.pending.moved.add(block)
 
     def copy(self, source: Block, destination: Block) -> None:
-        """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
+        """Let the next step copy a referenced block, on device or host, to a new block."""
         for window_slot, copy_slot in zip(
             source.window_slots, destination.window_slots, strict=True
         ):
@@ -137,18 +137,17 @@ class BlockPool:
             self.block_copies.ins.append((source.host_slot, destination.slot))
 
     def take_copies(self) -> BlockCopies:
-        """Copies of the step that was just built; the next one has none yet."""
+        """Return and clear the copies of the step just built."""
         copies, self.block_copies = self.block_copies, BlockCopies()
         return copies
 
     def release(self, blocks: Iterable[Block], num_evicted: tuple[int, ...] = ()) -> None:
         """Drop a reference to each block of a table, given in the table's order.
 
-        The last blocks go first: they are evicted before the prefixes they continue.
+        The last blocks are released first, so that they are evicted before their prefixes.
 
         Args:
-            blocks: the table.
-            num_evicted: leading blocks that left each window already.
+            num_evicted: leading blocks outside each window.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -171,20 +170,20 @@ class BlockPool:
                 self._prune(block)
 
     def update_priority(self, block: Block) -> None:
-        """Move a block in the eviction orders, after it may have become wanted or unwanted."""
+        """Update a block's place in the eviction orders after its future use changed."""
         self.cached.update_priority(block)
         self.window_slots.update_priority(block)
         self.host.update_priority(block)
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
-        """The longest indexed prefix of ``key``, as an adapter computed it."""
+        """The longest indexed prefix of ``key`` for an adapter."""
         return self.index.match(key, adapter)
 
     def insert_block(self, parent: Block, block: Block, key: bytes) -> Block | None:
         """Index a block that the step being built fills with the tokens of ``key``.
 
         Returns:
-            The block below which the next one goes; None when the parent was evicted meanwhile.
+            The parent for the next block; None if ``parent`` was evicted.
         """
         if not (parent.indexed or self.index.is_root(parent)):
             return None
@@ -200,19 +199,19 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """The block to index below after a hit of ``blocks``; None: nothing is indexed."""
+        """The parent for blocks after a hit of ``blocks``; None if nothing is indexed."""
         if not self._caching:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
 
     def mark_filled(self, block: Block) -> None:
-        """Mark an indexed block as filled by a step before the one being built."""
+        """Mark an indexed block as filled by a previous step."""
         if block in self.pending.filled:
             self.index.settle(block)
             self.pending.mark_filled(block)
 
     def commit_fills(self) -> None:
-        """Make what a submitted step fills available to every step after it."""
+        """Make the blocks that a submitted step fills available to later steps."""
         for block in self.pending.filled:
             if block.indexed:
                 self.index.settle(block)
@@ -220,11 +219,11 @@ class BlockPool:
         self.host.settle()
 
     def confirm(self) -> None:
-        """Keep what the oldest submitted step filled or moved: it ran."""
+        """Confirm the blocks of the oldest submitted step, which succeeded."""
         self.pending.commit_oldest()
 
     def rollback(self) -> None:
-        """Evict whatever a failed step, and those after it, were to fill or move."""
+        """Evict the blocks that a failed step and the steps after it would have filled or moved."""
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
@@ -232,7 +231,7 @@ class BlockPool:
         self.block_copies = BlockCopies()
 
     def evict_subtree(self, block: Block) -> None:
-        """Take a block, and what continues it, out of the index and off the host."""
+        """Remove a block and its descendants from the index and the host."""
         parent = block.parent
         for removed in self.index.remove(block):
             self._free_unneeded(removed)
@@ -242,7 +241,7 @@ class BlockPool:
             self._prune(parent)
 
     def evict_all(self) -> None:
-        """Take every block out of the index and off the host; no sequence may have any."""
+        """Remove all blocks from the index and the host. Requires that none is in use."""
         assert self.num_used == 0, "blocks are in use"
         for block in self.index.first_blocks():
             self.evict_subtree(block)
@@ -253,14 +252,14 @@ class BlockPool:
         return self.free.pop()
 
     def _free_unneeded(self, block: Block) -> None:
-        """Free the slots of a block that left the index, if they were kept for hits alone."""
+        """Free the slots of a block that left the index, unless they are in use."""
         if block in self.cached:
             self.cached.discard(block)
             self.free.append(block.slot)
         self.window_slots.free_unneeded(block)
 
     def _prune(self, block: Block) -> None:
-        """Take a block out of the index that holds nothing, and leads to nothing that does."""
+        """Remove a block without slots and descendants from the index, then such ancestors."""
         while (
             block.indexed
             and block.ref_count == 0
@@ -274,7 +273,7 @@ class BlockPool:
             block = parent
 
     def _evict(self, block: Block | WindowSlot) -> None:
-        """Take a cached block's device slot; it stays on the host if it is there or wanted."""
+        """Free a cached block's device slot; a block on the host, or a wanted one, stays there."""
         if isinstance(block, WindowSlot):
             self.window_slots.free(block)
             self._prune(block.block)
@@ -290,7 +289,7 @@ class BlockPool:
             self.evict_subtree(block)
 
     def _copy_out(self, block: Block) -> None:
-        """Give a block a host slot, filled by the next step, if one can be had."""
+        """Give a block a host slot, which the next step fills, if one is available."""
         slot = self.host.take_slot()
         if slot is None:
             other = self.host.candidate()
@@ -302,7 +301,7 @@ class BlockPool:
                 self.evict_subtree(other)
             slot = self.host.take_slot()
             assert slot is not None
-        if not block.indexed:  # it continued the one that was forgotten
+        if not block.indexed:  # it was a descendant of the evicted block
             self.host.return_slot(slot)
             return
         block.host_slot = slot

@@ -13,7 +13,7 @@ Place = TypeVar("Place", Block, Block | WindowSlot)
 
 
 class EvictionOrder(Generic[Place]):
-    """Blocks with no known use first, then the others; least recently used first within both."""
+    """Blocks without a known future use first, then the others, each in LRU order."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Place, None] = OrderedDict()
@@ -34,14 +34,14 @@ class EvictionOrder(Generic[Place]):
         (self._wanted if block.wanted else self._idle)[block] = None
 
     def discard(self, block: Place) -> None:
-        """Remove a block, if it is there."""
+        """Remove a block if present."""
         if block in self._idle:
             del self._idle[block]
         else:
             self._wanted.pop(block, None)
 
     def update_priority(self, block: Place) -> None:
-        """Move a block, after it may have become wanted or unwanted."""
+        """Update a block's place after its future use changed."""
         if block in self:
             self.discard(block)
             self.add(block)
@@ -51,5 +51,5 @@ class EvictionOrder(Generic[Place]):
         return next(iter(self))
 
     def first_idle(self) -> Place | None:
-        """The block to evict next, if it has no known use."""
+        """The block to evict next, if it has no known future use."""
         return next(iter(self._idle), None)

@@ -1,7 +1,7 @@
-"""Which KV each layer of a model keeps, where layers differ: its shape, and whose it is.
+"""KV of models whose layers differ: the shape of each layer's KV, and which layer stores it.
 
-Gemma 4 has wider heads in its layers of full attention, MiMo V2 fewer of them; the last layers of
-Gemma 3n and 4 attend to what an earlier layer of their kind has stored.
+Gemma 4 has wider heads in its full-attention layers, MiMo V2 fewer heads; the last layers of Gemma
+3n and 4 attend to the KV of an earlier layer of the same type.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LATENT_FAMILIES = frozenset(
         "youtu",
     }
 )
-"""Families that are known to attend as DeepSeek V2 does, to one latent of all heads."""
+"""Families known to attend like DeepSeek V2, to one latent for all heads."""
 _TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
-"""Families whose layers with a window have twice the KV heads that the config names."""
+"""Families whose sliding-window layers have twice the KV heads of the config."""
 
 _SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
 
@@ -37,25 +37,24 @@ class KVShape:
     value_width: int
     """Elements of one value vector."""
     values_in_keys: bool = False
-    """A value is the first elements of its key, and not stored by itself."""
+    """Values are the first elements of their keys and not stored separately."""
 
     @property
     def elements(self) -> int:
-        """Of the keys and values of a token, as they are stored."""
+        """Stored elements per token."""
         stored = self.key_width + (0 if self.values_in_keys else self.value_width)
         return self.num_kv_heads * stored
 
 
 def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tuple[KVShape, ...]:
-    """The shape of each layer's KV, where a layer's differs from ``common``; else nothing.
+    """The shape of each layer's KV; empty if all layers have ``common``.
 
     Args:
         text: the language model's config, with its family's defaults.
-        num_layers: its layers.
-        common: what the config names for all layers.
+        common: the shape that the config gives for all layers.
 
     Raises:
-        ValueError: naming the key that says what cannot be.
+        ValueError: naming the invalid key.
     """
     shapes = [common] * num_layers
     for layer, own in _by_layer(text, num_layers).items():
@@ -70,15 +69,15 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
 
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
-    """What a config says of single layers, by their numbers."""
-    said = text.get("per_layer_config") or {}
+    """Shapes of single layers in a config, by layer number."""
+    given = text.get("per_layer_config") or {}
     try:
-        shapes = {int(layer): own for layer, own in said.items()}  # transformers writes "05"
-        right = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
-        right = right and shapes.keys() <= set(range(num_layers))
+        shapes = {int(layer): own for layer, own in given.items()}  # transformers writes "05"
+        is_valid = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
+        is_valid = is_valid and shapes.keys() <= set(range(num_layers))
     except (AttributeError, TypeError, ValueError):
-        right = False
-    if not right:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
             f"per_layer_config must give some of the layers 0 to {num_layers - 1} a head_dim, "
             "num_key_value_heads or v_head_dim, all of them positive numbers"
@@ -87,17 +86,17 @@ def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str
 
 
 def has_latent(text: Mapping[str, Any]) -> bool:
-    """Whether a model can keep the latent that its keys and values are projected from (MLA)."""
+    """Whether a model can cache the latent that its keys and values are projected from (MLA)."""
     return bool(text.get("kv_lora_rank")) and text.get("model_type") in _LATENT_FAMILIES
 
 
 def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layer that stores what each layer attends to, where that is not itself; else nothing.
+    """The layer that stores the KV of each layer; empty if every layer stores its own.
 
-    The last ``num_kv_shared_layers`` attend to the KV of the last layer of their kind before them.
+    The last ``num_kv_shared_layers`` layers use the KV of the last earlier layer of their type.
 
     Raises:
-        ValueError: there is no such layer before them.
+        ValueError: there is no such layer.
     """
     num_shared, kinds = text.get("num_kv_shared_layers") or 0, text.get("layer_types") or ()
     if not num_shared or len(kinds) != num_layers:

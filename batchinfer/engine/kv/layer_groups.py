@@ -1,8 +1,7 @@
-"""Layer groups: layers of one window, whose KV is freed together behind that window.
+"""Layer groups: layers with the same window, whose KV is freed together behind that window.
 
-A pool slot holds a block of one group's layers. All slots have equal bytes, so that one free list
-serves every group; kinds of layers of different counts are cut into groups of the size that leaves
-the least of a slot unused.
+A pool slot holds a block of one group's layers. All slots have equal size, so that one free list
+serves every group; layers of each window are split into groups of a size that wastes least.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_GROUPS = 8
-"""More would be as many block tables a step."""
+"""Each group needs a block table per step."""
 _MOST_UNUSED = 0.15
-"""Share of the pool that may be padding; beyond it all layers are one group of full attention."""
+"""Largest share of padding in the pool; above it all layers form one full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-"""Families without kinds of layers, all of whose layers have the window that the config names."""
+"""Families without layer types in which every layer has the config's window."""
 
 Int = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose blocks share a slot."""
+    """Layers that share a slot."""
 
     window: int
-    """Tokens that a token sees, itself among them; 0: all before it."""
+    """Tokens that a token attends to, including itself; 0: all."""
     layers: tuple[int, ...]
 
 
 def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
-    """Leading blocks that no token from position ``num_tokens`` on sees."""
+    """Leading blocks that tokens from position ``num_tokens`` on do not attend to."""
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
 def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
-    """[S] leading blocks that no token from positions ``num_tokens`` on sees."""
+    """[S] as ``num_outside_window``, for several sequences."""
     if not window:
         return np.zeros_like(num_tokens)
     outside: Int = np.maximum(num_tokens - window + 1, 0) // block_size
@@ -47,17 +46,15 @@ def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
-    """Most blocks that ``num_new`` tokens in a row see and fill."""
+    """Most blocks that ``num_new`` consecutive tokens attend to and fill."""
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 
 def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
-    """Most pool slots that one sequence holds on its way to ``num_tokens`` tokens.
+    """Most pool slots that one sequence holds until it has ``num_tokens`` tokens.
 
     Args:
         windows: of each layer group; 0 is full attention.
-        block_size: tokens per block.
-        num_tokens: computed in the end.
         num_new: most tokens computed in one step.
     """
     blocks = -(-num_tokens // block_size)
@@ -70,16 +67,16 @@ def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_n
 def layer_groups(
     config: Mapping[str, Any], stored: Sequence[int], max_model_len: int
 ) -> tuple[LayerGroup, ...]:
-    """A model's layer groups, those of full attention first.
+    """A model's layer groups, full attention first.
 
-    A window that a sequence of ``max_model_len`` tokens never leaves is no window.
+    Windows of ``max_model_len`` tokens or more count as full attention.
 
     Args:
         config: the language model's config, with its family's defaults.
-        stored: elements of a token that each layer stores; a layer that stores none is in no group.
+        stored: elements per token that each layer stores; layers that store none are left out.
         max_model_len: most tokens of a sequence.
     """
-    chunks = layer_chunks(config, len(stored))  # no token sees more of them than that
+    chunks = layer_chunks(config, len(stored))  # an upper bound on a token's view
     windows = list(map(max, layer_windows(config, len(stored)), chunks))
     windows = [window if window < max_model_len else 0 for window in windows]
     storing = [layer for layer, size in enumerate(stored) if size]
@@ -98,7 +95,7 @@ def layer_groups(
 
 
 def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Tokens of the chunks that each layer attends within (Llama 4); 0: all before it."""
+    """Chunk size within which each layer attends (Llama 4); 0: no chunks."""
     chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types") or ()
     if not isinstance(chunk, int) or len(kinds) != num_layers:
         return [0] * num_layers
@@ -106,7 +103,7 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """The window of each layer, where the config says it for certain; else 0, which is safe."""
+    """The window of each layer if the config is unambiguous, else 0, which is safe."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers
@@ -116,9 +113,10 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
-    """Elements of a token in a slot; None where any size leaves too much of the pool unused.
+    """Elements per token in a slot; None if every size wastes too much.
 
-    Some kind fills its groups with its first layers: the sizes tried are those sums.
+    The optimal size is filled exactly by the first layers of some window: the candidates are
+    those sums.
     """
     total = sum(stored)
     sums = {sum(stored[layer] for layer in kind[:end]) for kind in kinds for end in _ends(kind)}
@@ -138,7 +136,7 @@ def _ends(kind: list[int]) -> range:
 
 
 def _cut(layers: list[int], stored: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """Cut layers, in order, into groups of at most so many elements."""
+    """Split layers in order into groups of at most ``size`` elements."""
     groups: list[list[int]] = []
     free = 0
     for layer in layers:

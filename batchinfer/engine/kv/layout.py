@@ -1,6 +1,6 @@
-"""Shape and bytes of a model's KV, read from its config alone.
+"""Shape and size of a model's KV, from its config alone.
 
-No torch: a plan, the pool and the worker compute with the same numbers.
+No torch: the plan, the pool and the worker share these numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from batchinfer.engine.kv.layer_groups import (
 )
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element, by the name of the dtype."""
+"""Bytes per element by dtype name."""
 
 Config = Mapping[str, Any]
 
-# What a family calls the same number, in the order they are looked up.
+# Names of the same number in different families, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -63,7 +63,7 @@ _RECURRENT_LAYERS = frozenset(
     ]
 )
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-# Layers that keep KV of another shape than the rest, or none of their own.
+# Keys of configs whose layers differ in the shape of their KV.
 _PER_LAYER_KEYS = (
     "block_configs",
     "num_attention_heads_per_layer",
@@ -75,15 +75,14 @@ _SPARSE_KEYS = ("index_topk", "sparse_attention_config")
 class KVLayout:
     """Shape and size of a model's KV.
 
-    A pool slot holds one block of every layer of a layer group, laid out as
+    A pool slot holds one block of every layer in a layer group, laid out as
     ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width, and
-    layers in both. Groups differ in their windows; where they differ in size, the smaller leave
-    some of a slot unused.
+    layers in both. Groups differ in their windows; a smaller group leaves part of a slot unused.
     """
 
     num_layers: int
     num_kv_heads: int
-    """Of all layers that ``shapes`` does not name, as are the widths."""
+    """This and the widths apply to layers without an entry in ``shapes``."""
     key_width: int
     """Elements of one key vector."""
     value_width: int
@@ -91,19 +90,19 @@ class KVLayout:
     block_size: int
     """Tokens per block."""
     element_bytes: int
-    """Bytes of an element of the model's dtype, which its KV has too unless it is ``fp8``."""
+    """Bytes per element of the model's dtype, also used for KV unless ``fp8``."""
     fp8: bool = False
-    """Keys and values are stored as float8 e4m3fn, in one byte each."""
+    """Keys and values are stored as float8 e4m3fn, one byte each."""
     groups: tuple[LayerGroup, ...] = ()
-    """Layer groups; none: all layers are one group of full attention."""
+    """Layer groups; empty: all layers form one full-attention group."""
     shapes: tuple[KVShape, ...] = ()
-    """Of each layer; none: all are alike."""
+    """Shape of each layer; empty: all layers are alike."""
     owners: tuple[int, ...] = ()
-    """The layer that stores what each layer attends to; none: each does so itself."""
+    """The layer that stores the KV of each layer; empty: each stores its own."""
     latent: bool = False
-    """Latent attention keeps its latent beside the rotary part of the keys, for all heads once."""
+    """Latent attention stores its latent and the rotary part of the keys, once for all heads."""
     chunks: tuple[int, ...] = ()
-    """Tokens of the chunks that each layer attends within, 0: all before it; none: none does."""
+    """Chunk size within which each layer attends, 0: no chunks; empty: no layer has chunks."""
 
     @classmethod
     def from_config(
@@ -116,19 +115,19 @@ class KVLayout:
         max_model_len: int | None = None,
         latent: bool = False,
     ) -> KVLayout:
-        """Read the layout from a model's config (``config.to_dict()`` or its config.json).
+        """Read the layout from a model's config (``config.to_dict()`` or config.json).
 
         Args:
-            config: with its family's defaults, where layers are to be grouped by window.
+            config: with its family's defaults, if layers are to be grouped by window.
             block_size: tokens per block.
             dtype: the model's, by name.
             kv_cache_dtype: ``auto`` (the model's), ``fp8`` or ``fp8_e4m3``, which are the same.
-            max_model_len: most tokens of a sequence; None leaves windows out of account.
-            latent: latent attention (MLA) keeps its latent, where the family is known to; else
-                its expanded keys and values.
+            max_model_len: most tokens of a sequence; None: ignore windows.
+            latent: cache the latent of latent attention (MLA), if the family supports it, instead
+                of expanded keys and values.
 
         Raises:
-            ValueError: naming the family and why, when its KV cannot be laid out in blocks.
+            ValueError: the family's KV cannot be laid out in blocks.
         """
         text = text_config(config)
         refuse_unsupported(config)
@@ -171,22 +170,22 @@ class KVLayout:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers keep KV of one shape: a slot is as many equal parts as layers."""
+        """Whether all layers have KV of one shape, so that a slot has equal parts."""
         return not self.shapes
 
     def shape(self, layer: int) -> KVShape:
-        """Shape of what a layer attends to."""
+        """Shape of the KV that a layer attends to."""
         if self.is_uniform:
             return KVShape(self.num_kv_heads, self.key_width, self.value_width, self.latent)
         return self.shapes[self.owner(layer)]
 
     def owner(self, layer: int) -> int:
-        """The layer that stores what a layer attends to."""
+        """The layer that stores the KV of a layer."""
         return self.owners[layer] if self.owners else layer
 
     @property
     def stored_elements(self) -> list[int]:
-        """Elements of a token that each layer stores: 0 where it attends to another's."""
+        """Elements per token that each layer stores; 0 if it uses another layer's KV."""
         own = [self.owner(layer) == layer for layer in range(self.num_layers)]
         return [self.shape(layer).elements * own[layer] for layer in range(self.num_layers)]
 
@@ -196,7 +195,7 @@ class KVLayout:
         return max(map(len, self._members))
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, and the elements of a slot before what the layer attends to."""
+        """The group of a layer, and the offset in elements of its KV in a slot."""
         owner, stored = self.owner(layer), self.stored_elements
         for at, members in enumerate(self._members):
             if owner in members:
@@ -213,7 +212,7 @@ class KVLayout:
 
     @property
     def elements_per_token(self) -> int:
-        """Elements that one token takes over all layers, keys and values together."""
+        """Elements per token in all layers, keys and values together."""
         return sum(self.stored_elements)
 
     @property
@@ -224,12 +223,12 @@ class KVLayout:
 
     @property
     def parts_per_slot(self) -> int:
-        """Equal parts of a slot: its layers, or where layers differ in shape, one."""
+        """Equal parts of a slot: its layers, or 1 if layers differ in shape."""
         return self.layers_per_slot if self.is_uniform else 1
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all layers."""
+        """Bytes per token in all layers."""
         return self.elements_per_token * (1 if self.fp8 else self.element_bytes)
 
     @property
@@ -238,29 +237,24 @@ class KVLayout:
         return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one sequence take: the length of a block table."""
+        """Blocks for ``num_tokens`` tokens of one sequence: the length of its block table."""
         return -(-num_tokens // self.block_size)
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
-        """Most pool slots that one sequence holds on its way to ``num_tokens`` tokens.
-
-        Args:
-            num_tokens: computed in the end.
-            num_new: most tokens computed in one step.
-        """
+        """Most pool slots of one sequence until it has ``num_tokens``, ``num_new`` per step."""
         return most_slots(self.windows, self.block_size, num_tokens, num_new)
 
 
 def text_config(config: Config) -> Config:
-    """The language model's config, which multimodal configs nest."""
+    """The language model's config, which is nested in multimodal configs."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def max_positions(config: Config) -> int | None:
-    """Longest sequence that can be run, in tokens; None where the config sets no limit.
+    """Longest sequence in tokens; None if the config sets no limit.
 
-    YaRN's factor counts from the length before scaling; other scalings are in the limit already.
+    YaRN's factor applies to the length before scaling; other scalings are included in the limit.
     """
     text = text_config(config)
     limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
@@ -275,11 +269,7 @@ def max_positions(config: Config) -> int | None:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Refuse families whose attention is not plain paged attention.
-
-    Raises:
-        ValueError: naming the family and what it has.
-    """
+    """Raise ValueError, with the reason, for models that paged attention cannot run."""
     text = text_config(config)
     family = str(config.get("model_type") or text.get("model_type") or "unknown")
     reason = _unsupported(config, family) or _unsupported(text, str(text.get("model_type")))
@@ -288,7 +278,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def _unsupported(config: Config, family: str) -> str | None:
-    """Reason why a model cannot be run; None if it can."""
+    """The reason why a model cannot be run, or None."""
     if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
         return (
             "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"
@@ -322,9 +312,9 @@ def _unsupported(config: Config, family: str) -> str | None:
 
 
 def _unsupported_rope(config: Config) -> str | None:
-    """Reason why a model's rotary positions cannot be run; None if they can.
+    """The reason why a model's rotary positions are not supported, or None.
 
-    ``dynamic`` scales by the longest row of a batch: a row's tokens would depend on company.
+    ``dynamic`` scales by the longest row of a batch, so that rows would depend on each other.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
@@ -340,7 +330,7 @@ def _unsupported_rope(config: Config) -> str | None:
 def _chunks(
     text: Config, num_layers: int, block_size: int, max_model_len: int | None
 ) -> tuple[int, ...]:
-    """``KVLayout.chunks``; a chunk that no sequence leaves is none."""
+    """``KVLayout.chunks``, without chunks that no sequence exceeds."""
     chunks = layer_chunks(text, num_layers)
     chunk = max(chunks, default=0)
     if not chunk or (max_model_len is not None and chunk >= max_model_len):
@@ -355,7 +345,7 @@ def _chunks(
 
 
 def _num_kv_heads(config: Config, num_heads: int) -> int:
-    """KV heads; families that do not name them have one per attention head, or one in all."""
+    """KV heads; by default one per attention head, or one in total for multi-query attention."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     for key in _NUM_KV_HEADS:

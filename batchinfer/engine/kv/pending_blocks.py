@@ -1,6 +1,6 @@
-"""Pending work on blocks: contents not yet confirmed, copies that the next step begins with.
+"""Pending work on blocks: unconfirmed contents, and copies at the start of the next step.
 
-A block's contents are not certain as long as no step is known to have put them there.
+A block's contents are unconfirmed until the step that writes them is known to have succeeded.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ Pairs = list[tuple[int, int]]
 
 
 class PendingBlocks:
-    """Blocks that the step being built, and those submitted before it, fill or move."""
+    """Blocks that the step being built and the submitted steps fill or move."""
 
     def __init__(self) -> None:
         self.filled: set[Block] = set()
         """Blocks that the step being built fills."""
         self.moved: set[Block] = set()
-        """Blocks that it swaps out or in."""
+        """Blocks that the step being built swaps out or in."""
         self._submitted: deque[set[Block]] = deque()
         """Blocks that each submitted step fills or moves, oldest first."""
 
     def mark_filled(self, block: Block) -> None:
-        """Count a block as filled by the step before the one being built."""
+        """Count a block as filled by the previous step."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)
 
     def push_step(self) -> None:
-        """Turn the step that was built into the newest submitted one."""
+        """Make the step being built the newest submitted one."""
         self._submitted.append(self.filled | self.moved)
         self.filled, self.moved = set(), set()
 
     def commit_oldest(self) -> None:
-        """Forget the oldest submitted step, which ran."""
+        """Forget the oldest submitted step, which succeeded."""
         self._submitted.popleft()
 
     def drain(self) -> list[Block]:
-        """Remove and return the blocks of all steps; none of these will run."""
+        """Remove and return the blocks of all steps, which will not run."""
         blocks = [block for step in (*self._submitted, self.filled, self.moved) for block in step]
         self._submitted.clear()
         self.filled, self.moved = set(), set()
@@ -50,14 +50,11 @@ class PendingBlocks:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Copies before a step: swap-outs, then swap-ins, then copies on the device.
-
-    Each list is done from its beginning.
-    """
+    """Copies before a step: swap-outs, then swap-ins, then device copies, each list in order."""
 
     outs: Pairs = field(default_factory=list)
     """From device slots to host slots."""
     ins: Pairs = field(default_factory=list)
     """From host slots to device slots."""
     within: Pairs = field(default_factory=list)
-    """From device slots to device slots; a destination is nobody's source."""
+    """From device slots to device slots; no destination is also a source."""

@@ -1,4 +1,4 @@
-"""Prefix hits: the computed prefixes that sequences start with."""
+"""Prefix hits: computed prefixes with which sequences start."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from batchinfer.engine.kv.prefix_index import Block, PrefixMatch
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Indexed prefix of a sequence: whole blocks to share, then part of one more to copy."""
+    """An indexed prefix of a sequence: whole blocks to share, and part of one more to copy."""
 
     blocks: list[Block]
     tail: Block | None
     num_tokens: int
     owns_tail: bool = False
-    """Whether nobody else needs the tail: it leaves the index and is written on."""
+    """Whether no other sequence needs the tail, so that it is reused in place, off the index."""
     num_evicted: tuple[int, ...] = ()
-    """Leading blocks before each window."""
+    """Leading blocks outside each window."""
 
     @property
     def num_shared(self) -> int:
-        """Blocks that running sequences hold already; they lead, as tables share prefixes."""
+        """Leading blocks that running sequences hold already."""
         return sum(block.ref_count > 0 for block in self.blocks)
 
     @property
     def num_idle(self) -> int:
-        """Cached slots that become used when the hit is acquired, besides those newly allocated."""
+        """Cached slots that become used when the hit is acquired, without new allocations."""
         if not self.num_evicted:
             idle = sum(block.ref_count == 0 for block in self.blocks)
         else:
@@ -46,13 +46,12 @@ class PrefixHit:
 def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, fork_at: int | None = None
 ) -> PrefixHit:
-    """The longest hit in a match that has its last windows in all layer groups.
+    """The longest hit in a match whose last windows are complete in all layer groups.
 
     Args:
-        pool: the KV pool's blocks.
-        match: from the index.
         with_tail: whether part of a block may be copied.
-        fork_at: tokens from which others must be able to go on too; None: from the hit's end alone.
+        fork_at: token count from which other sequences must be able to continue too; None: only
+            from the hit's end.
     """
     blocks, size = match.blocks, pool.block_size
     tail = match.tail if with_tail and match.tail_tokens else None
@@ -78,7 +77,7 @@ def find_prefix_hit(
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """[blocks + 1] consecutive blocks before each place with a slot in a group."""
+    """[blocks + 1] number of consecutive blocks with a slot in a group before each position."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)
@@ -87,25 +86,25 @@ def _runs(blocks: list[Block], group: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AcquiredPrefix:
-    """A prefix hit whose blocks a sequence refers to."""
+    """A prefix hit with references held for a sequence."""
 
     blocks: list[Block]
-    """Block table that holds the hit's tokens."""
+    """Block table of the hit's tokens."""
     sources: list[Block]
-    """Referenced because they are copied; to be released when all blocks of the step are there."""
+    """Sources of copies; release them when all blocks of the step are allocated."""
     num_swapped: int
-    """Blocks that were copied from the host."""
+    """Blocks copied from the host."""
 
 
 def acquire_prefix(pool: BlockPool, hit: PrefixHit) -> AcquiredPrefix:
-    """Refer to a hit's blocks, bring those on the host back and copy the tail."""
+    """Reference a hit's blocks, swap in those on the host, and copy the tail."""
     tail = [] if hit.tail is None else [hit.tail]
     for at, block in enumerate((*hit.blocks, *tail)):
         pool.acquire(block, at, hit.num_evicted)
     if hit.owns_tail:
         pool.evict_subtree(tail[0])
         return AcquiredPrefix([*hit.blocks, *tail], [], _swap_in(pool, hit.blocks))
-    # Only now that all are referred to: making room for one must not take another.
+    # After all are referenced, so that allocating one cannot evict another.
     swapped = _swap_in(pool, hit.blocks)
     own = [pool.allocate() for _ in tail]
     for source, copy in zip(tail, own, strict=True):

@@ -1,10 +1,9 @@
-"""The prefix index: a tree of blocks by their tokens, never by a hash alone.
+"""The prefix index: a tree of blocks keyed by tokens, never by a hash alone.
 
-A block's place in the tree is (parent block, its token ids), so equal blocks after unequal
-prefixes are different entries. What an adapter computes stands in a tree of its own. The idea of
-matching prefixes in a tree, down to single tokens, is RadixAttention's (Zheng et al. 2024,
-https://arxiv.org/abs/2312.07104); here the nodes are blocks of fixed size, and a hit that ends
-inside a block is served by copying the block.
+A block's key is (parent block, its token ids), so that equal blocks after different prefixes are
+different entries. Each adapter has its own tree. Matching prefixes in a tree down to single tokens
+follows RadixAttention (Zheng et al. 2024, https://arxiv.org/abs/2312.07104); here the nodes are
+blocks of fixed size, and a hit that ends inside a block copies the block.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def token_key(token_ids: npt.ArrayLike) -> bytes:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens that two keys share."""
+    """Number of leading tokens shared by two keys."""
     count = min(len(left), len(right)) // _TOKEN_BYTES
     if left[: count * _TOKEN_BYTES] == right[: count * _TOKEN_BYTES]:
         return count
@@ -37,7 +36,7 @@ class Block:
     """A logical block: ``block_size`` token slots of KV that sequences refer to.
 
     ``key`` is empty while the block is not in the prefix index. A partly filled block may be
-    indexed by the tokens it held then; what its owner appends later does not disturb them.
+    indexed by the tokens it held then; tokens appended later do not change them.
     """
 
     __slots__ = (
@@ -57,20 +56,20 @@ class Block:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        """On the device, in the first layer group; -1 while it is on the host only, and where that
-        group has a window."""
+        """Device slot in the first layer group; -1 while it is on the host only, or if that group
+        has a window."""
         self.window_slots: tuple[WindowSlot, ...] = ()
-        """Its slots in layer groups that have a window, or come after the first."""
+        """Slots in layer groups with a window, and in all groups after the first."""
         self.serial: int
-        """Number of a block with window slots, unique also where it has no slot of its own."""
+        """Unique number of a block with window slots."""
         self.host_slot = -1
         self.ref_count = 0
         self.waiters = 0
-        """Waiting sequences that begin with it."""
+        """Waiting sequences whose prefix includes the block."""
         self.last_arrival = -1
-        """Arrival number of the last row that used it, which decides ``used_later``."""
+        """Arrival number of the last row that used the block and set ``used_later``."""
         self.used_later = False
-        """Whether a row that has not arrived is known to begin with it."""
+        """Whether a row that has not arrived yet is known to use the block."""
         self.row = -1
         """Table row of the sequence it was allocated for."""
         self.key = b""
@@ -84,7 +83,7 @@ class Block:
 
     @property
     def wanted(self) -> bool:
-        """Whether it has a known future use."""
+        """Whether the block has a known future use."""
         return self.waiters > 0 or self.used_later
 
     def __repr__(self) -> str:
@@ -95,10 +94,10 @@ class Block:
 
 
 class WindowSlot:
-    """A block's device slot in one layer group, freed when no sequence's window is on it.
+    """A block's device slot in one layer group, freed when it is in no sequence's window.
 
-    Of a block in the index it is kept as long as nobody needs the room: a prefix that ends behind
-    it needs it again.
+    While the block is indexed, the slot is kept until space is needed, as a prefix that ends
+    shortly after it needs it again.
     """
 
     __slots__ = ("block", "readers", "slot")
@@ -106,9 +105,9 @@ class WindowSlot:
     def __init__(self, block: Block, slot: int) -> None:
         self.block = block
         self.slot = slot
-        """-1 when it was freed."""
+        """-1 when freed."""
         self.readers = 1
-        """Sequences whose windows are on it, or that will write to it."""
+        """Sequences whose windows include the slot, or that will write to it."""
 
     @property
     def wanted(self) -> bool:
@@ -117,10 +116,10 @@ class WindowSlot:
 
 
 class _Children:
-    """The indexed continuations of a block, by key.
+    """The indexed children of a block, by key.
 
-    Those whose tokens are computed and those the step being built computes are sorted apart: only
-    the first can be copied from.
+    Computed blocks and those in flight (computed by the step being built) have separate sorted
+    lists, as only computed ones can be copied.
     """
 
     __slots__ = ("blocks", "in_flight", "settled")
@@ -147,41 +146,41 @@ class _Children:
 
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
-    """The one of sorted ``keys`` that shares most leading tokens with ``key``: it is adjacent."""
+    """The key in sorted ``keys`` that shares most leading tokens with ``key``; it is adjacent."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
-    for neighbour in keys[max(at - 1, 0) : at + 1]:
-        count = common_tokens(neighbour, key)
+    for neighbor in keys[max(at - 1, 0) : at + 1]:
+        count = common_tokens(neighbor, key)
         if count > shared:
-            best, shared = neighbour, count
+            best, shared = neighbor, count
     return best, shared
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Longest indexed prefix of a key: whole blocks, then part of one more."""
+    """Longest indexed prefix of a key: whole blocks, and part of one more."""
 
     blocks: list[Block]
-    """Blocks of the step being built among them: every layer writes KV before it attends."""
+    """Whole blocks, also of the step being built, as every layer writes KV before it attends."""
     tail: Block | None
     tail_tokens: int
     tokens_in_flight: int
-    """Tokens after ``blocks`` that a block of the step being built will hold."""
+    """Matching tokens after ``blocks`` in a block of the step being built."""
 
 
 class PrefixIndex:
-    """Trees of indexed blocks: below one root for each adapter, number 0 the base model."""
+    """Trees of indexed blocks, with one root per adapter; adapter 0 is the base model."""
 
     def __init__(self, block_size: int) -> None:
         self._roots: dict[int, Block] = {}
         self._block_bytes = block_size * _TOKEN_BYTES
 
     def root(self, adapter: int) -> Block:
-        """Root of an adapter's tree, an empty block."""
+        """The root of an adapter's tree, an empty block."""
         return self._roots.setdefault(adapter, Block(slot=-1))
 
     def is_root(self, block: Block) -> bool:
-        """Whether it is one of the roots."""
+        """Whether a block is a root."""
         return block in self._roots.values()
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
@@ -202,14 +201,14 @@ class PrefixIndex:
         return PrefixMatch(blocks, children.blocks.get(tail), tail_tokens, in_flight)
 
     def insert(self, parent: Block, block: Block, key: bytes) -> Block:
-        """Index ``block``, in flight, below ``parent``; one already there for ``key`` stays.
+        """Index ``block``, in flight, below ``parent``, unless ``key`` already has a block.
 
         Returns:
-            The block that now answers for ``key``: later blocks go below it.
+            The block indexed for ``key``, the parent of later blocks.
         """
         if parent.children is not None and key in parent.children.blocks:
             return parent.children.blocks[key]
-        if block.parent is not None:  # it was indexed when partly filled
+        if block.parent is not None:  # indexed when partly filled
             self._unlink(block)
         if parent.children is None:
             parent.children = _Children()
@@ -218,7 +217,7 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Let ``block``, in flight, answer for what ``old`` holds, and for what continues it."""
+        """Replace ``old`` by ``block``, in flight, which takes over its key and children."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None
@@ -238,7 +237,7 @@ class PrefixIndex:
         block.parent.children.settle(block)
 
     def remove(self, block: Block) -> list[Block]:
-        """Take ``block`` and all below it out of the index; returns them."""
+        """Remove ``block`` and its descendants from the index; returns them."""
         removed = list(self._subtree(block))
         self._unlink(block)
         for below in removed:
@@ -246,7 +245,7 @@ class PrefixIndex:
         return removed
 
     def first_blocks(self) -> list[Block]:
-        """The indexed blocks that a text begins with."""
+        """The indexed blocks directly below the roots."""
         below = (root.children for root in self._roots.values())
         return [block for each in below if each is not None for block in each.blocks.values()]
 

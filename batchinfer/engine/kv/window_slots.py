@@ -1,4 +1,4 @@
-"""Window slots: blocks' slots in layer groups that have a window, or come after the first."""
+"""Window slots: slots of blocks in layer groups with a window, and in all after the first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 
 class WindowSlots:
-    """Allocates the window slots of blocks and counts who reads them.
+    """Allocates the window slots of blocks and counts their readers.
 
-    A sequence's ``num_evicted`` is the number of leading blocks of its table that left the window,
-    for each window slot of a block.
+    A sequence's ``num_evicted`` is the number of leading blocks outside the window, for each window
+    slot of a block.
 
     Args:
         windows: of each layer group; 0 is full attention and comes first.
         block_size: tokens per block.
         free: the pool's free slots.
-        cached: its slots that nobody needs now and that can be found.
-        take_slot: takes a free one, or makes one free.
+        cached: the pool's unused slots that a lookup can find.
+        take_slot: takes a free slot, evicting if necessary.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WindowSlots:
         self.windows = windows[1:] if windows[0] == 0 else windows
         """Window of each window slot of a block; 0 is full attention."""
         self.num_shared = 0
-        """Window slots that more than one sequence needs."""
+        """Window slots used by more than one sequence."""
         self._block_size = block_size
         self._free_slots = free
         self._cached = cached
@@ -43,11 +43,11 @@ class WindowSlots:
         self._num_allocated = 0
 
     def num_evicted(self, num_tokens: int) -> tuple[int, ...]:
-        """Leading blocks that left each window when so many tokens are computed."""
+        """Leading blocks outside each window after ``num_tokens`` computed tokens."""
         return tuple(num_outside_window(num_tokens, w, self._block_size) for w in self.windows)
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
-        """Most slots of one sequence on its way to ``num_tokens``, ``num_new`` of them a step."""
+        """Most slots of one sequence until it has ``num_tokens``, ``num_new`` per step."""
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def allocate(self, block: Block) -> None:
@@ -57,7 +57,7 @@ class WindowSlots:
         self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
-        """Add a reader to the window slots that a sequence needs of block ``at`` of its table."""
+        """Add a reader to the slots inside a sequence's windows of block ``at`` of its table."""
         for window_slot in live_slots(block, at, num_evicted):
             assert window_slot.slot >= 0
             if window_slot.readers == 0:
@@ -66,7 +66,7 @@ class WindowSlots:
             self.num_shared += window_slot.readers == 2
 
     def release(self, window_slot: WindowSlot) -> None:
-        """Drop a reader: the slot left the window of a sequence, or the sequence ended."""
+        """Remove a reader whose window moved on, or that ended."""
         assert window_slot.readers > 0
         window_slot.readers -= 1
         if window_slot.readers == 1:
@@ -78,25 +78,25 @@ class WindowSlots:
                 self.free(window_slot)
 
     def free(self, window_slot: WindowSlot) -> None:
-        """Free a slot that nobody needs."""
+        """Free a slot without readers."""
         self._cached.discard(window_slot)
         self._free_slots.append(window_slot.slot)
         window_slot.slot = -1
 
     def free_unneeded(self, block: Block) -> None:
-        """Free the slots of a block that left the index, if they were kept for hits alone."""
+        """Free the slots of a block that left the index, unless they are in use."""
         for window_slot in block.window_slots:
             if window_slot in self._cached:
                 self.free(window_slot)
 
     def update_priority(self, block: Block) -> None:
-        """Move a block's slots, after it may have become wanted or unwanted."""
+        """Update the places of a block's slots after its future use changed."""
         for window_slot in block.window_slots:
             self._cached.update_priority(window_slot)
 
 
 def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
-    """The window slots that a sequence needs of block ``at`` of its table."""
+    """The slots inside a sequence's windows of block ``at`` of its table."""
     if not num_evicted:
         return iter(block.window_slots)
     return (
@@ -107,7 +107,7 @@ def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[
 
 
 def holds_more(block: Block, other: Block) -> bool:
-    """Whether a block has all window slots that another of equal tokens has, and more."""
+    """Whether a block has all window slots of another block with equal tokens, and more."""
     pairs = list(zip(block.window_slots, other.window_slots, strict=True))
     return all(own.slot >= 0 or window_slot.slot < 0 for own, window_slot in pairs) and any(
         own.slot >= 0 > window_slot.slot for own, window_slot in pairs

@@ -23,18 +23,11 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
-"""Waiting sequences looked at in a step behind others that hold back for a prefix."""
+"""Most waiting sequences considered in a step, as some wait for a longer prefix hit."""
 
 
 class Admission:
-    """Starts waiting sequences.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: rows for running sequences.
-        kv_manager: hands out blocks and indexes those of prompts.
-        reuse_hints: knows what waiting sequences begin with.
-    """
+    """Starts waiting sequences."""
 
     def __init__(
         self,
@@ -51,13 +44,13 @@ class Admission:
     def admit(
         self, waiting: deque[Sequence], chosen: ScheduledRows, budget: int, forecast: PoolForecast
     ) -> None:
-        """Start waiting sequences while tokens, rows and, by the forecast, blocks last.
+        """Start waiting sequences while tokens, rows and forecast blocks last.
 
         Args:
             waiting: the queue.
-            chosen: gets the rows that start.
+            chosen: the rows that start are added here.
             budget: tokens left in the step.
-            forecast: of what runs now; rows that start count from then on.
+            forecast: of the running sequences; rows that start are added to it.
         """
         rows: list[int] = []
         chunks: list[int] = []
@@ -80,16 +73,16 @@ class Admission:
             rows.append(self._start(sequence, hit, chunk, chosen, sources))
             chunks.append(chunk)
             budget -= chunk
-        # A source of a copy keeps its slot until every block of this step is allocated.
+        # Sources of copies keep their slots until every block of this step is allocated.
         self._pool.release(sources)
         chosen.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
         """The prefix hit of a sequence, and whether waiting a step would find more.
 
-        A token whose logits are needed, as the last one's are, is never part of a hit. A block that
-        this step fills can be shared but not copied from, and a row that is computing a longer
-        common prefix is worth waiting for; both are seen from the step itself, nothing is stored.
+        A token whose logits are needed, like the last one, is never part of a hit. A block that
+        this step fills can be shared but not copied, and a row that is computing a longer common
+        prefix is worth waiting for; both follow from the step itself.
         """
         if sequence.state.skip_prefix_cache:
             return PrefixHit([], None, 0, num_evicted=self._pool.window_slots.num_evicted(0)), False
@@ -110,15 +103,15 @@ class Admission:
         gain = within_reach - hit.num_tokens
         if gain >= size:
             return hit, True
-        # For less than a block a row waits once: neighbours in sorted order nearly always have
-        # some tokens more in common, and would start one after the other.
+        # For less than a block a row waits once: neighbors in sorted order nearly always share a
+        # few more tokens and would otherwise start one by one.
         defers = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
         defers = defers and gain > 0
         sequence.deferred |= defers
         return hit, defers
 
     def _fork_at(self, sequence: Sequence) -> int | None:
-        """Tokens from which its group has to go on; None: it is alone or has no windows."""
+        """Token count from which its group must continue; None without a group or windows."""
         if not self._pool.window_slots.windows or len(sequence.group) == 1:
             return None
         return first_fork(sequence)
@@ -126,7 +119,7 @@ class Admission:
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
     ) -> PrefixHit | None:
-        """The hit, or less of it, if the sequence can start with it; a lone one always can."""
+        """The hit or a part of it, if the sequence can start; a lone sequence always can."""
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
@@ -137,7 +130,7 @@ class Admission:
     def _fit(
         self, sequence: Sequence, hit: PrefixHit, budget: int, *, required: bool
     ) -> PrefixHit | None:
-        """The hit, or less of it, such that its blocks and the chunk's are there; else None."""
+        """The hit or a part of it for which enough blocks are available, else None."""
         while True:
             end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
@@ -145,7 +138,7 @@ class Admission:
                 return hit
             if not required or hit.tail is None:
                 return None
-            # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
+            # In a pool that barely holds this one sequence, there is no room for a copy's source.
             match = PrefixMatch(hit.blocks, None, 0, 0)
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 
@@ -157,7 +150,7 @@ class Admission:
         chosen: ScheduledRows,
         sources: list[Block],
     ) -> int:
-        """Make a waiting sequence run: take the hit's blocks, allocate the chunk's."""
+        """Start a waiting sequence: acquire the hit's blocks, allocate the chunk's."""
         acquired = self._kv_manager.start_with_prefix(sequence, hit)
         sources += acquired.sources
         self._reuse_hints.remove(sequence)
@@ -175,7 +168,7 @@ class Admission:
 
 
 def _max_prefix_hit(sequence: Sequence) -> int:
-    """Most tokens of a prefix hit: not the last to compute, nor one whose logits are needed."""
+    """Most tokens of a prefix hit, which ends before any token whose logits are needed."""
     scores, all_but_last = sequence.state.scores, num_tokens_to_compute(sequence) - 1
     if scores is None or scores.next >= scores.stop:
         return all_but_last

@@ -1,8 +1,7 @@
-"""Beam groups: sequences that run, pause and come back together.
+"""Beam groups: sequences that start and pause together.
 
-A group is ``Sequence.group``; what follows from it for a step is derived here, nothing is stored.
-The group's beams have one admission number between them, so that they are neighbours in the
-table's order, and as old as their row.
+A group is ``Sequence.group``; everything else is derived from it. The beams of a group share an
+admission number, so that they are adjacent in the table's order and as old as their row.
 """
 
 from __future__ import annotations
@@ -22,34 +21,26 @@ from batchinfer.engine.sequence import Sequence
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
-    """Tokens to compute next: all, or all but the last until the rest of the group runs."""
+    """Tokens to compute next: all, or all but the last while part of the group does not run."""
     return sequence.num_tokens - sequence.awaits_group
 
 
 def num_pending_forks(sequence: Sequence) -> int:
-    """Samples or beams that fork from a waiting sequence when it has computed what it knows."""
+    """Samples or beams that fork from a waiting sequence once its known tokens are computed."""
     if sequence.state.search is not None:
         return sequence.request.group_size - 1
     return 0 if sequence.output_ids else sequence.request.params.n - 1
 
 
 def first_fork(sequence: Sequence) -> int:
-    """Tokens after which the first of a waiting sequence's group goes another way."""
+    """Tokens that a waiting sequence shares with every other sequence of its group."""
     stop = num_tokens_to_compute(sequence)
     key = sequence.key(0, stop)
     return min(common_tokens(key, other.key(0, stop)) for other in sequence.group)
 
 
 class BeamGroups:
-    """Keeps groups together.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: rows for running sequences.
-        kv_manager: gives beams the blocks they share.
-        reuse_hints: knows what beams that wait begin with.
-        max_num_batched_tokens: most tokens in a step.
-    """
+    """Keeps the sequences of a group together."""
 
     def __init__(
         self,
@@ -66,10 +57,10 @@ class BeamGroups:
         self._most = max_num_batched_tokens
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
-        """Error code and message of a search that can never run; None: it can.
+        """Error code and message of a search that can never run, else None.
 
         Args:
-            blocks: most of one beam. In the worst case the beams share the prompt alone.
+            blocks: most blocks of one beam. In the worst case the beams share only the prompt.
         """
         width, pool = request.group_size, self._pool
         if width > self._most:
@@ -89,10 +80,10 @@ class BeamGroups:
         return None
 
     def join(self) -> None:
-        """Start the rest of groups that came back, once their leaders have computed enough.
+        """Start the rest of requeued groups, once their leaders have computed enough.
 
-        Each shares what it has in common with the leader, or takes up the blocks it left if these
-        hold more and there is room. Its row was kept free.
+        A beam shares the prefix that it has in common with the leader, or resumes from its own
+        cached blocks if these hold more and fit. Its row was reserved.
         """
         table = self._table
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
@@ -113,12 +104,13 @@ class BeamGroups:
             table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
     def replace(self, present: list[Sequence], next_beams: list[tuple[Sequence, int]]) -> None:
-        """Run the next beams in place of the present ones.
+        """Replace the running beams by the next ones.
 
         Args:
             present: the running group.
-            next_beams: each beam of the next group, with its last token, and which of the present
-                ones it continues. The first to continue one is that one itself, others are new.
+            next_beams: each beam of the next group, including its last token, with the index of the
+                present beam that it continues. The first to continue a beam is the same object;
+                others are new.
         """
         table = self._table
         continuing = {beam for beam, _ in next_beams}
@@ -137,10 +129,10 @@ class BeamGroups:
     def _resume_from_blocks(
         self, leader: Sequence, beam: Sequence, key: bytes, num_common: int
     ) -> bool:
-        """Resume a beam from blocks it left, if they hold over ``num_common`` tokens of it.
+        """Resume a beam from its cached blocks, if they hold more than ``num_common`` tokens.
 
-        None of them is copied on the device: before the step that would do it is submitted, the
-        beam may be preempted again.
+        Copies on the device are not allowed, as the beam may be preempted again before the step
+        that would copy is submitted.
         """
         pool = self._pool
         match = pool.match(key, beam.request.adapter)
@@ -156,18 +148,18 @@ class BeamGroups:
         return True
 
     def _share_admission(self, beam: Sequence, other: Sequence) -> None:
-        """Give a beam that begins to run the group's admission number."""
+        """Give a starting beam the group's admission number."""
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
+        """Start ``child`` with the first ``num_tokens`` tokens computed by ``parent``."""
         self._kv_manager.share_blocks(parent, child, num_tokens)
         self._share_admission(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
-        """[S] ``num_new``, such that a group's beams reach their last tokens in one step.
+        """[S] ``num_new``, so that all beams of a group reach their last tokens in one step.
 
-        Where some of them cannot yet, the others stop one token before.
+        If some cannot yet, the others stop one token earlier.
         """
         table = self._table
         beams = np.flatnonzero(table.is_beam[rows])

@@ -1,9 +1,9 @@
-"""The packing rule of admission: forecasts of output lengths and of the pool.
+"""The packing rule of admission: forecasts of output lengths and of pool use.
 
 Reserving ``max_tokens`` for every sequence leaves half the pool idle; admitting until the pool is
-full preempts much of what was admitted. In between lies a forecast: every running sequence is
-given a predicted length, and a row is admitted if at no later step the sum of all block tables
-exceeds the pool. Preemption corrects what the forecast got wrong.
+full causes many preemptions. The compromise is a forecast: every running sequence gets a predicted
+length, and a row is admitted if the sum of all block tables never exceeds the pool at any later
+step. Preemption corrects errors of the forecast.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
 _FIRST_GUESS = 4.0
-"""Before anything is known, outputs are taken to be this many times shorter than allowed."""
+"""Initially, outputs are assumed this many times shorter than allowed."""
 _SHRINK = 4.0
-"""Weight of the job's overall stop rate, in sequences, against what one length shows."""
-
+"""Weight of the job's overall stop rate against the rate at one length, in sequences."""
 _WATERMARK = 0.01
-"""Share of the pool that admission leaves free, where no output length is known for sure."""
+"""Share of the pool that admission leaves free if no output length is certain."""
 _GOLDEN = 0.6180339887498949
 
 
 class OutputLengths:
-    """Distribution of the job's output lengths, as far as it has shown.
+    """Estimated distribution of the job's output lengths.
 
-    A discrete hazard per output length: sequences that stopped there over sequences that came
-    that far (Kaplan & Meier 1958; running sequences are censored, not ignored, so early finishers
-    do not bias it). Each is shrunk to the overall rate, which alone speaks for lengths nobody has
-    reached yet.
+    A discrete hazard per output length: sequences that stopped there divided by sequences that
+    reached it (Kaplan & Meier 1958; running sequences are censored, not ignored, so that early
+    finishers do not bias it). Each hazard is shrunk towards the overall rate, which alone decides
+    for lengths not reached yet.
 
     Args:
-        longest: most output tokens any sequence may have.
+        longest: most output tokens of any sequence.
     """
 
     def __init__(self, longest: int) -> None:
@@ -50,7 +49,7 @@ class OutputLengths:
         self._cumulative: Float | None = None
 
     def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
-        """Count sequences that reached ``lengths`` output tokens, ``stopped`` of them by choice."""
+        """Count sequences that reached ``lengths`` output tokens, and that ``stopped`` there."""
         bins = len(self._stopped)
         at = np.minimum(lengths // self._width, bins - 1)
         self._reached += np.bincount(at, minlength=bins)
@@ -59,10 +58,10 @@ class OutputLengths:
         self._cumulative = None
 
     def predict(self, ages: Int, limits: Int, quantiles: Float) -> Float:
-        """Total output length of sequences that are ``ages`` long and end at ``limits``.
+        """Predicted output lengths of sequences with ``ages`` tokens that end at ``limits``.
 
-        ``quantiles`` in (0, 1) says how long-lived each is taken to be among its like: with them
-        spread evenly, the predictions of many sequences are distributed as their lengths are.
+        ``quantiles`` in (0, 1) are those of the conditional distribution to predict: if they are
+        spread evenly, the predictions of many sequences are distributed like their lengths.
         """
         hazard = self._cumulative_hazard()
         target = np.interp(ages, self._edges, hazard) - np.log1p(-quantiles)
@@ -80,9 +79,9 @@ class OutputLengths:
         return self._cumulative
 
     def remaining(self, table: SequenceTable, rows: Rows) -> Float:
-        """[S] output tokens that running sequences are predicted to add.
+        """[S] predicted further output tokens of running sequences.
 
-        Quantiles follow the golden ratio in the order of admission, which spreads them evenly.
+        Quantiles are multiples of the golden ratio in order of admission, which spread evenly.
         """
         ages = table.num_tokens[rows] - table.num_prompt[rows]
         limits = table.max_total[rows] - table.num_prompt[rows]
@@ -93,19 +92,13 @@ class OutputLengths:
 
 
 class PoolForecast:
-    """Blocks in use at every later step, if nobody else is admitted.
+    """Blocks in use at every later step, if nothing else is admitted.
 
-    Counted are what runs now and the samples that will fork from it. Demand peaks just before a
-    sequence ends. Which end is highest is found with block tables taken as half a block longer
-    than full; the demand there is then counted exactly, since sequences that run in step fill
-    their last blocks in step. Of a model with windows blocks are counted in slots, one in each
-    layer group, and what a sequence holds behind a window that it outgrows is taken to be the most
-    all the time.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: the running sequences.
-        lengths: predicts output lengths.
+    It counts running sequences and the samples that will fork from them. Demand peaks just before
+    a sequence ends. The highest peak is located with half a block added per table; demand there is
+    then counted exactly, as sequences that run in step fill their last blocks in step. For a model
+    with windows it counts slots, one per layer group, and assumes the maximum for a sequence in a
+    window that it will outgrow.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
@@ -118,7 +111,7 @@ class PoolForecast:
         elsewhere = np.maximum(shared_blocks, table.num_evicted(table.num_computed[rows]))
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         self._not_owned = max(pool.num_used - owned, 0)
-        """Blocks in use beyond those the sequences hold alone."""
+        """Blocks in use that no sequence holds alone."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         self._capacity = pool.num_blocks * (1.0 - _WATERMARK * unsure)
         forks = table.pending_forks[rows]
@@ -129,23 +122,23 @@ class PoolForecast:
         shared = np.concatenate([shared_blocks, np.repeat(full_blocks, forks)])
         order = np.argsort(ends)
         self._ends: Float = ends[order]
-        """Output tokens each is predicted to add, ascending."""
+        """Predicted further output tokens of each sequence, ascending."""
         self._tokens: Float = known[order].astype(np.float64)
-        """Tokens known of each; the newest has no KV yet."""
+        """Known tokens of each sequence; the newest token has no KV yet."""
         self._shared_blocks: Float = shared[order].astype(np.float64)
-        """Blocks of each that are also somebody else's; not given back when it ends."""
+        """Blocks of each sequence that others use too, which are not freed when it ends."""
 
     def admit(self, sequence: Sequence, shared_blocks: int) -> bool:
-        """Whether one more sequence fits; if so it counts from now on.
+        """Whether one more sequence fits; if so, it is added.
 
         Args:
-            sequence: without a row.
-            shared_blocks: of its table, also held by others.
+            sequence: a waiting sequence.
+            shared_blocks: blocks of its table that others hold too.
         """
         return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 
     def admit_group(self, sequence: Sequence, shared_blocks: int) -> bool:
-        """Whether a waiting sequence fits, and its group with it; if so they count from now on."""
+        """Whether a waiting sequence and its group fit; if so, they are added."""
         before = self._ends, self._tokens, self._shared_blocks
         shared = sequence.request.num_prompt_tokens // self._table.block_size
         blocks = [shared_blocks, *[shared] * (sequence.request.group_size - 1)]
@@ -156,7 +149,7 @@ class PoolForecast:
         return False
 
     def expect_samples(self, leader: Sequence) -> None:
-        """Count on the samples that will fork from a row just admitted, as far as they fit."""
+        """Add the samples that will fork from a row just admitted, as far as they fit."""
         if leader.output_ids:
             return
         remaining = self._remaining(leader)
@@ -176,7 +169,7 @@ class PoolForecast:
         return True
 
     def _remaining(self, sequence: Sequence) -> float:
-        """Output tokens a waiting sequence is taken to add: an average one of its age."""
+        """Predicted further output tokens of a waiting sequence: the median for its age."""
         age = len(sequence.output_ids)
         limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
         if not sequence.request.stop_token_ids and sequence.stop_checker is None:
@@ -185,7 +178,7 @@ class PoolForecast:
         return float(total[0]) - age
 
     def _peak(self, ends: Float, tokens: Float, shared_blocks: Float) -> float:
-        """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
+        """Peak of the blocks that sequences, sorted by their ends, hold alone."""
         size = self._table.block_size
         half = (tokens + (size - 1) / 2) / size - shared_blocks
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
@@ -200,7 +193,8 @@ class PoolForecast:
         return float(exact.sum())
 
     def _growing(self, ends: Float, tokens: Float, shared_blocks: Float) -> tuple[Float, Float]:
-        """Layer groups in which each sequence grows to its end, and its blocks in the others."""
+        """For each sequence the number of layer groups in which it grows to its end, and its
+        constant blocks in the others."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
         final = np.ceil((tokens + ends - 1) / self._table.block_size) - shared_blocks
         for most in self._most_in_windows:

@@ -1,4 +1,4 @@
-"""Blocks of running sequences: allocated as they grow, freed behind windows, cached for reuse."""
+"""Blocks of running sequences: allocated on growth, freed behind windows, cached for reuse."""
 
 from __future__ import annotations
 
@@ -16,27 +16,23 @@ from batchinfer.engine.sequence import Sequence
 class KVManager:
     """Allocates, shares, frees and indexes the blocks of running sequences.
 
-    Other rows share a prompt's blocks; an output's are found again by the row itself alone. So a
-    block of a prompt is indexed when the step that fills it is scheduled, and those of an output
-    only when its sequence is preempted: steady decode indexes nothing.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: the running sequences.
+    Blocks of a prompt may serve other rows; blocks of an output only the row itself. Therefore a
+    prompt's block is indexed when the step that fills it is scheduled, and an output's only when
+    its sequence is preempted: steady decode indexes nothing.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
         self._pool = pool
         self._table = table
         self.prefilling: dict[Block, list[Sequence]] = {}
-        """Rows whose prompts this step leaves unfinished, by the last block indexed of each."""
+        """Rows whose prompts are unfinished after this step, by their last indexed block."""
 
     def begin_step(self) -> None:
-        """Forget which prompts the step before left unfinished."""
+        """Reset ``prefilling``."""
         self.prefilling = {}
 
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
-        """Give a sequence a row that begins with a hit's blocks."""
+        """Give a sequence a row with the blocks of a prefix hit."""
         pool, num_shared = self._pool, hit.num_shared
         acquired = acquire_prefix(pool, hit)
         sequence.state.stats.swapped_blocks += acquired.num_swapped
@@ -47,9 +43,9 @@ class KVManager:
         return acquired
 
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Give ``child`` a row that begins with the first ``num_tokens`` computed by ``parent``.
+        """Give ``child`` a row with the first ``num_tokens`` tokens computed by ``parent``.
 
-        A block that they end in is copied by whoever first writes to it.
+        A partly filled last block is copied by the first sequence that writes to it.
         """
         pool, table = self._pool, self._table
         blocks = parent.blocks[: -(-num_tokens // table.block_size)]
@@ -64,7 +60,7 @@ class KVManager:
         table.tail_shared[[parent.row, child.row]] = True
 
     def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
-        """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
+        """[S] blocks to allocate for each row's new tokens and for copying a shared last block."""
         table = self._table
         end = table.num_computed[rows] + num_new
         needed: Int = -(-end // table.block_size) - table.num_blocks[rows]
@@ -72,12 +68,12 @@ class KVManager:
         for at in np.flatnonzero(table.tail_shared[rows]):
             last = table.sequence(rows[at]).blocks[-1]
             if self._must_copy_tail(int(rows[at])) and copies[last] < last.ref_count - 1:
-                copies[last] += 1  # the last one to refer to it writes to it
+                copies[last] += 1  # the last reference writes in place
                 needed[at] += 1
         return needed
 
     def allocate_slots(self, row: int, num_new: int) -> None:
-        """Give a row its own last block and the blocks its new tokens need."""
+        """Copy a row's shared last block and allocate blocks for its new tokens."""
         table, pool = self._table, self._pool
         if table.tail_shared[row]:
             if self._must_copy_tail(row):  # copy-on-write
@@ -93,12 +89,12 @@ class KVManager:
     def free_outside_window(self, rows: Rows, num_new: Int) -> None:
         """Free slots behind the windows of sequences whose step was just submitted.
 
-        The step reads them before a later one writes to them, as steps run in order (see
-        ``Runner``). A sequence that others will fork from, before where it is, keeps them.
+        That step reads them before a later one writes to them, as steps run in order (see
+        ``Runner``). A sequence from which others will fork at an earlier token keeps them.
 
         Args:
             rows: [S] table rows.
-            num_new: [S] tokens of each in the step; they count as computed.
+            num_new: [S] their tokens in the step, which count as computed already.
         """
         table, window_slots = self._table, self._pool.window_slots
         if not window_slots.windows:
@@ -118,17 +114,17 @@ class KVManager:
             sequence.num_evicted = num_evicted
 
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
-        """Index blocks of prompts that this step fills, and the part of one a prompt ends in."""
+        """Index the prompt blocks that this step fills, also a partly filled last one."""
         start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
         for at in np.flatnonzero(start < prompt):
             end = int(start[at] + num_new[at])
             self._cache_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
 
     def cache_computed_blocks(self, sequence: Sequence) -> list[Block]:
-        """Index all that a running sequence computed, the block it ends in as far as it goes.
+        """Index all computed tokens of a running sequence, also in a partly filled last block.
 
         Returns:
-            The indexed blocks that hold it.
+            The indexed blocks that hold them.
         """
         computed, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
         parent, entries = self._pool.entry_below([], sequence.request.adapter), list[Block]()
@@ -143,13 +139,13 @@ class KVManager:
         return entries
 
     def _must_copy_tail(self, row: int) -> bool:
-        """Whether the row's next token goes into a block that others refer to as well."""
+        """Whether the row's next token goes into a block that others reference too."""
         table = self._table
         partly_filled = table.num_computed[row] % table.block_size != 0
         return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
 
     def _cache_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
-        """Index what this step, which computes the first ``end`` tokens, fills of a prompt."""
+        """Index the prompt blocks filled by this step, which computes up to token ``end``."""
         size, pool = self._pool.block_size, self._pool
         while sequence.index_parent is not None and sequence.num_indexed < min(end, prompt) // size:
             at = sequence.num_indexed

@@ -1,7 +1,7 @@
-"""Preemption: recompute or swap a sequence's blocks, evicted by their known reuse.
+"""Preemption: recompute or swap a sequence's blocks, and eviction by known future use.
 
-Nothing is kept for a known future use (a sequence that waits, a row to come); it only orders
-eviction, and says what is worth a place on the host.
+A known future use (by a waiting sequence or a later row) does not reserve a block; it only affects
+the eviction order and decides what is worth a host slot.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from batchinfer.engine.sequence import Sequence
 Preemption = Literal["auto", "recompute", "swap"]
 
 _WEIGHT = 0.2
-"""Weight of a step against those before it."""
+"""Weight of a step in the moving average."""
 _MOSTLY = 0.8
-"""A step with at least this share of prompt tokens says how long one takes."""
+"""Least share of prompt tokens in a step that counts as a measurement."""
 _FIRST_TOKEN_S = 1e-4
-"""Until one was measured, which is before anything can be preempted."""
+"""Initial estimate; a measurement comes before the first preemption."""
 
 
 class PreemptionPolicy:
-    """Chooses swapping or recomputing for each victim, whichever takes less time.
+    """Swaps or recomputes a preempted sequence, whichever takes less time.
 
-    To swap is to move its blocks to the host and back: the bytes over the copies' bandwidth. To
-    recompute is to compute their tokens again, at the speed of this run's prompts. Blocks that
-    others hold as well are not freed and cost nothing.
+    Swapping moves its blocks to the host and back, at the bandwidth of copies. Recomputing computes
+    their tokens again, at the speed of this run's prompts. Blocks shared with others are not freed
+    and cost nothing.
 
     Args:
-        preemption: ``auto``, or the one to take always.
+        preemption: ``auto``, or a fixed choice.
         block_copy_s: seconds to copy a block one way.
     """
 
@@ -41,17 +41,17 @@ class PreemptionPolicy:
         self._preemption = preemption
         self.block_copy_s = block_copy_s
         self.token_s = _FIRST_TOKEN_S
-        """Seconds to compute a token of a prompt."""
+        """Estimated seconds to compute a prompt token."""
 
     def observe(self, seconds: float, prefill_tokens: int, decode_tokens: int) -> None:
-        """Update the estimate of ``token_s`` by a step's time."""
+        """Update ``token_s`` from a step's time."""
         tokens = prefill_tokens + decode_tokens
         if prefill_tokens < _MOSTLY * tokens or tokens == 0:
             return
         self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
 
     def should_swap(self, tables: Items[list[Block]], block_size: int) -> bool:
-        """Whether the blocks of sequences that are preempted together are worth keeping."""
+        """Whether to swap the blocks of sequences that are preempted together."""
         if self._preemption != "auto":
             return self._preemption == "swap"
         held = Counter(block for table in tables for block in table)
@@ -61,22 +61,18 @@ class PreemptionPolicy:
 
 
 class ReuseHints:
-    """Marks blocks with their known future use.
-
-    Args:
-        pool: the KV pool's blocks.
-    """
+    """Marks blocks with their known future use."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._waiting: dict[Sequence, list[Block]] = {}
-        """Waiting sequences, with the indexed blocks that they begin with."""
+        """Waiting sequences with their indexed blocks."""
         self._num_swapped = 0
         self._counted_at = -1
 
     @property
     def num_swapped(self) -> int:
-        """Waiting sequences that have blocks on the host only."""
+        """Waiting sequences with blocks on the host only."""
         changes = self._pool.host.changes
         if self._counted_at != changes:
             self._counted_at = changes
@@ -87,17 +83,17 @@ class ReuseHints:
         return self._num_swapped
 
     def add(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
-        """Mark the indexed ``blocks`` that a waiting sequence begins with."""
+        """Mark the indexed ``blocks`` of a waiting sequence."""
         self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in reversed(self._waiting[sequence]):  # the last first, as in ``remove``
+        for block in reversed(self._waiting[sequence]):  # last blocks first, as in ``remove``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.update_priority(block)
 
     def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
-        """Whether a block is the end of what a sequence computed, and nobody else needs it."""
+        """Whether a block is the end of a sequence's computed tokens and has no other use."""
         return (
             block is not None
             and self._waiting.get(sequence, [None])[-1] is block
@@ -109,12 +105,12 @@ class ReuseHints:
         )
 
     def remove(self, sequence: Sequence) -> None:
-        """Unmark the blocks of a sequence that waits no longer."""
+        """Unmark the blocks of a sequence that no longer waits."""
         blocks = self._waiting.pop(sequence, None)
         if blocks is None:
             return
         self._counted_at = -1
-        for block in reversed(blocks):  # the last go first, as in ``BlockPool.release``
+        for block in reversed(blocks):  # last blocks first, as in ``BlockPool.release``
             block.waiters -= 1
             if block.waiters == 0:
                 self._pool.update_priority(block)
@@ -125,9 +121,9 @@ class ReuseHints:
             self.remove(sequence)
 
     def note_use(self, sequence: Sequence) -> None:
-        """Mark which prompt blocks of a sequence that is done rows to come need.
+        """Mark which prompt blocks of a finished sequence later rows need.
 
-        The row that arrived last of those that used a block says so.
+        The row with the latest arrival among a block's users decides.
         """
         size, shared = self._pool.block_size, self._num_reused(sequence)
         prompt_blocks = -(-sequence.request.num_prompt_tokens // size)
@@ -135,29 +131,28 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark a block, number ``at`` of a prompt, that a sequence copied to write its end anew.
+        """Mark a prompt's block number ``at`` that a sequence copied to rewrite its end.
 
-        A sequence that goes another way within the block says nothing of it.
+        A sequence that diverges within the block does not affect the mark.
         """
         size = self._pool.block_size
         if sequence.key(at * size, (at + 1) * size) == source.key:
             self._note(source, sequence, used_later=at < self._num_reused(sequence))
 
     def _num_reused(self, sequence: Sequence) -> int:
-        """Leading blocks of a sequence's prompt that rows to come begin with."""
+        """Leading blocks of a sequence's prompt that later rows share."""
         request = sequence.request
         reused = request.reused_prefix_len
         if request.params.prompt_logprobs is not None:
-            # What this row had to compute for its logits, rows to come do for theirs.
+            # Later rows compute these positions themselves for their logits.
             reused = min(reused, request.logits_from)
-        # Whole blocks: any of several may serve part of one, and the others would be kept for
-        # nobody.
+        # Only whole blocks: one of several blocks would serve a part, the others would be unused.
         return reused // self._pool.block_size
 
     def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:
         arrival = sequence.state.arrival
         if sequence.request.first_sample:
-            return  # further samples of a row arrive after rows that its first ones spoke of
+            return  # further samples of a row arrive after the later rows already did
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
             if block.window_slots:  # some may have been freed before

@@ -13,46 +13,40 @@ from batchinfer.engine.step import Bool, Int32
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows and tokens that the next step computes, and the rows that samples are drawn for."""
+    """Rows and tokens that the next step computes, and the rows to sample."""
 
     rows: Rows
-    """[S] table rows; those that compute one token first."""
+    """[S] table rows; rows that compute one token come first."""
     num_new: Int
-    """[S] tokens each computes."""
+    """[S] tokens to compute per row."""
     finishes: Bool
-    """[S] whether a row's last known token is computed, so that samples are drawn for it."""
+    """[S] whether a row's last known token is computed, so that it is sampled."""
     sampled: Rows
-    """[R] the rows that finish."""
+    """[R] the rows to sample."""
     samples_per_row: Int32
-    """[R] samples drawn from the logits of each."""
+    """[R] samples drawn from each row's logits."""
     block_copies: BlockCopies
     num_preempted: int
     num_cached: int
-    """Prompt tokens found in the index, of rows admitted for the first time."""
+    """Prompt tokens found in the index at first admission."""
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Rows chosen for the next step, to which more may be added."""
+    """Rows chosen for the next step so far; fields as in ``Schedule``."""
 
     rows: Rows
-    """[S] table rows."""
     num_new: Int
-    """[S] tokens each computes."""
     num_preempted: int
     num_cached: int = 0
-    """Prompt tokens found in the index, of rows admitted for the first time."""
 
     def append(self, rows: list[int], num_new: list[int]) -> None:
-        """Add rows and the tokens each computes."""
+        """Add rows and their numbers of tokens."""
         self.rows = np.concatenate([self.rows, np.asarray(rows, dtype=np.intp)])
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
-        """The step of these rows.
-
-        A row's first token is drawn for all its samples at once, from the same logits.
-        """
+        """The schedule of these rows; a row's first token is drawn for all its samples at once."""
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
         num_tokens = table.num_tokens[rows]

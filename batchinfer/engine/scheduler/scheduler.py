@@ -1,8 +1,8 @@
 """Scheduling by one rule: ``num_computed`` chases ``num_tokens``.
 
-There are no phases. A prompt computed in chunks, a prefix hit, a sequence that comes back after
-preemption and plain decode differ only in how far the one number is behind the other (the rule is
-vLLM v1's, vllm/v1/core/sched/scheduler.py).
+There are no phases. Chunked prefill, a prefix hit, a sequence that resumes after preemption and
+plain decode differ only in the distance between the two numbers (the rule is vLLM v1's,
+vllm/v1/core/sched/scheduler.py).
 """
 
 from __future__ import annotations
@@ -25,19 +25,13 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import StepStats
 
 _MOST_SITTING_OUT = 0.25
-"""Share of the running sequences that may miss a step for their last token's value. Half as much is
-lost, as each then runs every other step; reading first costs the host's share of a step instead."""
+"""Largest share of running sequences that may skip a step to wait for their last token's value.
+They then run every other step and lose half that share; reading first costs the host's part of a
+step instead."""
 
 
 class Scheduler:
-    """Decides each step; owns the waiting queue, the sequence table and the block pool.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: rows for running sequences.
-        max_num_batched_tokens: most tokens in a step.
-        preemption_policy: swaps or recomputes what a preempted sequence computed.
-    """
+    """Decides each step; owns the waiting queue, the sequence table and the block pool."""
 
     def __init__(
         self,
@@ -58,26 +52,25 @@ class Scheduler:
         )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Most tokens in a step from now on."""
+        """Most tokens in a step; lowered after out-of-memory errors."""
         self._num_steps = 0
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind those that wait."""
-        # Lowered meanwhile, it may be too little for beams that run together.
+        """Add a sequence at the end of the queue."""
+        # The limit may have been lowered below what beams need that run together.
         group_size = sequence.request.group_size
         self.max_num_batched_tokens = max(self.max_num_batched_tokens, group_size)
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Queue a sequence that has run before those that have not."""
+        """Add a sequence that has run at the front of the queue."""
         self.waiting.appendleft(sequence)
 
     def schedule(self) -> Schedule | None:
-        """The next step, with every block it writes to allocated.
+        """The next step, with every block that it writes allocated.
 
-        None if there is nothing to run, or none worth running before the step in flight is read;
-        with nothing in flight it is the first.
+        None if there is nothing to run, or if the step in flight should be read first.
         """
         self.beam_groups.join()
         chosen = self._continue_running()
@@ -94,14 +87,13 @@ class Scheduler:
         return chosen.schedule(self.table, self.pool.take_copies())
 
     def advance(self, schedule: Schedule, now: float) -> StepStats:
-        """Count a submitted step's tokens as computed and drawn, for every step after it.
+        """Count a submitted step's tokens as computed and drawn, for all later steps.
 
         Args:
-            schedule: the step's.
             now: the engine's clock, in seconds.
 
         Returns:
-            Its statistics, without its times.
+            The step's statistics without times.
         """
         table, rows, sampled = self.table, schedule.rows, schedule.sampled
         tokens = note_tokens(table, schedule, now)
@@ -126,14 +118,14 @@ class Scheduler:
         return stats
 
     def forecast(self) -> PoolForecast:
-        """Forecast of the pool with the sequences that run now."""
+        """Forecast of the pool for the running sequences."""
         return PoolForecast(self.pool, self.table, self.output_lengths)
 
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
-        """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
+        """Start ``child``, which shares all computed tokens with ``parent``, if it fits.
 
-        Otherwise it waits, and finds or recomputes the prefix when its turn comes. ``forecast``
-        is the present one, forks before this one included.
+        Otherwise it waits, and finds or recomputes the prefix at its admission. ``forecast``
+        includes earlier forks.
         """
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
@@ -154,28 +146,24 @@ class Scheduler:
         self.pool.release(self.table.remove(sequence), sequence.num_evicted)
 
     def drop(self, sequence: Sequence) -> None:
-        """Drop an unfinished sequence; none of its blocks must be found again."""
+        """Drop an unfinished sequence and remove its blocks from the index."""
         self.reuse_hints.remove(sequence)
         for block in (*sequence.blocks, *sequence.released_blocks):
             if block.indexed:
                 self.pool.evict_subtree(block)
         if sequence.row >= 0:
             self.pool.release(self.table.remove(sequence), sequence.num_evicted)
-        elif sequence in self.waiting:  # not there if it was drawn in this very step
+        elif sequence in self.waiting:  # not if it was created in this step
             self.waiting.remove(sequence)
 
     def abort_all(self) -> None:
-        """Drop every sequence, and take what no step is known to have filled out of the index."""
+        """Drop every sequence and remove unconfirmed blocks from the index."""
         self.withdraw()
         self.waiting.clear()
         self.reuse_hints.remove_all()
 
     def withdraw(self) -> list[Sequence]:
-        """Take all rows and blocks back, trusting nothing that a step not read was to fill.
-
-        Returns:
-            The sequences that ran.
-        """
+        """Free all rows and discard unconfirmed blocks; returns the sequences that ran."""
         self.pool.rollback()
         running = list(self.table.running())
         for sequence in running:
@@ -183,13 +171,10 @@ class Scheduler:
         return running
 
     def preempt(self, sequence: Sequence) -> int:
-        """Take a running sequence's blocks, with those of its group.
+        """Free the blocks of a running sequence and its group; returns the number of sequences.
 
-        Its tokens must be known: what it computed is entered into the prefix index. Blocks that
-        are still there, or on the host, when it comes back are found; others are recomputed.
-
-        Returns:
-            Sequences that lost their blocks.
+        Their tokens must be known, as computed blocks are added to the prefix index. Blocks that
+        are still on the device or host at the next admission are found; others are recomputed.
         """
         running = [member for member in sequence.group if member.row >= 0]
         assert all(self.table.sample_at[member.row] < 0 for member in running)
@@ -210,10 +195,10 @@ class Scheduler:
         return len(running)
 
     def _retire(self, sampled: Rows) -> None:
-        """Free the rows whose last token, by length, was just submitted.
+        """Free the rows whose last token by length was just submitted.
 
-        Processing the token takes the sequence, but no row for it. The step reads the
-        blocks before a later one writes to them (see ``Runner``).
+        Processing the token needs the sequence but not its row. The step reads the blocks before a
+        later step writes to them (see ``Runner``).
         """
         table = self.table
         for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
@@ -222,10 +207,10 @@ class Scheduler:
             self.finish(sequence)
 
     def _continue_running(self) -> ScheduledRows | None:
-        """What the running sequences compute, the newest preempted where blocks lack.
+        """Tokens to compute for running sequences, preempting the newest if blocks run out.
 
-        None where the step in flight is better read first: when too many sequences would sit
-        out otherwise, and before any is preempted, as one that ended may free the blocks.
+        None if the step in flight should be read first: if too many sequences would skip the step,
+        or before any preemption, as a sequence that ended may free blocks.
         """
         preempted = 0
         while True:
@@ -246,13 +231,13 @@ class Scheduler:
         return ScheduledRows(rows, num_new, preempted)
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Rows whose next step does not depend on a token's value, or on forks it has to make."""
+        """Rows whose next step depends neither on a token's value nor on pending forks."""
         table = self.table
         ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.pending_forks[rows] == 0)
         return ahead
 
     def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
-        """Rows and tokens of each within the step's budget: decodes first, then the oldest."""
+        """Rows and their tokens within the step's budget: decodes first, then the oldest."""
         pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]

@@ -1,7 +1,6 @@
-"""Columns of the running sequences, one row each, as numpy arrays.
+"""A table of running sequences as numpy columns.
 
-A step touches every running sequence; with the numbers in arrays it does so without a Python
-loop. Waiting sequences have no row.
+A step touches every running sequence; columns avoid a Python loop. Waiting sequences have no row.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class SequenceTable:
     """Rows of running sequences.
 
     Args:
-        max_num_seqs: most that run; the beams of one search may be more, and then run alone.
-        max_model_len: most tokens of a sequence; prompt + ``max_tokens`` is cut to it.
+        max_num_seqs: most running sequences; a search with more beams runs alone.
+        max_model_len: most tokens of a sequence, prompt and output together.
         block_size: tokens per block.
         windows: of each layer group; 0 is full attention and comes first.
     """
@@ -49,70 +48,68 @@ class SequenceTable:
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
         self.admission = np.zeros(rows, dtype=np.int64)
-        """Order of admission; the newest is preempted first."""
+        """Order of admission; the newest row is preempted first."""
         self.num_prompt = np.zeros(rows, dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
-        """Prompt and output tokens, one that is being drawn among them."""
+        """Prompt and output tokens, including a token being drawn."""
         self.num_computed = np.zeros(rows, dtype=np.int32)
-        """Leading tokens with KV in the pool once every submitted step ran."""
+        """Leading tokens with KV in the pool after all submitted steps."""
         self.computed_once = np.zeros(rows, dtype=np.int32)
         self.max_total = np.zeros(rows, dtype=np.int32)
         """Tokens at which the sequence ends by length."""
         self.length_known = np.zeros(rows, dtype=np.bool_)
-        """Whether the sequence surely runs to ``max_total``."""
+        """Whether the sequence certainly runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.sample_at = np.full(rows, -1, dtype=np.int32)
-        """Sample of the step in flight that the last token is; -1 = ``last_token`` has it."""
+        """Sample of the step in flight that gives the last token; -1: ``last_token`` has it."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
-        """Leading blocks that somebody else refers to as well; not given back at the end."""
+        """Leading blocks that others reference too, which are not freed at the end."""
         self.pending_forks = np.zeros(rows, dtype=np.int32)
-        """Further samples, or beams, that will fork from the row when it has caught up."""
+        """Samples or beams that will fork from the row once it has caught up."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
-        """Whether the last block may be shared, so that writing to it must look."""
+        """Whether the last block may be shared, which a write must check."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
-        """[rows, longest] slots in the first layer group; anything where a block left a window."""
+        """[rows, longest] slots in the first layer group; undefined outside the window."""
         self.other_tables = np.zeros((len(windows) - 1, rows, 16), dtype=np.int32)
-        """[G - 1, rows, longest] slots in the others."""
+        """[G - 1, rows, longest] slots in the other layer groups."""
         self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
-        """[rows, longest] of blocks, where these have no slot of their own."""
+        """[rows, longest] serial numbers of blocks without a slot of their own."""
         self.version = 0
-        """Changes with every change of a block table but growth at its end."""
+        """Incremented by every change of a block table except growth at the end."""
         self.sampling = SamplingColumns.zeros(rows)
         self.min_tokens = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
         self.checks_stops = np.zeros(rows, dtype=np.bool_)
         """Whether a stop checker sees each token."""
         self.edits_logits = np.zeros(rows, dtype=np.bool_)
-        """Whether penalties, biases or bans need looking after, one sequence at a time."""
+        """Whether penalties, biases or bans need work per sequence."""
         self.needs_values = np.zeros(rows, dtype=np.bool_)
-        """Whether drawing a token takes the values of all tokens before it."""
+        """Whether drawing a token needs the values of all earlier tokens."""
         self.awaits_first_token = np.zeros(rows, dtype=np.bool_)
-        """Whether no token of its row has been drawn since the row arrived."""
+        """Whether the request has not drawn any token yet."""
         self.scores_prompt = np.zeros(rows, dtype=np.bool_)
-        """Whether log-probabilities of its prompt's tokens are asked for."""
+        """Whether the prompt's log-probabilities are requested."""
         self.pools = np.zeros(rows, dtype=np.bool_)
-        """Whether the hidden state of its prompt's last token is asked for."""
+        """Whether the hidden state of the last prompt token is requested."""
         self.given_token = np.full(rows, -1, dtype=np.int32)
-        """The output token that is given; -1 = it is drawn."""
+        """The fixed output token; -1: it is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
-        """Number of the adapter the sequence runs through; 0 = the base model alone."""
+        """Number of the adapter; 0 = the base model."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
-        """Whether a grammar says which tokens may come next."""
         self.has_processors = np.zeros(rows, dtype=np.bool_)
-        """Whether a caller's functions change its logits."""
+        """Whether the caller's functions change the logits."""
         self.names_tokens = np.zeros(rows, dtype=np.bool_)
-        """Whether log-probabilities of tokens that it names are asked for."""
+        """Whether log-probabilities of named tokens are requested."""
         self.logprobs_mode = np.zeros(rows, dtype=np.int32)
-        """What is given as log-probabilities, ``LogprobsMode``."""
+        """``LogprobsMode``."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
-        """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
         self._admissions = 0
 
     @property
     def block_ids(self) -> npt.NDArray[np.integer]:
-        """[rows, longest] numbers that tell blocks apart."""
+        """[rows, longest] unique ids of blocks."""
         return self._serials if self.windows[0] else self.block_table
 
     @property
@@ -121,8 +118,8 @@ class SequenceTable:
         return len(self.sequences) - len(self._free_rows)
 
     def has_room(self, count: int = 1) -> bool:
-        """Whether so many more sequences can run: where none runs, any search's beams can; rows
-        are kept for beams to be born."""
+        """Whether ``count`` more sequences can run. Rows are reserved for future beams; if nothing
+        runs, the beams of any search fit."""
         if self.num_running == 0:
             return count <= len(self.sequences)
         taken = self.num_running + int(self.pending_forks[self.is_beam].sum())
@@ -144,10 +141,10 @@ class SequenceTable:
         return sequence
 
     def num_evicted(self, num_tokens: Int) -> npt.NDArray[np.integer]:
-        """Leading blocks that left each layer group's window, broadcastable to [G, S].
+        """Leading blocks outside each layer group's window, broadcastable to [G, S].
 
         Args:
-            num_tokens: [S] computed of each sequence.
+            num_tokens: [S] computed tokens of each sequence.
         """
         if not self._has_windows:
             return self._none_evicted
@@ -189,7 +186,7 @@ class SequenceTable:
         self._set_sampling(row, sequence)
 
     def remove(self, sequence: Sequence) -> list[Block]:
-        """Take a sequence's row back; returns its blocks, which the caller releases."""
+        """Free a sequence's row; returns its blocks, which the caller must release."""
         row, blocks = sequence.row, sequence.blocks
         sequence.computed_once = int(self.computed_once[row])
         self.block_table[row, : len(blocks)] = 0
@@ -218,13 +215,13 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def _note_shared(self, block: Block, count: int) -> None:
-        """Count the first ``count`` blocks of the row that ``block`` was made for as shared."""
+        """Count the first ``count`` blocks as shared in the row that ``block`` was allocated for."""
         maker = self.sequences[block.row]
         if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
 
     def replace_last_block(self, row: int, block: Block) -> Block:
-        """Put ``block`` in the place of a row's last one; returns that one."""
+        """Replace a row's last block by ``block``; returns the old one."""
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1
@@ -232,7 +229,7 @@ class SequenceTable:
         return replaced
 
     def _set_slots(self, row: int, at: int, block: Block) -> None:
-        """Write a block's slots at place ``at`` of a row's tables."""
+        """Write a block's slots at position ``at`` of a row's tables."""
         if not block.window_slots:
             self.block_table[row, at] = block.slot
             return

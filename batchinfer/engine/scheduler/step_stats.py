@@ -1,4 +1,4 @@
-"""Statistics of a step: its tokens, and how it fills the pool."""
+"""Statistics of a step: its tokens and its use of the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.engine.stats import StepStats
 
 
 def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
-    """Tokens of a scheduled step by why they are computed, counted for its requests too.
+    """Classify the tokens of a scheduled step, and update statistics of its requests.
 
     Call it before the step's tokens count as computed.
 
@@ -42,18 +42,15 @@ def step_stats(
     num_waiting: int,
     num_swapped: int,
 ) -> StepStats:
-    """Statistics of a step without its times, which are known when its result is read.
+    """Statistics of a step without times, which are known when its result is read.
 
-    Call it when the step's tokens count as computed and no row that it ends has left yet.
+    Call it when the step's tokens count as computed and before finished rows leave.
 
     Args:
-        table: the running sequences.
-        pool: the KV pool's blocks.
-        schedule: the step's.
         tokens: from ``note_tokens``.
-        step: its number.
+        step: number of the step.
         num_waiting: sequences in the queue.
-        num_swapped: those of them with blocks on the host only.
+        num_swapped: those among them with blocks on the host only.
     """
     rows = table.rows()
     live = _live_tokens(table, pool, rows)
@@ -89,11 +86,11 @@ def step_stats(
 
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
-    """Tokens in used slots: all are full but those of last blocks, which sharers fill alike."""
+    """Tokens in used slots. All slots are full except last blocks, which sharers fill equally."""
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
-    # One number per row, so that one sort puts sharers of a last block side by side.
+    # One number per row, so that one sort makes sharers of a last block adjacent.
     width = pool.block_size + 1
     by_slot = np.sort(slots.astype(np.int64) * width + filled)
     distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]
