@@ -215,7 +215,7 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def _note_shared(self, block: Block, count: int) -> None:
-        """Count the first ``count`` blocks as shared in the row that ``block`` was allocated for."""
+        """Count the first ``count`` blocks as shared in the row that ``block`` belongs to."""
         maker = self.sequences[block.row]
         if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
