@@ -17,97 +17,77 @@ import typer
 from batchinfer.errors import StorageError, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="Hub id or local directory.")]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
-Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
-"""None: the default of the engine or the model."""
-
+BENCH_TASKS = ("auto", "generate", "embed", "classify")
 MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
 """Options that are also keys of the section ``model``."""
 BENCH_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dtype")
 """Options that are also keys of the section ``engine``."""
 
-BENCH_TASKS = ("auto", "generate", "embed", "classify")
+
+def _option(help_: str, metavar: str | None = None, *names: str, **limits: int) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help_, **limits)
+
+
+Model = Annotated[str, _option("Hub id or local directory.", "MODEL", "--model")]
+Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", "NAME")]
+Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
+"""None: the default of the engine or the model."""
+Text = str | None
 
 
 @dataclass(frozen=True)
 class BatchOptions:
     """A batch file, a model, and keys of the job that answers it; None: the key's default."""
 
-    input_file: Annotated[
-        str, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one per line.")
-    ]
+    input_file: Annotated[str, _option("Requests, one per line.", "FILE", "-i", "--input-file")]
     output_file: Annotated[
         str,
-        typer.Option(
-            "-o",
-            "--output-file",
-            metavar="FILE",
-            help="Answers and errors: a file, its URL, or /dev/stdout.",
+        _option(
+            "Answers and errors: a file, its URL, or /dev/stdout.", "FILE", "-o", "--output-file"
         ),
     ]
     model: Model
     served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Model name that requests must use (default: any)."),
+        list[str] | None, _option("Model name that requests must use (default: any).", "NAME")
     ] = None
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Default max_tokens (default: up to the model's limit)."
-        ),
+        int | None, _option("Default max_tokens (default: up to the model's limit).", "N", min=1)
     ] = None
-    revision: Annotated[str | None, typer.Option(metavar="REF", help="Branch, tag or commit.")] = (
-        None
-    )
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Hub id or local directory.")
-    ] = None
+    revision: Annotated[Text, _option("Branch, tag or commit.", "REF")] = None
+    tokenizer: Annotated[Text, _option("Hub id or local directory.", "MODEL")] = None
     dtype: Dtype = "auto"
     max_model_len: Count = None
-    chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="A file, or none.")] = (
-        None
-    )
+    chat_template: Annotated[Text, _option("A file, or none.", "FILE")] = None
     default_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="E.g. '{\"enable_thinking\": false}'.")
+        Text, _option("E.g. '{\"enable_thinking\": false}'.", "JSON")
     ] = None
     reasoning_parser: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Split reasoning from answers: auto, qwen3, ..., none."),
+        str, _option("Split reasoning from answers: auto, qwen3, ..., none.", "NAME")
     ] = "none"
-    tool_call_parser: Annotated[
-        str, typer.Option(metavar="NAME", help="Tool call format: auto, hermes, ...")
-    ] = "none"
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Default seed.")] = 0
+    tool_call_parser: Annotated[str, _option("Tool call format: auto, hermes, ...", "NAME")] = (
+        "none"
+    )
+    seed: Annotated[int, _option("Default seed.", "N", min=0)] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Share of device memory to use.")
+        float | None, _option("Share of device memory to use.", "SHARE")
     ] = None
     num_kv_blocks: Count = None
-    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="auto or fp8.")] = None
+    kv_cache_dtype: Annotated[Text, _option("auto or fp8.", "NAME")] = None
     max_error_rate: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            min=0,
-            max=1,
-            help="Failed share above which the exit code is 3.",
-        ),
+        float, _option("Failed share above which the exit code is 3.", "SHARE", min=0, max=1)
     ] = 1.0
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete existing answers and start over.")
+        bool, _option("Delete existing answers and start over.", None, "--overwrite")
     ] = False
-    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Retry failed requests.")] = (
+    retry_errors: Annotated[bool, _option("Retry failed requests.", None, "--retry-errors")] = False
+    update: Annotated[bool, _option("Recompute only requests that changed.", None, "--update")] = (
         False
     )
-    update: Annotated[
-        bool, typer.Option("--update", help="Recompute only requests that changed.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress.")] = False
+    quiet: Annotated[bool, _option("Hide progress.", None, "--quiet")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
         """The JSON object in ``default_chat_template_kwargs``; UsageError if it is not one."""
@@ -135,41 +115,35 @@ class BenchOptions:
     model: Model
     input_len: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens per synthetic prompt; default: 1024, or fewer where the model or answers "
+        _option(
+            "Tokens per synthetic prompt; default: 1024, or fewer where the model or answers "
             "need the room.",
+            "N",
+            min=1,
         ),
     ] = None
-    output_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per answer.")] = 128
-    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts to run.")] = 1000
-    n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Samples per prompt.")] = 1
+    output_len: Annotated[int, _option("Tokens per answer.", "N", min=1)] = 128
+    num_prompts: Annotated[int, _option("Prompts to run.", "N", min=1)] = 1000
+    n: Annotated[int, _option("Samples per prompt.", "N", "--n", min=1)] = 1
     dtype: Dtype = "auto"
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of prompts and sampling.")] = 0
+    seed: Annotated[int, _option("Seed of prompts and sampling.", "N", min=0)] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
     num_kv_blocks: Count = None
     task: Annotated[
         str,
-        typer.Option(
-            help="auto (what the model is saved for), generate, embed or classify; of the last two "
+        _option(
+            "auto (what the model is saved for), generate, embed or classify; of the last two "
             "a row is a prompt."
         ),
     ] = "auto"
     dataset: Annotated[
-        Path | None,
-        typer.Option(
-            "--dataset", metavar="FILE", help="Parquet file of prompts or token ids to run."
-        ),
+        Path | None, _option("Parquet file of prompts or token ids to run.", "FILE", "--dataset")
     ] = None
-    output_json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the result to a file.")
-    ] = None
+    output_json: Annotated[Path | None, _option("Write the result to a file.", "FILE")] = None
     deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Also measure the cost of engine.deterministic."),
+        bool, _option("Also measure the cost of engine.deterministic.", None, "--deterministic")
     ] = False
 
     def __post_init__(self) -> None:

@@ -1,43 +1,45 @@
-"""What tells one model from another: hashes of what its files hold, or its commit on the hub.
+"""Facts that identify a model: hashes of its files, or its commit on the hub.
 
-The files are read, and nothing of them is loaded.
+Files are read but not loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os.path
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from batchinfer.console.format import near_path
 from batchinfer.console.phases import phase
 from batchinfer.errors import ModelError
-from batchinfer.job.model_files.hub_commit import hub_commit
 from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.content_hash import content_hash
 
 NUM_HEADER_FACTS = 2
-"""Of a weight file: its size and the hash of its header; what follows is the hash of all of it."""
+"""A weight file's leading facts, its size and header hash; the hash of its content follows."""
 COMMIT = "commit"
-"""Key of the commit, among the facts of a model on the hub."""
+"""Key of the commit among the facts of a model on the hub."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _FILES = (*_SMALL_FILES, "*.safetensors")
 _MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
-"""Of what sentence-transformers puts behind a model: small ones, too."""
-_MAX_HEADER = 100 << 20  # the safetensors format's own limit
+"""Small files of sentence-transformers' modules."""
+_MAX_HEADER = 100 << 20  # limit of the safetensors format
+_COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
+_HUB_TIMEOUT_S = 10.0
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
-    """Facts that differ where the outputs of two models may, as JSON data.
+    """Facts that differ if the outputs of two models may differ, as JSON data.
 
-    A folder: size, hash of the safetensors header and hash of the content of each weight file, and
-    the hash of each configuration and tokenizer file. A hub id: its name and revision as written,
-    and the commit that this is, where it is known.
+    For a folder: size, hash of the safetensors header and hash of the content of each weight file,
+    and the hash of each configuration and tokenizer file. For a hub id: its name and revision as
+    written, and the commit if known.
 
     Raises:
-        ModelError: the folder is not there, or a file in it cannot be read.
+        ModelError: the folder does not exist, or a file in it cannot be read.
     """
     facts = {"model": _facts_of(model.name, model.revision, "model.name")}
     if model.tokenizer is not None:
@@ -53,7 +55,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
 
 
 def _adapter_facts(name: str, key: str) -> dict[str, Any]:
-    """Adapters are small, and trained again into the same folder: all that is read is hashed."""
+    """Hash all files, as adapters are small and often retrained into the same folder."""
     folder = Path(name)
     if not os.path.isdir(folder):
         return _facts_of(name, None, key)
@@ -75,8 +77,8 @@ def _facts_of(
     name: str, revision: str | None, key: str, *, weights_matter: bool = True
 ) -> dict[str, Any]:
     folder = Path(name)
-    if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
-        if folder.is_absolute():  # found before --overwrite deletes anything
+    if not os.path.isdir(folder):  # Path.is_dir raises for invalid names
+        if folder.is_absolute():  # fail before --overwrite deletes anything
             meant = near_path(folder) or "; check the path"
             raise ModelError(f"{key}: there is no folder {name}{meant}")
         commit = hub_commit(name, revision)
@@ -84,7 +86,7 @@ def _facts_of(
         return {"name": name, "revision": revision, **known}
     try:
         for path in (path for pattern in _FILES for path in folder.glob(pattern)):
-            if not path.is_file():  # reading a pipe or a device would not end
+            if not path.is_file():  # reading a pipe could block
                 raise ModelError(f"{path} is not a file; fetch the model again")
         weights = _weights(folder, hashes=weights_matter)
         small = sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern))
@@ -97,7 +99,7 @@ def _facts_of(
 
 
 def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
-    """Facts of a folder's weight files, by name; with or without the hashes of their content."""
+    """Facts of a folder's weight files by name, with or without hashes of their content."""
     files = sorted(folder.glob("*.safetensors"))
     facts: dict[str, Any] = {path.name: _weight_facts(path) for path in files}
     if hashes:
@@ -109,8 +111,34 @@ def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
 
 
 def _weight_facts(path: Path) -> list[int | str]:
-    """Size of the file and hash of its header, which names the tensors and their places."""
+    """Size of the file and hash of its header, which lists the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER))
     return [path.stat().st_size, hashlib.sha256(header).hexdigest()]
+
+
+def hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit of a revision on the hub; offline, of the last download; None if unknown.
+
+    Args:
+        name: of a model's repository.
+        revision: a branch, a tag or a commit; None: ``main``.
+    """
+    if revision is not None and _COMMIT_HASH.fullmatch(revision):
+        return revision
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() not in {"1", "ON", "YES", "TRUE"}:
+        from huggingface_hub import HfApi
+
+        try:
+            return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
+        except Exception:  # from several libraries; a missing model is reported later
+            pass
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return commit if _COMMIT_HASH.fullmatch(commit) else None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.model_files.hub_commit import hub_commit
+from batchinfer.job.model_files.facts import hub_commit
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
