@@ -33,8 +33,6 @@ def facts(folder: Path) -> object:
         ("model.safetensors", WEIGHTS.replace(b"F16", b"I16")),
         ("model.safetensors", WEIGHTS[:-1] + b"\x01"),
         ("config.json", b"{} "),
-        ("generation_config.json", b"{}"),
-        ("tokenizer.json", b"{}"),
         ("chat_template.jinja", b"{{ x }}"),
         ("1_Pooling/config.json", b"{}"),
         ("2_Dense/model.safetensors", b"x"),

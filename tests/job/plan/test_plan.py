@@ -174,19 +174,6 @@ def test_a_plan_of_beams_is_near_what_the_run_then_does(
     assert plan["output_tokens"] == summary["tokens"]["output"] == 24 * 2 * 32
 
 
-def test_beams_end_where_answers_are_expected_to(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = {"beam_width": 4, "n": 2, "ignore_eos": False, "max_tokens": 40}
-    spec = job(tmp_path, model, {"prompt": texts(1, 16, 10, 30)}, sampling=sampling)
-    longest, shorter = plan_job(spec), plan_job(spec, expect_output_tokens=5)
-    assert (longest["output_tokens"], shorter["output_tokens"]) == (16 * 2 * 40, 16 * 2 * 5)
-    assert shorter["steps"] < longest["steps"] / 4
-    monkeypatch.setattr("batchinfer.job.plan.simulation.MAX_STEPS", longest["steps"] // 2)
-    half = plan_job(spec)
-    assert half["steps"] == pytest.approx(longest["steps"], rel=0.1), "unwritten beams count"
-
-
 def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     tmp_path: Path, model: Path
 ) -> None:

@@ -94,7 +94,6 @@ def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str)
     [
         ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
         ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
-        ("s3://lake/out/deep/*.parquet", "s3://lake/out", "holds the input"),
         ("x", "s3://lake", "the root; give a folder of its own"),
         ("x", "s3://lake/a/../b", "a store has no folder named .."),
     ],
@@ -114,20 +113,10 @@ def test_links_are_followed(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path: Path) -> None:
-    folder = tmp_path / "run[1]"
-    folder.mkdir()
-    assert "holds the input" in complaint(folder, "input.path='*.parquet'", "output.path=.")
-
-
 @pytest.mark.parametrize("root", ["/", "//", "/../.."])
 def test_a_root_is_no_output(tmp_path: Path, root: str) -> None:
     assert "the root; give a folder of its own" in complaint(tmp_path, f"output.path={root}")
     assert complaint(tmp_path, output=root).startswith("--output: output.path is /")
-
-
-def test_an_output_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    assert complaint(tmp_path, output="a\udcff") == r"--output: a\udcff is not valid Unicode"
 
 
 # The model
@@ -185,9 +174,7 @@ def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, messag
     ("content", "message"),
     [
         (b"[1]", "tools.json must hold a list of tools, "),
-        (b"[" * 100_000, "tools.json is nested too deep"),
         (b"[{", "tools.json is not JSON: Expecting"),
-        (b"\xff", "tools.json is not UTF-8 text"),
     ],
 )
 def test_a_file_of_tools_is_checked(tmp_path: Path, content: bytes, message: str) -> None:
@@ -212,10 +199,6 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, key: str) -
         (
             ["output.rename={a: b}", "input.keep_columns=[a, b]"],
             'output.rename.a: "b" is a kept input column too',
-        ),
-        (
-            ["output.rename={a: id}", "input.keep_columns=[a]", "input.id_column=id"],
-            'output.rename.a: "id" is a kept input column too',
         ),
         (["output.rename={c: d}", "input.keep_columns=[a]"], "output.rename.c: the column is not"),
         (["input.keep_columns=[status]"], "set output.rename: {status: input_status}"),

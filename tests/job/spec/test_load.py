@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +81,6 @@ errors: {max_error_rate: 0.5}
     assert spec.prompt.template == "{{ text }}"
 
 
-@pytest.mark.parametrize("size", ["4.0", "'4'", "4096MiB"])
-def test_a_bare_number_is_gibibytes(tmp_path: Path, size: str) -> None:
-    assert load(tmp_path, MINIMAL + f"engine: {{swap_space: {size}}}").engine.swap_bytes == 2**32
-
-
 def test_a_job_file_whose_name_is_no_text(tmp_path: Path) -> None:
     path = Path(f"{tmp_path}/job\udcff.yaml")
     path.write_text(MINIMAL)
@@ -104,19 +98,13 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("zork: 1", "unknown key zork; known here: version, name, task"),
-        ("engine: 3", "engine is 3; it must be keys and values"),
-        ("engine: {order: up}", "engine.order is \"up\"; it must be 'prefix' or 'input'"),
         (
             "engine: {preemption: swap, swap_space: 0}",
             "set swap_space, or preemption: auto",
         ),
-        ("engine: {device: cudaa}", "'auto', 'cpu' or 'cuda'; did you mean cuda?"),
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
-        ("prompt: {messages: hi}", 'prompt.messages is "hi"; it must be a list'),
         ("prompt: {template: '{{ a b }}'}", "\na column with a blank in its name is row['"),
-        ("vars: [x]", "vars must be names with texts"),
         ("vars: {day: 07}", "vars.day must be a text; write it in quotes"),
     ],
 )
@@ -131,7 +119,6 @@ def test_a_mistake_names_file_line_key_value_and_remedy(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("top_p: '1'", 'sampling.top_p is "1"; it must be a number'),
         ("logit_bias: {a: 1}", 'sampling.logit_bias has the key "a"; its keys are token ids'),
         ('logit_bias: {"5": 100, "05": -100}', 'sampling.logit_bias has the key "05"'),
         ("logit_bias: {5: x}", 'sampling.logit_bias.5 is "x"; it must be a number'),
@@ -155,7 +142,6 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
         ("prompts.parquet", "3", "input.path is 3; it must be a text or a list"),
-        ("prompts.parquet", "[]", "input.path is an empty list"),
         ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
         (
             "8}",
@@ -164,7 +150,6 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
         ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
-        ("{path: out}", "{path: o, include: [logprobs]}", "output.include names logprobs, but"),
         (
             "{path: out}",
             "{path: o, include: [prompt_logprobs]}",
@@ -172,7 +157,6 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
         ("out}", "o, reasoning: {start: a}}", "line 4: output.reasoning.end is required"),
-        ("out}", "o, reasoning: {start: a, end: b, strat: c}}", "strat; did you mean start?"),
     ],
 )
 def test_a_mistake_in_a_required_section(
@@ -222,12 +206,6 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: 
     assert "job.yaml, line" in str(caught.value)
 
 
-def test_input_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
-    text = MINIMAL.replace("prompts.parquet", "[s3://lake/a//b/*.parquet, gs://b/, x]")
-    spec = load(tmp_path, text)
-    assert spec.input.paths == ("s3://lake/a//b/*.parquet", "gs://b/", str(tmp_path / "x"))
-
-
 def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"input\.path holds credentials") as caught:
         load(tmp_path, MINIMAL.replace("prompts.parquet", "s3://key:secret@lake/x"))
@@ -270,9 +248,7 @@ def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
     [
         ("a..b=3", "has no key before the =; write --set section.key=VALUE"),
         ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
-        ("sampling.seed=" + "9" * 30, "is too large a number"),
         ("name=\udcff", "not valid"),
-        ("scale.start_timeout=\u0663s", "write it like 90s or 10m"),
         ("scale.resources={num_cpus: 0}", "scale.resources.num_cpus is 0; it must be more than 0"),
     ],
 )
@@ -430,18 +406,3 @@ def test_any_file_is_a_job_or_a_short_usage_error(tmp_path: Path, text: str) -> 
         lines = str(error).splitlines()
         assert 1 <= len(lines) <= MOST_LINES
         assert all(line.isprintable() for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("written", "paths"),
-    [("a.parquet", ("a.parquet",)), ("[a.parquet, b.parquet]", ("a.parquet", "b.parquet"))],
-)
-def test_the_input_may_be_its_path_alone(
-    tmp_path: Path, written: str, paths: tuple[str, ...]
-) -> None:
-    text = re.sub(r"(?m)^input:.*$", f"input: {written}", MINIMAL)
-    assert text != MINIMAL
-    places = tuple(str(tmp_path / path) for path in paths)
-    assert load_job(write_job(tmp_path, text)).input.paths == places
-    spec = load_job(write_job(tmp_path), overrides=[f"input={written}"])
-    assert spec.input.paths == places
