@@ -41,7 +41,7 @@ def test_options_with_the_name_of_a_key_are_passed_on(
         ({"temperature": 10**400}, "it must be a number"),
         ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
         ({"logprobs": True}, "logprobs is True; it must be a whole number or None"),
-        ({"stop": [b"x"]}, "stop is .*; it must be a list of texts"),
+        ({"stop": [b"x"]}, "stop is .*; it must be a list of strings"),
         ({"stop_token_ids": [1.0]}, "stop_token_ids is .*; it must be a list of whole numbers"),
         ({"allowed_token_ids": ["a"]}, "it must be a list of whole numbers or None"),
         ({"logit_bias": {"5": 1.0}}, "a dict of whole numbers and their numbers or None"),
@@ -62,7 +62,7 @@ def test_a_sampling_parameter_of_another_type_is_named(
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "has regex and choice; give one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs json is not JSON: Expecting"),
         ({"structured_outputs": {"json": {"a": float("nan")}}}, "json is not JSON: Out of range"),
-        ({"structured_outputs": {"choice": []}}, r"choice is \[\]; it must be a list of texts"),
+        ({"structured_outputs": {"choice": []}}, r"choice is \[\]; it must be a list of strings"),
         ({"structured_outputs": {"regex": "\ud800"}}, "regex holds half of a surrogate pair"),
         ({"structured_outputs": {"regex": "a" * 2**21}}, "regex has over 1,048,576 characters"),
         ({"structured_outputs": {"json_object": False}}, "json_object is false; it must be true"),
@@ -72,8 +72,8 @@ def test_a_sampling_parameter_of_another_type_is_named(
             "whitespace_pattern goes with json, not with regex",
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos does not go with"),
-        ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be texts .* of valid Unicode"),
-        ({"stop": ["a", ""]}, "stop is .*; it must be texts that are not empty"),
+        ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be non-empty strings of valid Unicode"),
+        ({"stop": ["a", ""]}, "stop is .*; it must be non-empty strings"),
         ({"beam_width": 0}, "beam_width is 0; it must be 1 to 256"),
         ({"beam_width": 2, "n": 3}, "n is 3; it must be at most beam_width, which is 2"),
         ({"beam_width": 2, "length_penalty": 99}, "length_penalty is 99.0; it must be -32 to 32"),
@@ -119,7 +119,7 @@ def test_values_that_mean_the_same_become_the_same() -> None:
 def test_the_other_records_check_their_types_too() -> None:
     with pytest.raises(TypeError, match="order is 'random'; it must be prefix or input"):
         EngineConfig(order="random")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="kv_cache_memory is True; it must be a text or a whole"):
+    with pytest.raises(TypeError, match="kv_cache_memory is True; it must be a string or a whole"):
         EngineConfig(kv_cache_memory=True)
-    with pytest.raises(TypeError, match="column is 3; it must be a text or None"):
+    with pytest.raises(TypeError, match="column is 3; it must be a string or None"):
         PromptConfig(column=3)  # type: ignore[arg-type]

@@ -437,11 +437,11 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ({"device": "gpu"}, TypeError, "device is 'gpu'; it must be auto or cpu or cuda"),
         ({"max_model_len": 0}, ValueError, "max_model_len is 0; it must be 1 or more"),
         ({"max_model_len": 1}, ModelError, "max_model_len is 1; .* 2 or more"),
-        ({"tokenizer": 3}, TypeError, "tokenizer is 3; it must be a text or None"),
+        ({"tokenizer": 3}, TypeError, "tokenizer is 3; it must be a string or None"),
         ({"max_logprobs": -5}, ValueError, "max_logprobs is -5; it must be 0 or more, or -1"),
         ({"seed": 1.5}, TypeError, "seed is 1.5; it must be a whole number or None"),
         ({"enable_lora": "no"}, TypeError, "enable_lora is 'no'; it must be True or False"),
-        ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a text"),
+        ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a string"),
         ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict of"),
         ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
         ({"kv_cache_memory": "1KiB"}, DeviceError, "kv_cache_memory is 1KiB; give at least 6KiB"),
@@ -494,7 +494,7 @@ def test_a_bad_argument_of_chat_is_named(
 
 
 def test_a_model_must_be_a_string_or_a_path() -> None:
-    with pytest.raises(TypeError, match=r"model is 5; it must be a text"):
+    with pytest.raises(TypeError, match=r"model is 5; it must be a string"):
         LLM(5)  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_pairs_are_scored_and_documents_ordered(tmp_path: Path, reranker: Path) 
     assert codes == dict.fromkeys(bad, "invalid_request") | odd | {"blank": "empty_prompt"}
     said = {name: found[name]["error"]["message"] for name in ("blank", "null", "both")}
     assert said["blank"] == "prompt 1: body: the document is empty or whitespace only"
-    assert said["null"].startswith("body.documents is [null]; it must be a text")
+    assert said["null"].startswith("body.documents is [null]; it must be a string")
     assert said["both"] == "body has text_1 and text_2, and queries too; leave it out"
 
 

@@ -242,7 +242,7 @@ def test_a_job_and_rows_with_grammars_of_their_own(tmp_path: Path, model: Path) 
         ),
         ("  guided_decoding: {json: {type: strnig}}", "Invalid type: strnig"),
         ("  structured_outputs: {regex: '(a{1000}){1000}'}", "too many expressions"),
-        ("  structured_outputs: {choice: [yes, 1]}", "choice holds 1; it must hold texts"),
+        ("  structured_outputs: {choice: [yes, 1]}", "choice holds 1; it must hold strings"),
         ("  response_format: {type: json_schema}", "needs json_schema: {schema: ...}"),
     ],
 )

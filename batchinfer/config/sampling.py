@@ -125,7 +125,7 @@ class SamplingParams(Record):
         self._check_logprobs()
         for name in ("stop", "bad_words"):
             valid = all(map(_is_text, getattr(self, name)))
-            self._require(name, valid, "texts that are not empty, of valid Unicode")
+            self._require(name, valid, "non-empty strings of valid Unicode")
         self._require("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "0 or more")
         if self.allowed_token_ids is not None:
             ids = self.allowed_token_ids

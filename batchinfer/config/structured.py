@@ -117,10 +117,12 @@ def schema_text(key: str, value: Any) -> str:
 
 def _choices(value: Any) -> list[str]:
     if not isinstance(value, list | tuple) or not value:
-        raise _error(f"choice is {format_value(value)}; it must be a list of texts, at least one")
+        raise _error(f"choice is {format_value(value)}; it must be a list of strings, at least one")
     for text in value:
         if not isinstance(text, str):
-            raise _error(f"choice holds {format_value(text)}; it must hold texts: put it in quotes")
+            raise _error(
+                f"choice holds {format_value(text)}; it must hold strings: put it in quotes"
+            )
     return [_text("choice", text) for text in value]
 
 
@@ -143,7 +145,7 @@ def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise _error(f"{key} is {format_value(value)}; it must be a text that is not empty")
+        raise _error(f"{key} is {format_value(value)}; it must be a non-empty string")
     try:
         value.encode()
     except UnicodeEncodeError:

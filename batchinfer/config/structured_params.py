@@ -129,7 +129,7 @@ def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], 
         tags = form.get("tags") or []
     triggers = form.get("triggers") or []
     if not tags or not triggers or not all(isinstance(one, str) and one for one in triggers):
-        raise ValueError(f"{_TAG} must have tags, and triggers, which are texts")
+        raise ValueError(f"{_TAG} must have tags, and triggers, which are strings")
     once, first = form.get("at_least_one", False), form.get("stop_after_first", False)
     return list(tags), list(triggers), bool(once), bool(first)
 
@@ -139,7 +139,7 @@ def _rules(name: str, tag: Mapping[str, Any], triggers: list[str]) -> list[str]:
     trigger = next((one for one in triggers if str(begin).startswith(one)), None)
     if not isinstance(begin, str) or not isinstance(end, str) or trigger is None:
         shown = format_value({"begin": begin, "end": end})
-        raise ValueError(f"{_TAG} has {shown}: begin must be a text that starts with a trigger")
+        raise ValueError(f"{_TAG} has {shown}: begin must be a string that starts with a trigger")
     head = [f"{name}_begin[lazy]: TEXT {json.dumps(trigger)}"]
     opened = f"{name}: {name}_begin {_text(begin.removeprefix(trigger))}"
     if content.get("type") == "any_text":

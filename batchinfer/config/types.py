@@ -19,10 +19,10 @@ _WORDS: Mapping[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     NoneType: "None",
 }
-_PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+_PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "strings"}
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

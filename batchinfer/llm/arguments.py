@@ -71,7 +71,7 @@ def model_name(model: object) -> str:
     """
     name = as_text(model)
     if not isinstance(name, str):
-        raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
+        raise TypeError(f"model is {reprlib.repr(name)}; it must be a string")
     return name
 
 

@@ -88,7 +88,7 @@ def _parse_input(body: Body) -> ParsedRequest:
     source, value = one_prompt(body, "input")
     if not value and source == "token_ids":
         raise invalid(
-            "body.input is []; it must be a text or a list of token ids, or a list of such"
+            "body.input is []; it must be a string or a list of token ids, or a list of such"
         )
     return ParsedRequest(source, value, model=body.get("model"))
 
@@ -122,7 +122,7 @@ def _text_of_pair(body: Body, name: str) -> str:
     if isinstance(text, str):
         return text
     raise invalid(
-        f"body.{name} is {format_value(value)}; it must be a text, or a list of one text or of as "
+        f"body.{name} is {format_value(value)}; it must be a string, or a list of one or of as "
         "many as the other list"
     )
 

@@ -184,7 +184,7 @@ def _check_model(
     if model is None:
         return
     if not isinstance(model, str):
-        raise invalid(f"body.model is {format_value(model)}; it must be a text")
+        raise invalid(f"body.model is {format_value(model)}; it must be a string")
     if served_names is None:
         return
     if model not in adapters and not is_served(model, served_names):
@@ -225,7 +225,7 @@ def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
     if isinstance(value, list) and all(type(token) is int for token in value):
         return "token_ids", value
     raise invalid(
-        f"body.{name} is {format_value(value)}; it must be a text or a list of token ids, or a "
+        f"body.{name} is {format_value(value)}; it must be a string or a list of token ids, or a "
         "list of such"
     )
 
@@ -309,7 +309,7 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
         )
     effort = body.get("reasoning_effort")
     if effort is not None and not isinstance(effort, str):
-        raise invalid(f"body.reasoning_effort is {format_value(effort)}; it must be a text")
+        raise invalid(f"body.reasoning_effort is {format_value(effort)}; it must be a string")
     found = {**variables, **({} if effort is None else {"reasoning_effort": effort})}
     if found and not is_chat:
         raise invalid(f"body.{next(iter(found))} is for {CHAT}: {COMPLETIONS} has no chat template")

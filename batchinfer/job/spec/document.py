@@ -147,7 +147,7 @@ def _set_value(text: str, origin: str) -> Any:
         raise UsageError(f"{origin}: {error}") from None
     except UsageError as error:
         raise UsageError(
-            f"{error}\na text that begins with a bracket or a quote needs quotes of its own, "
+            f"{error}\na string that begins with a bracket or a quote needs quotes of its own, "
             "like --set 'name=\"[a] b\"'"
         ) from None
 

@@ -174,7 +174,7 @@ def _fill_in_sampling(document: JobDocument) -> None:
 def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
     declared = document.get(("vars",), {})
     if not isinstance(declared, dict):
-        raise document.error(("vars",), " must be names with texts (or null: to be given)")
+        raise document.error(("vars",), " must be names with strings (or null: to be given)")
     for name in given:
         if name not in declared:
             near = did_you_mean(name, tuple(declared), "vars")
@@ -184,7 +184,7 @@ def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
         if value is None:
             raise document.error(("vars", name), f" must be given: --var {name}=VALUE")
         if not isinstance(value, str):
-            raise document.error(("vars", name), " must be a text; write it in quotes")
+            raise document.error(("vars", name), " must be a string; write it in quotes")
     if values:
         document.data["vars"] = values
     for path in _WITH_VARIABLES:

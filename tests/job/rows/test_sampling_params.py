@@ -75,7 +75,7 @@ def test_numbers_may_have_other_types_than_the_parameter(value: object) -> None:
         (b'{"n": 1, "n": 2}', "n is given twice"),
         ({"logit_bias": [(3, 1.5), (3, 2.5)]}, "3 is given twice"),
         (b'{"logprobs": 2}', "logprobs is given, but needs sampling.logprobs"),
-        (b'{"stop": [1]}', "stop[0] is 1; it must be a text"),
+        (b'{"stop": [1]}', "stop[0] is 1; it must be a string"),
         (b'{"logit_bias": {"a": 1}}', 'logit_bias has the key "a"; its keys are token ids'),
         (b'{"logit_bias": {"7": 100, "7.0": -100}}', 'logit_bias has the key "7.0"'),
         ({"logit_bias": [(b"5", 1.5), (b"05", 2.5)]}, 'logit_bias has the key "05"'),

@@ -218,7 +218,7 @@ def test_it_is_no_part_of_the_job(tmp_path: Path) -> None:
     [
         ("on_end.webhook=ftp://secret", "webhook must be an http:// or https:// URL"),
         ("on_end.webhook=https://host:99999/secret", "webhook must be an http://"),
-        ("on_end.webhook=[secret]", "on_end.webhook is …; it must be a text"),
+        ("on_end.webhook=[secret]", "on_end.webhook is …; it must be a string"),
         ("on_end={webhook: 'https://a/secret', command: [x]}", "keep one"),
         ("on_end.command=[]", "command must be a program and its arguments"),
         ("on_end.command=secret", "it must be a list"),

@@ -105,7 +105,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
         ("prompt: {template: '{{ a b }}'}", "\na column with a blank in its name is row['"),
-        ("vars: {day: 07}", "vars.day must be a text; write it in quotes"),
+        ("vars: {day: 07}", "vars.day must be a string; write it in quotes"),
     ],
 )
 def test_a_mistake_names_file_line_key_value_and_remedy(
@@ -141,7 +141,7 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
             "sampling is required, like sampling: {max_tokens: 64}",
         ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
-        ("prompts.parquet", "3", "input.path is 3; it must be a text or a list"),
+        ("prompts.parquet", "3", "input.path is 3; it must be a string or a list"),
         ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
         (
             "8}",
