@@ -72,7 +72,10 @@ def test_a_sampling_parameter_of_another_type_is_named(
             "whitespace_pattern goes with json, not with regex",
         ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos does not go with"),
-        ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be non-empty strings of valid Unicode"),
+        (
+            {"bad_words": ["\ud800"]},
+            "bad_words is .*; it must be non-empty strings of valid Unicode",
+        ),
         ({"stop": ["a", ""]}, "stop is .*; it must be non-empty strings"),
         ({"beam_width": 0}, "beam_width is 0; it must be 1 to 256"),
         ({"beam_width": 2, "n": 3}, "n is 3; it must be at most beam_width, which is 2"),

@@ -25,7 +25,7 @@ BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dty
 """Options that are also keys of the section ``engine``."""
 
 
-def _option(help_: str, metavar: str | None = None, *names: str, **limits: int) -> Any:
+def _option(help_: str, metavar: str | None = None, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=help_, **limits)
 
 

@@ -58,7 +58,8 @@ def coerce_fields(record: Any) -> None:
     Raises:
         TypeError: naming the field, its value and what it must be.
     """
-    for name, hint in _hints(type(record)).items():
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
         value = getattr(record, name)
         try:
             object.__setattr__(record, name, _coerced(value, hint))
