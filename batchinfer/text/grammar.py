@@ -70,7 +70,7 @@ class MatcherState:
     def error(self) -> str | None:
         return _error_of(self.matcher)
 
-    def amend(self, mask: Mask) -> None:
+    def apply_to(self, mask: Mask) -> None:
         """Leave the matcher's mask unchanged."""
 
     def take(self, token_id: int) -> list[int]:

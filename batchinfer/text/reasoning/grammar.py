@@ -79,7 +79,7 @@ class _State:
         is_asked = self._has_answered or self._tracker.phase is Phase.BEFORE
         return self._answer.matcher if self._answer is not None and is_asked else None
 
-    def amend(self, mask: Mask) -> None:
+    def apply_to(self, mask: Mask) -> None:
         """Allow tokens that the answer's grammar does not decide about."""
         if self._due:
             mask[:] = 0

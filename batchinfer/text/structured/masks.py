@@ -30,7 +30,7 @@ class MaskedState(Protocol):
         """Makes the mask; None if no grammar restricts the next token."""
         ...
 
-    def amend(self, mask: Mask) -> None:
+    def apply_to(self, mask: Mask) -> None:
         """Changes the matcher's mask in place, [words]; it is all zeros without a matcher."""
         ...
 
@@ -49,7 +49,7 @@ class TokenMasks:
         if matchers := [(matcher, at) for matcher, at in found if matcher is not None]:
             self._fill(matchers, masks)
         for state, mask in zip(masked, masks, strict=True):
-            state.amend(mask)
+            state.apply_to(mask)
         return masks
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]], masks: Mask) -> None:
