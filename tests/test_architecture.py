@@ -55,7 +55,7 @@ ROOMS = [
     ),
     Room(
         "config",
-        "records of what a user may ask for, checked when made",
+        "settings as records that check their values",
         ("errors", "near_names"),
     ),
     Room("kernels", "tensors and numbers only: Triton, C, and their references in torch"),
@@ -63,21 +63,21 @@ ROOMS = [
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
     Room("engine.runner", "the border to the worker", ("engine.step",)),
     Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
-    Room("engine.request", "what is asked of the engine", ("config", "protocols", "engine")),
-    Room("engine.kv", "The KV pool: blocks, who holds them, which can be reused, where they are."),
+    Room("engine.request", "requests to the engine", ("config", "protocols", "engine")),
+    Room("engine.kv", "The KV pool: blocks, references, prefix index, eviction, host slots."),
     Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
     Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
     Room(
         "engine.resume",
-        "requests that go on from the output of an earlier run",
+        "requests that continue from the output of an earlier run",
         ("engine.beam_search", "engine.request", "engine.sequence"),
     ),
     Room(
         "engine.output_tracker",
-        "what unfinished requests have drawn since the last time",
+        "output of unfinished requests, as increments",
         ("engine.request", "engine.sequence"),
     ),
-    Room("engine.stats", "what a step did"),
+    Room("engine.stats", "statistics of a step"),
     Room(
         "engine.scheduler",
         "Who runs next: admission, preemption, and the blocks of what runs.",
@@ -86,15 +86,15 @@ ROOMS = [
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
     Room(
         "engine.step_io",
-        "A schedule to the arrays of a step, and its result back to the sequences.",
+        "From a schedule to a step's arrays, and from its result to the sequences.",
         ("protocols", "engine"),
     ),
-    Room("engine.oom_recovery", "less at a time after the device was full", ("errors", "engine")),
+    Room("engine.oom_recovery", "smaller steps after out-of-memory errors", ("errors", "engine")),
     Room("engine.engine", "schedule, submit, process", ("engine",)),
-    Room("engine.encoder_engine", "whole texts, without a pool", ("errors", "engine")),
+    Room("engine.encoder_engine", "an engine for encoders, without a pool", ("errors", "engine")),
     Room(
         "engine.simulate",
-        "An engine that computes nothing, on a clock that a roofline sets.",
+        "An engine that computes nothing, with times from a roofline model.",
         ("config", "engine"),
     ),
     Room(
@@ -208,7 +208,7 @@ ROOMS = [
     ),
     Room(
         "job.model_files",
-        "Model files told apart by what they hold.",
+        "Facts that identify a model: hashes of its files, or its commit on the hub.",
         ("errors", "console", "job.storage", "job.spec"),
     ),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
@@ -253,7 +253,7 @@ ROOMS = [
     ),
     Room(
         "job.stats",
-        "What a run records of itself, and the numbers of a job.",
+        "Records of runs, and the numbers and status of a job.",
         ("errors", "process", "console", "engine", "text", "builders", "job"),
     ),
     Room(

@@ -1,4 +1,4 @@
-"""The KV pool: blocks, who holds them, which can be reused, where they are.
+"""The KV pool: blocks, references, prefix index, eviction, host slots.
 
 ``block_pool`` is the door; a block's place in ``prefix_index`` says which tokens it holds.
 

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, on a clock that a roofline sets.
+"""An engine that computes nothing, with times from a roofline model.
 
 May import: config, engine.
 """

@@ -1,4 +1,4 @@
-"""A schedule to the arrays of a step, and its result back to the sequences.
+"""From a schedule to a step's arrays, and from its result to the sequences.
 
 May import: protocols, engine.
 """

@@ -1,4 +1,4 @@
-"""Model files told apart by what they hold.
+"""Facts that identify a model: hashes of its files, or its commit on the hub.
 
 May import: errors, console, job.storage, job.spec.
 """

@@ -1,4 +1,4 @@
-"""What a run records of itself, and the numbers of a job.
+"""Records of runs, and the numbers and status of a job.
 
 May import: errors, process, console, engine, text, builders, job.
 """
