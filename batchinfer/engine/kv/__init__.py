@@ -1,6 +1,6 @@
 """The KV pool: blocks, references, prefix index, eviction, host slots.
 
-``block_pool`` is the door; a block's place in ``prefix_index`` says which tokens it holds.
+The entry point is ``block_pool``; a block's key in ``prefix_index`` is its tokens.
 
 May import: nothing of batchinfer.
 """
