@@ -41,11 +41,6 @@ def test_rows_without_columns_are_rows() -> None:
     assert python_rows(batch) == [{}, {}]
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()])
-def test_every_string_type_arrives_as_bytes(kind: pa.DataType) -> None:
-    assert python_rows(pa.record_batch([pa.array(["é"], kind)], ["x"])) == [{"x": "é".encode()}]
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -80,12 +75,6 @@ def test_a_time_that_python_cannot_hold_fails_only_its_row(kind: Any, number: in
     assert isinstance(error, RowError)
     assert error.code == "template_error"
     assert "column when holds a time that cannot be read" in error.message
-
-
-def test_replacing_invalid_text_keeps_times() -> None:
-    dates = pa.array([10**7, None, 0], pa.date32())
-    column = pa.StructArray.from_arrays([TEXT, dates], ["text", "date"])
-    assert with_valid_text(column).field("date").equals(dates)
 
 
 def test_valid_columns_are_written_as_they_are() -> None:

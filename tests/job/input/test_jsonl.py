@@ -217,14 +217,6 @@ def test_compressed_files_are_read_and_truncated_ones_refused(
         open_source(str(packed))
 
 
-def test_a_file_that_changes_after_it_was_planned(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", {"x": 1})
-    source = open_source(str(path))
-    write(path, {"x": 2})
-    with pytest.raises(DataError, match="was changed while the job ran"):
-        list(source.scan(["x"], [range(1)]))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -154,14 +154,6 @@ def test_a_prompt_that_is_too_long_was_counted() -> None:
     assert values["num_prompt_tokens"] == 300
 
 
-def test_a_row_that_never_reached_the_engine() -> None:
-    row = failed_row(7, RowError("empty_prompt", "no text"), {"outputs": []})
-    assert row.stats is None
-    assert row.values["error"] == {"code": "empty_prompt", "message": "no text"}
-    assert row.values["num_prompt_tokens"] is None
-    assert row.values["outputs"] == []
-
-
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_a_failed_row_has_only_the_columns_of_its_task(task: Task) -> None:
     row = failed_row(7, RowError("empty_prompt", "no text"), task.failed_results)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer.config import SCORING
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.directory import OutputDir
@@ -27,7 +26,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
 from batchinfer.report.examples import find_examples
 from tests.job.datasets import write_parquet
-from tests.job.job_files import SCORE, write_job
+from tests.job.job_files import write_job
 from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
@@ -209,19 +208,10 @@ def test_the_completions_column_is_part_of_the_fingerprint(tmp_path: Path, model
         run_job(load_job(changed), quiet=True)
 
 
-def test_a_job_file_needs_no_sampling(tmp_path: Path) -> None:
-    spec = load_job(write_job(tmp_path, SCORE))
-    assert spec.sampling.params == SCORING
-    assert spec.score is not None
-    assert spec.score.completions_column == "choices"
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
         ({"choices": [1]}, "it must be string, list<string>, or list<list<int>> of token ids"),
-        ({"choices": [[1.5]]}, "it must be string"),
-        ({"choices": [{"a": "b"}]}, "it must be string"),
         ({"chioces": ["a"]}, 'score.completions_column: the data has no column "choices"'),
     ],
 )
