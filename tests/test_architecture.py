@@ -232,13 +232,8 @@ ROOMS = [
         ("errors", "console", "requests", "job"),
     ),
     Room(
-        "job.shards",
-        "Who makes which parts of a job: one run all of them, or each of several shards its own.",
-        ("errors", "console", "job"),
-    ),
-    Room(
-        "job.update",
-        "The next generation of an output: built beside the one there is, then put in its place.",
+        "job.claims",
+        "Who makes which parts of an output: one run, shards, or workers that claim parts.",
         ("errors", "console", "job"),
     ),
     Room(

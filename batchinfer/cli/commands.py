@@ -128,6 +128,10 @@ def run(
         str | None,
         typer.Option("--shard", metavar="I/N", help="Run shard I of N; auto: of a Slurm array."),
     ] = None,
+    worker: Annotated[
+        bool,
+        typer.Option("--worker", help="Run as one of several workers on one output."),
+    ] = False,
     workers: Annotated[
         str | None,
         typer.Option("--workers", metavar="N|auto", help="Number of Ray workers."),
@@ -169,7 +173,7 @@ def run(
 
         display = JsonDisplay(log_as_json(keep_stdout=as_json), quiet=quiet)
     if shard is not None:
-        from batchinfer.job.shards.shard import parse_shard
+        from batchinfer.job.claims.shard import parse_shard
 
         own = parse_shard(shard, os.environ)
     scale = {"workers": workers, "cluster": cluster}
@@ -188,6 +192,7 @@ def run(
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"), _fleet_of(spec) as fleet:
+        from batchinfer.job.claims.shared import Role
         from batchinfer.job.run.run import run_job
         from batchinfer.report.write import report_at_end
 
@@ -196,7 +201,7 @@ def run(
             overwrite=overwrite,
             retry_errors=retry_errors,
             update=update,
-            shard=own,
+            role=Role(shard=own, is_worker=worker) if worker or own is not None else None,
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.job.claims.writers import writer_named
 from batchinfer.job.run_ids import writer_of
-from batchinfer.job.shards.shard import shard_of
 from batchinfer.job.stats.recorder import Run
 from batchinfer.report.timeline import POINTS, Float, Timeline
 
@@ -78,15 +78,19 @@ def _lane(writer: str, runs: Sequence[Run], timeline: Timeline, is_living: bool)
         _draw(states, run, busy, timeline, died=end == "died")
         busy_s += float(busy.sum())
         up_s += run.engine_s
-    shard = shard_of(writer)
     pieces = [(_COLORS[state], list(slices)) for state, slices in groupby(states.tolist())]
     return Lane(
-        worker=writer if shard is None else f"shard {shard}",
+        worker=_title(writer),
         pieces=[Piece(color, len(slices) / POINTS) for color, slices in pieces],
         rows=sum(run.rows for run in runs),
         busy=min(1.0, busy_s / up_s) if up_s else 0.0,
         state=ends[-1] + (" (died before)" if "died" in ends[:-1] else ""),
     )
+
+
+def _title(name: str) -> str:
+    writer = writer_named(name)
+    return name if writer is None or writer.number is not None else str(writer)
 
 
 def _draw(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.shards.shard import Shard, parse_shard
+from batchinfer.job.claims.shard import Shard, parse_shard
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.yaml import parse_yaml
 from batchinfer.job.stats.status import Status

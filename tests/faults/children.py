@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.errors import JobError
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from batchinfer.job.storage.filesystem import LocalFiles
@@ -85,7 +85,7 @@ def start(
     *,
     retry_errors: bool = False,
     update: bool = False,
-    shard: Shard | None = None,
+    role: Role | None = None,
 ) -> Child:
     """Run a job in a process of its own.
 
@@ -99,7 +99,7 @@ def start(
         around: called in the process first.
         retry_errors: run the rows again that ended in an error.
         update: make anew what differs from the output there is.
-        shard: makes its parts only.
+        role: what it makes beside others.
     """
     log = folder / "log"
     # What is sent to a process that has not come to ``around`` yet waits for what that says of it.
@@ -119,7 +119,7 @@ def start(
         _tell_finished(folder / "finished")
         around()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        options = {"quiet": True, "retry_errors": retry_errors, "update": update, "shard": shard}
+        options = {"quiet": True, "retry_errors": retry_errors, "update": update, "role": role}
         code = int(run_job(spec, build=build, **options))  # type: ignore[arg-type]
     except JobError as error:
         print(error)

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.shards.shard import Shard
+from batchinfer.job.claims import swap
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
-from batchinfer.job.update import swap
 from batchinfer.process.process import leave_on_signals
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
 from tests.faults.outputs import InFolder, Output
@@ -58,7 +58,7 @@ class Killer:
         build: makes the engine; None: the real one.
         pace: how often finished rows go to disk.
         output: where output goes.
-        shard: the share of the job that is run; None: all of it.
+        role: what the process makes of the job; None: all of it.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Killer:
     build: BuildEngine | None
     pace: Pace
     output: Output = field(default_factory=InFolder)
-    shard: Shard | None = None
+    role: Role | None = None
 
     def __post_init__(self) -> None:
         self.outcome = Outcome()
@@ -90,7 +90,7 @@ class Killer:
             self.pace,
             self._place,
             around=lambda: count_to(counts),
-            shard=self.shard,
+            role=self.role,
         ).wait()
         self.seconds = time.monotonic() - began
         self._expect(code, ExitCode.OK)
@@ -195,7 +195,7 @@ class Killer:
         told = self._place / "finished"
         told.unlink(missing_ok=True)
         child: Child = start(
-            self._job(), self.build, self.pace, self._place, failpoint, shard=self.shard
+            self._job(), self.build, self.pace, self._place, failpoint, role=self.role
         )
         code = child.kill_after(kill_after_s)
         self._note(code, before, told)

@@ -14,14 +14,14 @@ from random import Random
 import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
+from batchinfer.job.claims.queue import all_parts
+from batchinfer.job.claims.retry import reopen
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_writer import PartWriter
-from batchinfer.job.output.recovery.recovered_rows import recover_rows
-from batchinfer.job.output.recovery.retry import reopen
 from batchinfer.job.output.resume import plan_resume, prepare_directory
 from batchinfer.job.output.schema import ERROR, OutputTable
 from batchinfer.job.rows.finished_row import FinishedRow
@@ -70,7 +70,8 @@ class Job:
         if retry:
             reopen(self.out, self.plan, GENERATED)
             work = plan_resume(self.out, self.plan, "resume")
-        left = recover_rows(self.out, work, GENERATED)
+        left = all_parts(self.out, work, GENERATED).next(lambda: False)
+        assert left is not None
         sink = PartWriter(
             self.out,
             left.parts,

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from random import Random
 
-from batchinfer.job.shards.shard import Shard
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace
 from tests.faults.kills import STAGES, Killer
@@ -43,7 +44,7 @@ def kill_at_named_points(folder: Path) -> dict[str, object]:
 def kill_a_shard_at_named_points(folder: Path) -> dict[str, object]:
     """The same with the first of two shards; some points only."""
     build = FakeBuild(max_num_seqs=8)
-    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), shard=Shard(0, 2))
+    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), role=Role(Shard(0, 2)))
     killer.run_unbroken()
     random = Random(1)
     points = list(killer.named_points())[2::8]
@@ -55,7 +56,7 @@ def kill_a_shard_at_named_points(folder: Path) -> dict[str, object]:
 def kill_by_a_row_of_a_shard(folder: Path) -> dict[str, object]:
     """A row that kills the shard that it is of."""
     build = FakeBuild(max_num_seqs=8)
-    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), shard=Shard(0, 2))
+    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), role=Role(Shard(0, 2)))
     return _given_up(killer, f"row-{POISON}:1")
 
 

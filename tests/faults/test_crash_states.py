@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
+from batchinfer.job.claims import swap
 from batchinfer.job.output import commit
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import Files
-from batchinfer.job.update import swap
 from tests.faults import updates
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.protocol import PLAN, Job

@@ -7,9 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from batchinfer.errors import DataError
+from batchinfer.job.claims.swap import finish_swap, is_swapping, put_in_place
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import stored_manifest
-from batchinfer.job.update.swap import finish_swap, is_swapping, put_in_place
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.protocol import OUT, PLAN, CrashState, Job, check, crash_states
 from tests.faults.violation import ViolationError

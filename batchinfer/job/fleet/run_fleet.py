@@ -25,7 +25,6 @@ from batchinfer.job.job import BuildEngine, OutputJob, open_job
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.recorder import next_run_id
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
@@ -66,7 +65,7 @@ def run_fleet(
     _check_cores(job.spec)
     if scale.cluster != "local" and not is_reached(scale.cluster, scale.start_timeout_s, stop):
         return False
-    number = run_number(next_run_id(job.out))
+    number = run_number(job.out.next_run_id)
     to_join = ToJoin(scale.cluster, _num_local(job.spec), preload=_PRELOAD if build is None else ())
     with (
         closing(DriverLog(job.out, run_id(number, "driver"))) as log,

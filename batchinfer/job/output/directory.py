@@ -24,6 +24,7 @@ from batchinfer.errors import DataError
 from batchinfer.job.output.parquet_bytes import parquet_bytes
 from batchinfer.job.output.part_record import PartRecord, parse_record
 from batchinfer.job.row_ids import Part
+from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.storage.filesystem import (
     Files,
     FileStat,
@@ -94,11 +95,13 @@ class OutputDir:
         """There for as long as who holds the lock lets workers write; beside the locks, which stay
         when output is overwritten."""
         self.next = self.state / "next"
-        """Generations that are to take the place of the one here (``batchinfer.job.update``)."""
+        """Generations that are to take the place of the one here."""
         self.swap = self.state / "swap.json"
         """There while one takes it: what is here is then partly of either."""
+        self.claims = self.state / "claims"
+        """Which writer makes which parts, where several write (``batchinfer.job.claims``)."""
         self.shards = self.state / "shards.json"
-        self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
+        self.suspects = self.state / "suspects.json"
         self.bad_ids = self.state / "bad_ids.parquet"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
@@ -180,6 +183,17 @@ class OutputDir:
             self.files.make_directory(self.state)
         with self.lock.held():
             yield
+
+    @property
+    def next_run_id(self) -> str:
+        """The id of the next run of ``writer``.
+
+        Ids sort in the order of runs, whatever the clock did or is lost. Those of writers that
+        begin at once may have one number, and differ in the writer.
+        """
+        folders = (self.runs, self.steps, self.logs, self.in_flight)
+        names = [path.name for folder in folders for path in self.files.entries(folder)]
+        return run_id(1 + max(map(run_number, names), default=0), self.writer)
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
         """Results of ``look`` for each part, in order; several at a time where that is faster."""

@@ -307,7 +307,7 @@ def _clear(out: OutputDir) -> None:
         delete(path)
     for name in STATS_FILES:
         delete(out.stats / name)
-    keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.shards}
+    keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.claims, out.shards}
     keep.add(out.live)  # this run writes there all the while
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)

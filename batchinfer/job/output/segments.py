@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import PurePath
@@ -115,7 +115,7 @@ class Segments:
         plan: Manifest,
         parts: Sequence[Part],
         generated: pa.Schema,
-        owned: range | None = None,
+        owned: Collection[int] | None = None,
     ) -> None:
         self.schema = segment_schema(generated)
         """Columns of a segment."""

@@ -12,6 +12,15 @@ from pathlib import PurePath
 
 from batchinfer.console.format import printable
 from batchinfer.errors import DataError, JobError, NotYetError, UsageError
+from batchinfer.job.claims.claim import Claim, WholeJob
+from batchinfer.job.claims.generation import (
+    NextGeneration,
+    drop_generations,
+    end_swap,
+    next_generation,
+)
+from batchinfer.job.claims.retry import has_errors
+from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
@@ -22,19 +31,10 @@ from batchinfer.job.output.open import output_at
 from batchinfer.job.output.partitioned.columns import check_partitions
 from batchinfer.job.output.partitioned.record import is_there as is_partitioned
 from batchinfer.job.output.partitioned.record import refuse_foreign
-from batchinfer.job.output.recovery.retry import has_errors
 from batchinfer.job.output.resume import ResumePlan, plan_resume
 from batchinfer.job.run.end import has_exports
 from batchinfer.job.run.table_version import at_version
-from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.update.claim import (
-    NextGeneration,
-    drop_generations,
-    end_swap,
-    next_generation,
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class RunOptions:
     """``resume``, ``error`` or ``overwrite``."""
     retry_errors: bool
     update: bool
-    shard: Shard | None
+    role: Role | None = None
+    """Of a process beside others; None: it writes alone."""
 
     @property
     def overwrites(self) -> bool:
@@ -61,6 +62,17 @@ REFUSED: Mapping[tuple[str, str], JobError] = {
         "--update keeps the good rows, --overwrite keeps none: choose one"
     ),
     ("--shard", "--workers"): NotYetError("--shard with scale.workers over 1"),
+    ("--worker", "--workers"): UsageError(
+        "--worker is one of several workers, --workers starts several: choose one"
+    ),
+    ("--retry-errors", "--worker"): UsageError(
+        "--retry-errors cannot be combined with --worker: others may have begun already",
+        hint="run it without --worker: it runs only the rows that ended in an error",
+    ),
+    ("--update", "--worker"): UsageError(
+        "--update cannot be combined with --worker: the new output replaces the old one as a whole",
+        hint="run it without --worker: it runs only the rows that differ",
+    ),
     ("--retry-errors", "--shard"): UsageError(
         "--retry-errors cannot be combined with --shard: another shard could end the job before "
         "this one has reopened its failed rows",
@@ -84,7 +96,8 @@ def refuse_combinations(options: RunOptions, *, has_fleet: bool) -> None:
         "--overwrite": options.overwrites,
         "--retry-errors": options.retry_errors,
         "--update": options.update,
-        "--shard": options.shard is not None,
+        "--shard": options.role is not None and options.role.shard is not None,
+        "--worker": options.role is not None and options.role.is_worker,
         "--workers": has_fleet,
     }
     for pair, error in REFUSED.items():
@@ -101,7 +114,7 @@ def open_output_job(
         JobError: the job does not fit its data, or its output directory.
     """
     out = output_at(spec.output.path)
-    if options.shard is None and not options.overwrites:
+    if options.role is None and not options.overwrites:
         end_swap(out)  # first: it decides what is gone on with
     refuse_foreign(out, spec.output.partition_by)
     planned = _planned_before(out)
@@ -138,7 +151,7 @@ def claim_parts(job: OutputJob, options: RunOptions) -> Claim | None:
         JobError: what is there is another job's output, or is damaged.
     """
     generation = None
-    if options.shard is None and not options.overwrites:
+    if options.role is None and not options.overwrites:
         generation = next_generation(
             job.out, job.manifest, update=options.update, retry_errors=options.retry_errors
         )
@@ -149,7 +162,9 @@ def claim_parts(job: OutputJob, options: RunOptions) -> Claim | None:
         if options.update:
             drop_generations(job.out)
         return None
-    return WholeJob(job.out) if options.shard is None else OneShard(job.out, options.shard)
+    if options.role is None:
+        return WholeJob(job.out)
+    return SharedClaim(job.out, options.role, job.spec.engine.order_window)
 
 
 def check_folders(job: OutputJob, resume: ResumePlan) -> None:

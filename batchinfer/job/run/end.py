@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchinfer.console.phases import phase
 from batchinfer.errors import DataError, ExitCode
+from batchinfer.job.claims.claim import Claim
 from batchinfer.job.job import OutputJob
 from batchinfer.job.openai.export import export
 from batchinfer.job.output.part_record import PartRecord
@@ -20,7 +21,6 @@ from batchinfer.job.output.partitioned.write import write_partitions
 from batchinfer.job.output.resume import refuse_unexpected_files
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.reporter import RunReporter
-from batchinfer.job.shards.claim import Claim
 from batchinfer.job.stats.lineage import run_event
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.job.stats.summary import write_summary
@@ -30,7 +30,7 @@ def end_run(
     job: OutputJob, claim: Claim, reporter: RunReporter, stop: Event, *, overwrites: bool
 ) -> ExitCode:
     """End a run that has made its parts, and the job, where nobody else has any to make."""
-    with claim.ending(stop) as ending:
+    with claim.ending(stop.is_set) as ending:
         if ending.is_stopped:
             reporter.stopped(job.out, overwrites=overwrites)
             return ExitCode.INTERRUPTED

@@ -14,6 +14,7 @@ from batchinfer.console.meter import Meter
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode
+from batchinfer.job.claims.claim import Claim
 from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows, from_scratch, recover_rows
@@ -21,9 +22,8 @@ from batchinfer.job.output.resume import ResumePlan
 from batchinfer.job.reuse.reuse import RowReuse
 from batchinfer.job.run.end import end_run
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
-from batchinfer.job.run.pipeline import OneClaim, run_pipeline
+from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import RunReporter
-from batchinfer.job.shards.claim import Claim
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.process.process import gc_paused, stop_signals
 
@@ -76,12 +76,13 @@ def run_parts(
     if not resume.todo:
         with stop_signals() as stop:
             return end_run(job, claim, reporter, stop, overwrites=overwrites)
-    recovered = _recovered(job, resume)
+    with phase("reading finished rows"):
+        queue = claim.queue(resume, job.table.generated_schema)
     with phase("checking ids"):
         job = with_id_errors(job, reads_stored=not resume.starts_over)
-    lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
+    lost = {f"what was in {name}": problem for name, problem in queue.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
-    missing = sum(map(job.source.count, recovered.missing))
+    missing = sum(map(job.source.count, queue.missing))
     meter = reporter.watched.meter = Meter(
         missing, _num_finished(job, resume, missing), draws=job.spec.task_spec.draws
     )
@@ -107,9 +108,10 @@ def run_parts(
             with closing(reporter.display.progress(meter)) as progress:
                 if fleet is not None and not runs_here:
                     shared = _as_workers_see(job, resume)
+                    recover = from_scratch if resume.starts_over else recover_rows
+                    recovered = recover(job.out, resume, job.table.generated_schema)
                     complete = fleet(shared, recovered, build, before, clear, progress, stop)
                 else:
-                    queue = OneClaim(job, recovered)
                     complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
             if reuse is not None and not (reuse.num_reused or meter.before):  # else those may be
                 reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
@@ -117,12 +119,6 @@ def run_parts(
                 reporter.stopped(job.out, overwrites=overwrites)
                 return ExitCode.INTERRUPTED
             return end_run(job, claim, reporter, stop, overwrites=overwrites)
-
-
-def _recovered(job: OutputJob, resume: ResumePlan) -> RecoveredRows:
-    recover = from_scratch if resume.starts_over else recover_rows
-    with phase("reading finished rows"):
-        return recover(job.out, resume, job.table.generated_schema)
 
 
 def _num_finished(job: OutputJob, resume: ResumePlan, missing: int) -> int:

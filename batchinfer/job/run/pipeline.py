@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import PurePath
 from threading import Event
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -37,13 +36,11 @@ from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
+from batchinfer.job.claims.queue import PartQueue, PartsToMake
 from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys
-from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
-from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
-from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.rows.task import LoadedTask
@@ -52,7 +49,7 @@ from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.stats.recorder import Recorder, next_run_id, package_versions
+from batchinfer.job.stats.recorder import Recorder, package_versions
 from batchinfer.job.tokens.in_flight import TokensInFlight, TokenUpdate
 from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
@@ -63,57 +60,7 @@ _POLL_S = 0.02
 QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """The error of a row that is given up."""
 
-_ToWrite = TurnResult | FoundRows | TokenUpdate | RecoveredRows
-
-
-class PartQueue(Protocol):
-    """Parts that a run makes, some at a time."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether others take parts from it too."""
-        ...
-
-    def next(self, is_over: Callable[[], bool]) -> RecoveredRows | None:
-        """The next parts, with the rows of them that are finished; it may wait for other workers.
-
-        Args:
-            is_over: whether no more parts are wanted.
-
-        Returns:
-            None: all parts are taken, or ``is_over``.
-
-        Raises:
-            JobError: the output directory cannot be read or written.
-        """
-        ...
-
-    def publish(self, part: Part, draft: Draft) -> None:
-        """Put a staged part in its place.
-
-        Raises:
-            StorageError: the file system refuses.
-            LockedError: others have taken over the part.
-        """
-        ...
-
-
-class OneClaim:
-    """The queue of a run that knows all of its parts when it begins."""
-
-    is_shared = False
-
-    def __init__(self, job: OutputJob, recovered: RecoveredRows) -> None:
-        self._left: list[RecoveredRows] = [recovered]
-        self._out = job.out
-
-    def next(self, is_over: Callable[[], bool]) -> RecoveredRows | None:
-        """All parts, the first time."""
-        return self._left.pop() if self._left and not is_over() else None
-
-    def publish(self, part: Part, draft: Draft) -> None:
-        """Publish a part: nobody else makes it."""
-        publish(self._out, part, draft)
+_ToWrite = TurnResult | FoundRows | TokenUpdate | PartsToMake
 
 
 def run_pipeline(
@@ -142,7 +89,7 @@ def run_pipeline(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
             finished rows are kept.
     """
-    recorder = Recorder(job.out, job.spec, next_run_id(job.out))
+    recorder = Recorder(job.out, job.spec, job.out.next_run_id)
     writers = _PartWriters(job, queue, recorder, progress)
     with _flushed_on_exit(recorder, writers):
         if loaded is None:
@@ -190,7 +137,7 @@ class _PartWriters:
         self._first_rows = [part.rows.start for part in job.manifest.parts()]
         self._of_part: dict[int, PartWriter] = {}
 
-    def begin(self, claim: RecoveredRows) -> None:
+    def begin(self, claim: PartsToMake) -> None:
         """Take up the parts of a claim: write those whose rows are all finished or given up."""
         writer = PartWriter(
             self._job.out,
@@ -200,13 +147,13 @@ class _PartWriters:
             self._job.table,
             self._job.source,
             self._metadata,
-            self._recorder.checkpoint,
+            self._before_write,
             self._queue.publish,
         )
         self._of_part = {index: one for index, one in self._of_part.items() if not one.is_done}
         self._of_part |= {part.index: writer for part in claim.parts}
         writer.write_complete()
-        for row_id in claim.given_up:
+        for row_id in claim.crashes.given_up:
             writer.add(fail_row(self._job, row_id, QUARANTINED))
             self._progress.update(Counts(rows=1), None)
             self._progress.fail(1)
@@ -231,6 +178,10 @@ class _PartWriters:
             writer.flush()
         if not self._of_part:
             self._recorder.checkpoint()
+
+    def _before_write(self) -> None:
+        self._queue.check()
+        self._recorder.checkpoint()
 
     def _of(self, row_id: int) -> PartWriter:
         return self._of_part[bisect_right(self._first_rows, row_id) - 1]
@@ -263,7 +214,7 @@ class RowPipeline:
         self._progress = progress
         self._stop = stop
         self._reuse = reuse
-        self._waiting: RecoveredRows | None = None
+        self._waiting: PartsToMake | None = None
         """The next claim, where it has been taken up and none of its rows is read."""
         self._num_coming = 0
         """Rows of claims that were taken up, less those that need not run."""
@@ -283,7 +234,7 @@ class RowPipeline:
                 self._take_up(claim)
                 self._writers.begin(claim)
                 self._waiting = claim
-            if not (self._run_apart() if self._waiting.groups else self._run_claims()):
+            if not (self._run_apart() if self._waiting.suspects else self._run_claims()):
                 return False
         return not self._stop.is_set()
 
@@ -303,20 +254,22 @@ class RowPipeline:
     def _run_claims(self) -> bool:
         """Run one claim after the other, up to one with suspects."""
         assert self._waiting is not None
-        rows = self._waiting.num_missing
+        rows = sum(map(len, self._waiting.missing))
         self._tokens.is_row_alone = not self._queue.is_shared and rows == 1
         return self._run_rows(self._claims)
 
-    def _take_up(self, claim: RecoveredRows) -> None:
+    def _take_up(self, claim: PartsToMake) -> None:
         self._tokens.add(self._token_files.recover(claim.missing, claim.beside))
-        self._in_flight.at_once = claim.is_held
-        self._num_coming += sum(map(self._job.source.count, claim.missing)) - len(claim.given_up)
+        self._in_flight.at_once = claim.crashes.is_held
+        self._num_coming += sum(map(self._job.source.count, claim.missing)) - len(
+            claim.crashes.given_up
+        )
 
     def _claims(
         self, is_needed: Callable[[], bool], is_over: Callable[[], bool], put: Callable[..., None]
-    ) -> Iterator[tuple[RecoveredRows, Sequence[range]]]:
+    ) -> Iterator[tuple[PartsToMake, Sequence[range]]]:
         """The claims to run now, each with its rows, taken when the engine will soon need rows."""
-        while self._waiting is not None and not self._waiting.groups:
+        while self._waiting is not None and not self._waiting.suspects:
             claim, self._waiting = self._waiting, None
             for ranges in claim.phases():
                 yield claim, ranges
@@ -328,7 +281,7 @@ class RowPipeline:
                 put(self._waiting)
 
     def _run_rows(
-        self, claims_of: Callable[..., Iterator[tuple[RecoveredRows, Sequence[range]]]]
+        self, claims_of: Callable[..., Iterator[tuple[PartsToMake, Sequence[range]]]]
     ) -> bool:
         """Run the rows of some claims; whether they are all finished."""
         spec, context = self._job.spec, self._loaded.context
@@ -378,7 +331,7 @@ class RowPipeline:
         match finished:
             case FoundRows():
                 return self._copy(finished)
-            case RecoveredRows():
+            case PartsToMake():
                 self._writers.begin(finished)
             case TokenUpdate():
                 self._writers.flush()  # first: what it replaces may be of finished rows
@@ -408,7 +361,7 @@ class RowPipeline:
 
     def _batches(
         self,
-        claims: Iterator[tuple[RecoveredRows, Sequence[range]]],
+        claims: Iterator[tuple[PartsToMake, Sequence[range]]],
         is_over: Callable[[], bool],
         is_starved: Callable[[], bool],
         hand_over: Callable[[FoundRows], None],

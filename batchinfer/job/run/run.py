@@ -10,10 +10,11 @@ from pathlib import PurePath
 from batchinfer.console.display import Display
 from batchinfer.console.phases import Phases
 from batchinfer.errors import ExitCode
+from batchinfer.job.claims.generation import NextGeneration
+from batchinfer.job.claims.retry import reopen
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.job import BuildEngine
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.recovery.retry import reopen
-from batchinfer.job.output.resume import plan_resume
 from batchinfer.job.reuse.reuse import open_outputs
 from batchinfer.job.run.begin import (
     RunOptions,
@@ -27,10 +28,8 @@ from batchinfer.job.run.on_end import notify_on_end
 from batchinfer.job.run.parts import RunFleet, run_parts
 from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.live import LiveFile, WatchedRun
-from batchinfer.job.update.claim import NextGeneration
 
 
 def run_job(
@@ -39,7 +38,7 @@ def run_job(
     overwrite: bool = False,
     retry_errors: bool = False,
     update: bool = False,
-    shard: Shard | None = None,
+    role: Role | None = None,
     quiet: bool = False,
     as_json: bool = False,
     build: BuildEngine | None = None,
@@ -59,7 +58,7 @@ def run_job(
         retry_errors: run the rows again that ended in an error; what else differs is updated.
         update: where the job or its input differ from what the output was made of, make it anew
             beside that, and put it in its place when it is made.
-        shard: make its parts alone, beside other shards; the last one to end ends the job.
+        role: what this process makes beside others; the last one to end ends the job.
         quiet: print nothing but why the job did not succeed.
         as_json: print the summary as JSON.
         build: makes the engine, in place of ``batchinfer.builders.engine.build_engine``.
@@ -77,7 +76,7 @@ def run_job(
         JobError: the job cannot be run; finished rows stay.
     """
     options = RunOptions(
-        "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, shard
+        "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, role
     )
     refuse_combinations(options, has_fleet=fleet is not None)
     display = display or Display(quiet=quiet, result_on_stdout=not as_json)
@@ -86,26 +85,24 @@ def run_job(
         watched = WatchedRun(spec.name, phases)
         reporter = RunReporter(watched, display, as_json, report)
         stack.enter_context(serve_metrics(metrics, watched, display))
-        ended = stack.enter_context(notify_on_end(spec, watched, display, alone=shard is None))
+        ended = stack.enter_context(notify_on_end(spec, watched, display, alone=role is None))
         job = open_output_job(spec, combined_output, options)
         claim = claim_parts(job, options)
         if claim is None:
             reporter.nothing_to_do(job.out)
             return ExitCode.OK
         num_parts = len(job.manifest.parts())
-        if shard is not None and not shard.parts(num_parts):
-            reporter.shard_without_parts(str(shard), num_parts)
+        if role is not None and role.shard is not None and not role.shard.parts(num_parts):
+            reporter.shard_without_parts(str(role.shard), num_parts)
             return ExitCode.OK
         outputs = open_outputs(job.spec.output.reuse, job.out)
+        generated = job.table.generated_schema
+        opens = (lambda out, plan: reopen(out, plan, generated)) if retry_errors else None
+        resume = stack.enter_context(claim.begun(job.manifest, options.if_exists, opens))
         # an updated output's own folder is deleted once it has replaced the old one
         live_in = job.out if isinstance(claim, NextGeneration) else claim.out
-        resume = stack.enter_context(claim.begun(job.manifest, options.if_exists))
         stack.enter_context(_write_live_status(live_in, watched))
         job = replace(job, manifest=resume.manifest, out=claim.out)
-        if retry_errors:
-            reopen(job.out, job.manifest, job.table.generated_schema)
-            reopened = plan_resume(job.out, job.manifest, "resume")
-            resume = replace(reopened, takes_over=resume.takes_over)
         check_folders(job, resume)
         code = run_parts(
             job, claim, resume, reporter, build, fleet, outputs, overwrites=options.overwrites

@@ -22,7 +22,7 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
-from batchinfer.job.run_ids import run_id, run_number, writer_of
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.spec.spec import JobSpec, resolved
 from batchinfer.job.storage.filesystem import STRICT, Files, read_file, storage_errors
 
@@ -145,7 +145,7 @@ class Recorder:
     """Writes a run's record. The record on disk covers at least all finished rows.
 
     Args:
-        run_id: from ``next_run_id``, or from the driver of several writers.
+        run_id: ``OutputDir.next_run_id``.
     """
 
     def __init__(self, out: OutputDir, spec: JobSpec, run_id: str) -> None:
@@ -244,17 +244,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, JobError):
         return str(error)
     return f"a bug of batchinfer ({type(error).__name__}); see its crash log"
-
-
-def next_run_id(out: OutputDir) -> str:
-    """The id of the next run of ``out.writer``.
-
-    Ids sort in the order of runs whatever the clock said. Writers that start at once may get the
-    same number and differ in the writer's name.
-    """
-    folders = (out.runs, out.steps, out.logs)
-    names = [path.name for folder in folders for path in out.files.entries(folder)]
-    return run_id(1 + max(map(run_number, names), default=0), out.writer)
 
 
 _version = cache(version)  # searches all installed packages

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchinfer.job.claims.writers import own_lock, writer_named, writers_seen
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.run_ids import run_number, writer_of
-from batchinfer.job.shards.locks import own_lock, shards_seen
-from batchinfer.job.shards.shard import shard_of
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.recorder import Run
 
 SILENT_S = 60.0
 """A run whose lock cannot be checked from here counts as dead after this long without a write, or
 after three times the interval at which it writes finished rows."""
-_NUMBER = re.compile(r"^([a-z])\d+")
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,9 @@ def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Work
 
 
 def any_lock_lives(out: OutputDir) -> bool:
-    """Whether a live process is known to hold the directory's lock or a shard's."""
+    """Whether a living process is known to hold the directory's lock, or that of a writer."""
     return out.lock.holder_lives() is True or any(
-        own_lock(out, shard).lock.holder_lives() is True for shard in shards_seen(out)
+        own_lock(out, writer).lock.holder_lives() is True for writer in writers_seen(out)
     )
 
 
@@ -61,8 +58,8 @@ def writer_lives(out: OutputDir, writer: str) -> bool | None:
     Args:
         writer: as in ``OutputDir``.
     """
-    shard = shard_of(writer)
-    return (out if shard is None else own_lock(out, shard)).lock.holder_lives()
+    named = writer_named(writer)
+    return (out if named is None else own_lock(out, named)).lock.holder_lives()
 
 
 def _latest(runs: Sequence[Run]) -> list[Run]:
@@ -76,14 +73,9 @@ def _latest(runs: Sequence[Run]) -> list[Run]:
 
 
 def _group(run_id: str) -> str:
-    """Key that runs at the same time share.
-
-    Shards start on their own and restart under new numbers; workers of a fleet start together.
-    """
-    writer = writer_of(run_id)
-    if writer and shard_of(writer) is None:
-        return str(run_number(run_id))
-    return _NUMBER.sub(r"\1", writer)
+    """Key that runs at the same time share."""
+    writer = writer_named(writer_of(run_id))
+    return "" if writer is None else writer.team
 
 
 def _worker(out: OutputDir, run: Run, now: float) -> Worker:

@@ -1,7 +1,9 @@
-"""The lock of an output directory on this machine: one run at a time may write.
+"""A lock in a file system: one process at a time holds it.
 
 The lock is the operating system's: it is free at once when its holder dies, however it dies. The
-file beside it only tells others who holds it.
+file beside it tells others who holds it. Of several processes that write beside each other, each
+touches that file every few seconds: one that was not heard of for ``LAPSE_S`` counts as dead, even
+if it is only frozen.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +25,8 @@ from batchinfer.errors import LockedError
 from batchinfer.job.storage.filesystem import parse_json, storage_errors
 
 LOCK, HOLDER = "lock", "lock.json"
+HEARTBEAT_S = 15.0
+LAPSE_S = 90.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -50,13 +55,17 @@ class Lock(Protocol):
         """
         ...
 
-    def make_free(self) -> None:
-        """Make sure that nobody holds it: who was not heard of for long loses it.
+    def is_free(self) -> bool:
+        """Whether nobody holds it; a holder that was not heard of for long has lost it.
 
         Raises:
-            HeldError: a run holds it.
             StorageError: it cannot be written to.
         """
+        ...
+
+    @property
+    def fences(self) -> bool:
+        """Whether who has lost it is kept from writing by the lock itself."""
         ...
 
     def holder_lives(self) -> bool | None:
@@ -68,12 +77,14 @@ class Lock(Protocol):
 
 
 class LocalLock:
-    """A lock in the folder ``state`` of this machine's file system.
+    """A lock in the folder ``state`` of a file system.
 
     Args:
         name: its file, which may be in a folder there.
         task: what its holder does, of several that write; "": the holder writes alone.
     """
+
+    fences = False
 
     def __init__(self, state: Path, name: str = LOCK, task: str = "") -> None:
         self._state = state
@@ -83,18 +94,42 @@ class LocalLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        lock = self._acquire()
+        lock, done = self._acquire(), threading.Event()
         try:
             with storage_errors(self._holder):
                 self._holder.write_text(json.dumps(this_process(self._task)))
+            if self._task and self._path.name != LOCK:  # that is held for a moment only
+                threading.Thread(target=self._beat_until, args=(done,), daemon=True).start()
             yield
         finally:
+            done.set()
             with suppress(OSError):  # the next holder writes its own
                 self._holder.unlink(missing_ok=True)
             lock.release()
 
-    def make_free(self) -> None:
-        self._acquire().release()
+    def is_free(self) -> bool:
+        try:
+            self._acquire().release()
+        except HeldError:
+            return self._has_lapsed()
+        return True
+
+    def _beat_until(self, done: threading.Event) -> None:
+        while not done.wait(HEARTBEAT_S):
+            with suppress(OSError):
+                os.utime(self._holder)
+
+    def _has_lapsed(self) -> bool:
+        """Whether the holder was not heard of for long, by the file system's own clock."""
+        probe = self._holder.with_suffix(f".{os.getpid()}")
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - self._holder.stat().st_mtime > LAPSE_S
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
 
     def _acquire(self) -> BaseFileLock:
         with storage_errors(self._state):

@@ -26,12 +26,18 @@ from typing import Any
 from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError, StorageError
 from batchinfer.job.storage.filesystem import parse_json
-from batchinfer.job.storage.local_lock import LOCK, HeldError, named, process_lives, this_process
+from batchinfer.job.storage.local_lock import (
+    HEARTBEAT_S,
+    LAPSE_S,
+    LOCK,
+    HeldError,
+    named,
+    process_lives,
+    this_process,
+)
 from batchinfer.job.storage.object_store import ObjectMeta, Objects, Version
 from batchinfer.job.storage.urls import StorePath
 
-HEARTBEAT_S = 15.0
-LAPSE_S = 90.0
 _TRUSTED_S = LAPSE_S / 2
 """How long what the store has said of the lock holds: others wait twice as long."""
 _TRIES = 5
@@ -64,6 +70,8 @@ class StoreLock:
         name: its object there, without ``.json``.
         task: what its holder does, of several that write; "": the holder writes alone.
     """
+
+    fences = True
 
     def __init__(
         self,
@@ -161,11 +169,17 @@ class StoreLock:
                     self._write(_Content(self._content.fence), self._version)
             self._version = None
 
-    def make_free(self) -> None:
-        """Make sure that nobody holds it; one that was only asleep will find itself passed."""
-        if self.holder_lives() is not None:
+    def is_free(self) -> bool:
+        """Whether nobody holds it; a holder that was only asleep will find itself passed."""
+        lives = self.holder_lives()
+        if lives is not False:
+            return lives is None
+        try:
             self.acquire()
-            self.release()
+        except HeldError:
+            return False
+        self.release()
+        return True
 
     def holder_lives(self) -> bool | None:
         """Whether the holder was heard of lately, by the clock here; None: nobody holds it."""

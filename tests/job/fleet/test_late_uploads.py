@@ -19,7 +19,6 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
 from batchinfer.job.row_ids import Part
-from batchinfer.job.stats.recorder import next_run_id
 from batchinfer.job.storage import connection, object_lock, permit
 from tests.job.fakes import begin
 from tests.job.stores import LAKE, objects, point_to, s3_server
@@ -158,7 +157,7 @@ def test_a_drivers_log_takes_its_number_and_keeps_its_lines(url: str) -> None:
         log.close()
         (lines,) = objects(f"{url.removeprefix(f'{LAKE}/')}/_batchinfer/logs").values()
         assert [line.split()[1] for line in lines.splitlines()] == [b"one", b"two", b"three"]
-        assert next_run_id(out) == "run-00008"
+        assert out.next_run_id == "run-00008"
         out.files.delete(out.logs)
         log = DriverLog(out, "run-00007-driver")
         log("one")

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.claims import swap
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.run.run import run_job
-from batchinfer.job.update import swap
 from tests.job.fakes import FakeBuild, TellingBuild, job
 from tests.job.output.test_resume import stop_at
 

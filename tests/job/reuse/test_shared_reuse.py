@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards.shard import Shard
 from tests.job.fakes import TellingBuild
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 from tests.job.fleet.shared_cluster import shared_cluster
@@ -25,7 +26,7 @@ def test_shards_reuse_and_are_reused(tmp_path: Path) -> None:
     ran: list[int] = []
     for index in range(3):
         build = TellingBuild()
-        assert run_job(two, build=build, quiet=True, shard=Shard(index, 3)) is ExitCode.OK
+        assert run_job(two, build=build, quiet=True, role=Role(Shard(index, 3))) is ExitCode.OK
         ran += build.ran
     assert sorted(ran) == list(range(50, 55))
     story.check("two")

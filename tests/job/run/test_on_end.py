@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode, JobError, UsageError
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.fingerprint import fingerprint_facts
 from batchinfer.job.run import on_end
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec, resolved
 from tests.job.datasets import write_parquet
@@ -198,10 +199,10 @@ def test_a_webhook_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_of_shards_the_one_tells_that_ends_the_job(tmp_path: Path, hook: Hook) -> None:
     spec = some_job(tmp_path, webhook=hook.url)
-    assert run_job(spec, build=Build(stop_at(1)), shard=Shard(0, 2)) is ExitCode.INTERRUPTED
-    assert run_job(spec, build=FakeBuild(), shard=Shard(0, 2)) is ExitCode.OK
+    assert run_job(spec, build=Build(stop_at(1)), role=Role(Shard(0, 2))) is ExitCode.INTERRUPTED
+    assert run_job(spec, build=FakeBuild(), role=Role(Shard(0, 2))) is ExitCode.OK
     assert hook.told == []
-    assert run_job(spec, build=FakeBuild(), shard=Shard(1, 2)) is ExitCode.OK
+    assert run_job(spec, build=FakeBuild(), role=Role(Shard(1, 2))) is ExitCode.OK
     assert [one["outcome"] for one in hook.told] == ["succeeded"]
 
 

@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.writers import Writer, own_lock
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards.locks import own_lock
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.stats.recorder import Run, engine_wall_s, wall_s
 from batchinfer.job.stats.status import read_status
 from batchinfer.job.stats.workers import SILENT_S, latest_workers
@@ -66,7 +67,7 @@ def test_the_timeline_has_runs_beside_each_other_and_no_time_when_none_ran(tmp_p
         (["run-00001-s0001of2", "run-00002-s0000of2"], ["s0000of2", "s0001of2"]),
         (["run-00001-s0001of4", "run-00002", "run-00003-s0000of4"], ["s0000of4"]),
         (["run-00001-w01", "run-00001-w02", "run-00001-w03"], ["w01", "w02", "w03"]),
-        (["run-00001-w01", "run-00001-w02", "run-00002-w01"], ["w01"]),
+        (["run-00001-w01", "run-00001-w02", "run-00002-w01"], ["w01", "w02"]),
     ],
 )
 def test_the_latest_runs_are_those_beside_each_other(
@@ -81,10 +82,10 @@ def test_what_is_known_of_shards(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     spec = job(tmp_path)
     out = output_at(spec.output.path)
-    assert run_job(spec, shard=Shard(0, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert run_job(spec, role=Role(Shard(0, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
     found = read_status(out, 0.0)
     assert (found.state, found.rows_done, found.parts_done) == ("stopped", 20, 2)
-    with own_lock(out, Shard(1, 2)).locked():
+    with own_lock(out, Writer(Shard(1, 2))).locked():
         assert read_status(out, 0.0).state == "running", "also while its model loads"
         path = out.runs / "run-00002-s0001of2.json"
         stored = json.loads((out.runs / "run-00001-s0000of2.json").read_bytes())
@@ -102,7 +103,7 @@ def test_what_is_known_of_shards(tmp_path: Path) -> None:
     assert read_status(out, 1e6).workers[1].state == "running", "until it is silent: who knows"
     Path(path).unlink()
 
-    assert run_job(spec, shard=Shard(1, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert run_job(spec, role=Role(Shard(1, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
     assert read_status(out, 0.0).state == "finished"
     summary = json.loads(Path(out.summary).read_bytes())
     assert summary["workers"] == 2

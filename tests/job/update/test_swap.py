@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.claims import swap
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.update import swap
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -171,10 +172,10 @@ def test_a_shard_is_refused_and_says_what_to_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="--update cannot be combined with --shard"):
-        run(spec_of(folder), update=True, shard=Shard(0, 2))
+        run(spec_of(folder), update=True, role=Role(Shard(0, 2)))
     half_way(folder, monkeypatch)
     with pytest.raises(LockedError, match=r"is being updated.*\n.*without --shard"):
-        run(spec_of(folder), shard=Shard(0, 2))
+        run(spec_of(folder), role=Role(Shard(0, 2)))
 
 
 def test_a_run_of_the_job_before_finds_the_new_one(

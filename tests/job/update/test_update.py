@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, DeviceError, ExitCode, UsageError
-from batchinfer.job.job import load
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.stats.status import read_status
@@ -281,28 +277,6 @@ def test_folders_that_are_empty_may_be_missing(place: Place) -> None:
 def test_what_is_refused(place: Place) -> None:
     with pytest.raises(UsageError, match="--update keeps the good rows, --overwrite keeps none"):
         place.run(update=True, overwrite=True)
-
-
-def test_workers_find_the_next_generation_and_the_rows_of_the_last(place: Place) -> None:
-    """By the job that they are given alone, as processes elsewhere do."""
-    builds: list[TellingBuild] = []
-
-    def one_worker(job: Any, recovered: Any, build: Any, *others: Any) -> bool:
-        *_, clear, progress, stop = others
-        out = output_at(job.spec.output.path)
-        assert out.root == job.out.root != place.out.root
-        outputs = open_outputs(job.spec.output.reuse, out)
-        reuse = RowReuse(outputs, job.table.generated_schema, print)
-        builds.append(build)
-        clear()
-        with closing(load(job, build)) as loaded:
-            queue = pipeline.OneClaim(job, recovered)
-            return pipeline.run_pipeline(job, queue, loaded, progress, stop, reuse)
-
-    place.write(*ROWS, "more")
-    assert place.run(update=True, fleet=one_worker) == [14]
-    assert len(builds) == 1
-    place.check_as_fresh()
 
 
 def values_in(folder: Path) -> set[str]:

@@ -10,7 +10,6 @@ from batchinfer.console.format import format_value
 from batchinfer.errors import UsageError
 
 _SHARD = re.compile(r"([0-9]+)/([0-9]+)")
-_WRITER = re.compile(r"s([0-9]+)of([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,6 @@ class Shard:
         """The one of its siblings, itself among them, that makes a part."""
         siblings = (Shard(at, self.count) for at in range(self.count))
         return next(shard for shard in siblings if index in shard.parts(num_parts))
-
-
-def shard_of(writer: str) -> Shard | None:
-    """The shard that writes under a name; None for another writer."""
-    match = _WRITER.fullmatch(writer)
-    return Shard(int(match[1]), int(match[2])) if match else None
 
 
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:

@@ -1,10 +1,10 @@
-"""The start of an output by shards that are to find nothing there, or to delete what there is.
+"""The start of an output by several writers that must find nothing, or delete what they find.
 
-With ``output.if_exists: overwrite`` the first shard deletes, and the others must not delete again
-what their siblings have made since; with ``error`` the first must find nothing, and the others will
-find that. So the first writes down that shards of so many have begun, and when their plan was made,
-which is in the manifest as well. From there on all of them resume, also those that are run again,
-until the job is finished.
+With ``output.if_exists: overwrite`` the first writer deletes, and the others must not delete what
+their siblings have made since; with ``error`` the first must find nothing, and the others will find
+its rows. So the first stores which team has begun, and when its plan was made, which is in the
+manifest as well. From there on all of them resume, also those that are run again, until the job is
+finished.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FreshStart:
 
     __pydantic_config__: ClassVar = STRICT
 
-    count: int
-    """Number of the shards."""
+    team: str
+    """``Writer.team`` of those who begin."""
     planned_at: str
     """``Manifest.planned_at`` of their plan."""
     is_clear: bool
@@ -49,10 +49,10 @@ class FreshStart:
 _STORED = TypeAdapter(FreshStart)
 
 
-def stored_start(out: OutputDir, count: int) -> FreshStart | None:
-    """The start that so many shards have written down last; None if there is none."""
+def stored_start(out: OutputDir, team: str) -> FreshStart | None:
+    """The start that a team has written down last; None if there is none."""
     try:
         found = _STORED.validate_json(read_file(out.files, out.shards))
     except (OSError, ValueError):
         return None
-    return found if found.count == count else None
+    return found if found.team == team else None

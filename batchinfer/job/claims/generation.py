@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Event
+
+import pyarrow as pa
 
 from batchinfer.console.format import printable
 from batchinfer.console.terminal import print_line
 from batchinfer.errors import DataError
+from batchinfer.job.claims.claim import Ending, Reopen, reopened
+from batchinfer.job.claims.queue import PartQueue, all_parts
+from batchinfer.job.claims.swap import finish_swap, is_swapping, put_in_place
+from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import is_begun, stored_manifest
@@ -23,10 +28,7 @@ from batchinfer.job.output.resume import (
     refuse_unexpected_files,
 )
 from batchinfer.job.row_ids import Part
-from batchinfer.job.shards.claim import Ending
-from batchinfer.job.shards.locks import refuse_shards
 from batchinfer.job.storage.filesystem import storage_errors
-from batchinfer.job.update.swap import finish_swap, is_swapping, put_in_place
 
 
 def end_swap(out: OutputDir) -> None:
@@ -90,10 +92,12 @@ class NextGeneration:
         self._present = present
 
     @contextmanager
-    def begun(self, manifest: Manifest, if_exists: str) -> Iterator[ResumePlan]:
+    def begun(
+        self, manifest: Manifest, if_exists: str, reopen: Reopen | None = None
+    ) -> Iterator[ResumePlan]:
         present = self._present
         with present.locked():
-            refuse_shards(present)
+            refuse_writers(present)
             refuse_half_an_update(present)
             stored = stored_manifest(present)
             refuse_unexpected_files(present, stored)
@@ -103,7 +107,8 @@ class NextGeneration:
             with storage_errors(present.permit, "delete"):
                 present.files.delete(present.permit)  # workers may live whose driver has died
             prepare_directory(self.out, work)
-            yield replace(work, takes_over=(present, *self._others()))
+            work = replace(work, takes_over=(present, *self._others()))
+            yield reopened(self.out, work, reopen)
 
     def _others(self) -> list[OutputDir]:
         """Generations that were begun for other plans; those that hold nothing are deleted."""
@@ -122,8 +127,11 @@ class NextGeneration:
     def clear(self, work: ResumePlan) -> None:
         clear_output(self.out, work)
 
+    def queue(self, work: ResumePlan, generated: pa.Schema) -> PartQueue:
+        return all_parts(self.out, work, generated)
+
     @contextmanager
-    def ending(self, stop: Event) -> Iterator[Ending]:
+    def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
         yield Ending(self.out)
         present, files = self._present, self.out.files
         if files.stat(self.out.success) is not None or files.stat(present.success) is None:

@@ -17,6 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, NotYetError, UsageError
+from batchinfer.job.claims import writers
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import identified, open_job
 from batchinfer.job.output import part_writer
@@ -24,9 +27,6 @@ from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import end, pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards import locks
-from batchinfer.job.shards.claim import OneShard
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.datasets import write_parquet
@@ -48,7 +48,7 @@ def run_shard(
     spec: JobSpec, index: int, count: int = COUNT, build: FakeBuild | None = None, **options: Any
 ) -> ExitCode:
     options = {"quiet": True, **options}
-    return run_job(spec, shard=Shard(index, count), build=build or FakeBuild(), **options)
+    return run_job(spec, role=Role(Shard(index, count)), build=build or FakeBuild(), **options)
 
 
 def data(spec: JobSpec) -> dict[str, bytes]:
@@ -81,7 +81,7 @@ def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
 @contextmanager
 def living(spec: JobSpec, index: int, count: int = COUNT) -> Iterator[None]:
     """While another shard runs."""
-    shard = OneShard(output_at(spec.output.path), Shard(index, count))
+    shard = SharedClaim(output_at(spec.output.path), Role(Shard(index, count)), 1 << 16)
     manifest = open_job(spec, identified(open_source(spec.input.paths), None)).manifest
     with shard.begun(manifest, spec.output.if_exists):
         yield
@@ -133,7 +133,7 @@ def processes(
     spec: JobSpec, *shards: str, failpoint: str = "", options: Sequence[str] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
     """Shards that run at once, each in a process of its own; the failpoint is the first one's."""
-    program = [sys.executable, "-m", "tests.job.shards.program", str(out_of(spec).parent)]
+    program = [sys.executable, "-m", "tests.job.claims.program", str(out_of(spec).parent)]
     started = [
         subprocess.Popen(
             [*program, shard, *options],
@@ -180,18 +180,18 @@ def test_who_dies_while_ending_the_job_leaves_that_to_another(
 def test_of_shards_that_end_at_once_one_ends_the_job(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, finish, ending = threading.Barrier(2), end._finish, OneShard.ending
+    both, finish, ending = threading.Barrier(2), end._finish, SharedClaim.ending
     finishes: list[str] = []
 
-    def ending_together(claim: OneShard, stop: threading.Event) -> Any:
+    def ending_together(claim: SharedClaim, is_over: Callable[[], bool]) -> Any:
         both.wait()
-        return ending(claim, stop)
+        return ending(claim, is_over)
 
     def counted(*arguments: Any) -> ExitCode:
         finishes.append("once")
         return finish(*arguments)
 
-    monkeypatch.setattr(OneShard, "ending", ending_together)
+    monkeypatch.setattr(SharedClaim, "ending", ending_together)
     monkeypatch.setattr(end, "_finish", counted)
     codes: list[ExitCode] = []
     threads = [
@@ -223,7 +223,7 @@ def test_a_run_alone_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[s
 def test_a_shard_is_refused_while_a_run_alone_lives(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
     refused = pytest.raises(LockedError, match=r"another run is writing to .*: process \d+")
     with output_at(spec.output.path).locked(), refused:
         run_shard(spec, 0)
@@ -232,15 +232,15 @@ def test_a_shard_is_refused_while_a_run_alone_lives(
 def test_a_shard_waits_for_others_that_look_or_end_the_job(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
     asked = threading.Event()
-    held = locks.wait_for
+    held = writers.wait_for
 
     def tell(*arguments: Any, **options: Any) -> Any:
         asked.set()
         return held(*arguments, **options)
 
-    monkeypatch.setattr("batchinfer.job.shards.claim.wait_for", tell)
+    monkeypatch.setattr("batchinfer.job.claims.shared.wait_for", tell)
     waiting = output_at(spec.output.path).under_lock("lock", "shard 3/4")
     codes: list[ExitCode] = []
     thread = threading.Thread(target=lambda: codes.append(run_shard(spec, 0)))
@@ -344,18 +344,18 @@ def test_who_finds_a_siblings_part_damaged_names_the_shard_to_run(
 def test_a_shard_that_waits_for_others_to_end_the_job_can_be_stopped(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ending = OneShard.ending
+    ending = SharedClaim.ending
 
-    def ending_beside_another(claim: OneShard, stop: threading.Event) -> Any:
+    def ending_beside_another(claim: SharedClaim, is_over: Callable[[], bool]) -> Any:
         stack = ExitStack()
-        stack.enter_context(claim._shared.lock.held())
+        stack.enter_context(claim.shared.lock.held())
         timer = threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM))
         stack.callback(timer.join)
         timer.start()
         with stack:
-            yield stack.enter_context(ending(claim, stop))
+            yield stack.enter_context(ending(claim, is_over))
 
-    monkeypatch.setattr(OneShard, "ending", contextmanager(ending_beside_another))
+    monkeypatch.setattr(SharedClaim, "ending", contextmanager(ending_beside_another))
     assert run_shard(spec, 0) is ExitCode.INTERRUPTED
     monkeypatch.undo()
     by_shards_of(4)(spec, FakeBuild())
@@ -411,7 +411,7 @@ def test_output_stays_until_an_overwriting_shard_has_its_model(spec: JobSpec) ->
 
     overwrites = spec.output.model_copy(update={"if_exists": "overwrite"})
     with pytest.raises(UsageError):
-        run_job(spec, shard=Shard(0, 4), overwrite=True, build=fail, quiet=True)
+        run_job(spec, role=Role(Shard(0, 4)), overwrite=True, build=fail, quiet=True)
     assert data(spec) == before
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
 

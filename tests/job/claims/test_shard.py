@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import UsageError
-from batchinfer.job.shards.shard import Shard, parse_shard, shard_of
+from batchinfer.job.claims.shard import Shard, parse_shard
+from batchinfer.job.claims.writers import Writer, writer_named
 
 
 @given(st.integers(1, 50), st.integers(0, 200))
@@ -25,8 +26,16 @@ def test_a_shard_writes_under_a_name_that_says_which_it_is() -> None:
     shards = [Shard(at, 12) for at in range(12)]
     names = [shard.writer for shard in shards]
     assert all(one < other for one, other in pairwise(names))
-    assert [shard_of(name) for name in names] == shards
-    assert shard_of("w02") is shard_of("") is shard_of("s0001of2.json") is None
+    assert [writer_named(name) for name in names] == [Writer(shard) for shard in shards]
+
+
+def test_names_of_writers_and_back() -> None:
+    writers = [Writer(), Writer(number=2), Writer(Shard(1, 4)), Writer(Shard(1, 4), 12)]
+    names = ["workers", "w02", "s0001of4", "s0001of4w12"]
+    assert [writer.name for writer in writers] == names
+    assert [writer_named(name) for name in names] == writers
+    assert writer_named("") is writer_named("s0001of2.json") is writer_named("fleet") is None
+    assert [writer.team for writer in writers] == ["workers", "workers", "4 shards", "4 shards"]
 
 
 def array(task: int, first: int, last: int, count: int) -> dict[str, str]:

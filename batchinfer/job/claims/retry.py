@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.errors import DataError
+from batchinfer.job.claims.crashes import forget_given_up
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.explode import whole_rows
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.recovery.quarantine import clear_quarantine
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.output.stats_tables import REQUEST
 from batchinfer.job.row_ids import Part
@@ -39,7 +39,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     segments = Segments(out, plan, plan.parts(), generated)
     segments.recover()
     segments.forget_errors()
-    clear_quarantine(out)
+    forget_given_up(out)
     reopened = _parts_with_errors(out, plan, "marks")
     if not reopened:
         return

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from batchinfer.job.output.recovery.quarantine import MOST_FRUITLESS, CrashHistory
+from batchinfer.job.claims.crashes import MOST_FRUITLESS, CrashHistory
 from batchinfer.job.tokens.in_flight import ALONE_S
 
 TOKENS_PER_S = 20
@@ -38,7 +38,7 @@ class Job:
         return {*range(len(self.lengths))} - self.finished
 
     def run(self, lives_s: float) -> bool:
-        """Run the job as ``RecoveredRows.phases`` has it, for so long; whether it is finished."""
+        """Run the job as ``PartsToMake.phases`` has it, for so long; whether it is finished."""
         self._left = int(lives_s * TOKENS_PER_S)
         self._finished_now: set[int] = set()
         self._kept_tokens = False
@@ -50,7 +50,10 @@ class Job:
             except DiedError:
                 self.deaths += 1
                 after = self.history.after_death(
-                    "run", phase - self.finished, self._finished_now, kept_tokens=self._kept_tokens
+                    ["run"],
+                    phase - self.finished,
+                    self._finished_now,
+                    kept_tokens=self._kept_tokens,
                 )
                 self.history = after.among(self.missing)
                 return False

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.claims import writers
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.writers import Writer, lives, own_lock
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import identified, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import ResumePlan, plan_of
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
-from batchinfer.job.shards import locks
-from batchinfer.job.shards.claim import OneShard
-from batchinfer.job.shards.locks import lives, own_lock
-from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import connection, object_lock
 from batchinfer.job.storage.failpoints import VARIABLE
@@ -53,7 +53,7 @@ def spec(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_processes_beside_each_other_and_one_that_dies(
     spec: JobSpec, tmp_path: Path, server: str
 ) -> None:
-    program = [sys.executable, "-m", "tests.job.shards.program", str(tmp_path)]
+    program = [sys.executable, "-m", "tests.job.claims.program", str(tmp_path)]
     started = [
         subprocess.Popen(
             [*program, shard, f"path={spec.output.path}"],
@@ -64,7 +64,7 @@ def test_processes_beside_each_other_and_one_that_dies(
     assert [process.wait() for process in started] == [-signal.SIGKILL, 0]
     out = output_at(spec.output.path)
     assert (verify(out).problems, verify(out).parts_done) == ([], 2)
-    assert run_job(spec, shard=Shard(0, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert run_job(spec, role=Role(Shard(0, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
     alone = job(tmp_path)
     run_job(alone, build=FakeBuild(), quiet=True)
     data = {path.name: path.read_bytes() for path in (tmp_path / "out" / "data").iterdir()}
@@ -76,26 +76,26 @@ def test_processes_beside_each_other_and_one_that_dies(
 def test_a_living_shard_keeps_out_who_it_must(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
     out = output_at(spec.output.path)
-    with own_lock(out, Shard(1, 2)).locked():
-        for refused in (None, Shard(1, 2), Shard(0, 3)):
+    with own_lock(out, Writer(Shard(1, 2))).locked():
+        for refused in (None, Role(Shard(1, 2)), Role(Shard(0, 3))):
             with pytest.raises(LockedError, match=r"shard 1/2"):
-                run_job(spec, shard=refused, build=FakeBuild(), quiet=True)
-        assert run_job(spec, shard=Shard(0, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+                run_job(spec, role=refused, build=FakeBuild(), quiet=True)
+        assert run_job(spec, role=Role(Shard(0, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
     with out.locked(), pytest.raises(LockedError, match="another run is writing to"):
-        run_job(spec, shard=Shard(1, 2), build=FakeBuild(), quiet=True)
+        run_job(spec, role=Role(Shard(1, 2)), build=FakeBuild(), quiet=True)
 
 
 def test_a_shard_that_slept_too_long_finds_that_others_have_gone_on(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = output_at(spec.output.path)
-    shard = own_lock(out, Shard(0, 2))
+    shard = own_lock(out, Writer(Shard(0, 2)))
     with shard.locked():
-        assert lives(out, Shard(0, 2))
+        assert lives(out, Writer(Shard(0, 2)))
         monkeypatch.setattr(object_lock, "LAPSE_S", -1e9)
-        assert not lives(out, Shard(0, 2))
+        assert not lives(out, Writer(Shard(0, 2)))
         with pytest.raises(LockedError, match="another run has taken over"):
             shard.lock.confirm()  # type: ignore[attr-defined]
 
@@ -106,19 +106,19 @@ def test_a_shard_that_slept_while_it_held_the_directory_leaves_its_siblings_plan
     out = output_at(spec.output.path)
     manifest = open_job(spec, identified(open_source(spec.input.paths), None)).manifest
     siblings = replace(manifest, planned_at="2026-01-01T00:00:00")
-    agree = OneShard._agree
+    agree = SharedClaim._agree
 
-    def agree_and_sleep(claim: OneShard, *arguments: Any) -> ResumePlan:
+    def agree_and_sleep(claim: SharedClaim, *arguments: Any) -> ResumePlan:
         agreed = agree(claim, *arguments)
-        monkeypatch.setattr(OneShard, "_agree", agree)
+        monkeypatch.setattr(SharedClaim, "_agree", agree)
         with monkeypatch.context() as passed:
             passed.setattr(object_lock, "LAPSE_S", -1e9)
-            with OneShard(out, Shard(1, 2)).begun(siblings, "resume"):
+            with SharedClaim(out, Role(Shard(1, 2)), 1).begun(siblings, "resume"):
                 pass
         return agreed
 
-    monkeypatch.setattr(OneShard, "_agree", agree_and_sleep)
-    awakened = OneShard(out, Shard(0, 2)).begun(manifest, "resume")
+    monkeypatch.setattr(SharedClaim, "_agree", agree_and_sleep)
+    awakened = SharedClaim(out, Role(Shard(0, 2)), 1).begun(manifest, "resume")
     with pytest.raises(LockedError, match="another run has taken over"), awakened:
         pass
     assert plan_of(out).planned_at == siblings.planned_at

@@ -1,0 +1,270 @@
+"""The processes that write to one output at once: their names, locks and claims.
+
+A run that writes alone holds the directory's own lock for as long as it lives. Of several writers,
+each holds that lock for a moment only, while it looks, prepares, claims, publishes or ends the job,
+and a lock of its own, ``locks/NAME``, for as long as it lives. Locks of writers are taken and tried
+under the directory's lock.
+
+``claims/NAME.json`` has the parts that a writer makes. Whoever finds a writer's lock free, or not
+refreshed for long, deletes that file: from then on the writer publishes nothing, and its unfinished
+parts are free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from secrets import token_hex
+from typing import ClassVar
+
+from pydantic import NonNegativeInt, TypeAdapter
+
+from batchinfer.console.format import printable
+from batchinfer.errors import LockedError
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run_ids import run_number, writer_of
+from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
+from batchinfer.job.storage.local_lock import HeldError, Lock
+
+PATIENCE_S = 600.0
+"""How long a writer waits for others that hold the directory's lock for a moment."""
+ALONE_PATIENCE_S = 1.0
+"""How long it waits for a run that writes alone: that may be about to find that it must not."""
+LAUNCHER = "workers"
+"""Name of the writer that starts workers, and makes no part."""
+_WRITER = re.compile(r"(?:s(?P<index>[0-9]+)of(?P<count>[0-9]+))?(?:w(?P<number>[0-9]+))?")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One of several processes that write to an output."""
+
+    shard: Shard | None = None
+    """Whose parts it makes; None: parts of the whole job."""
+    number: int | None = None
+    """Of a worker, from 1; None: it is no worker."""
+
+    @property
+    def name(self) -> str:
+        """Its name in files."""
+        shard = "" if self.shard is None else self.shard.writer
+        worker = "" if self.number is None else f"w{self.number:02d}"
+        return f"{shard}{worker}" or LAUNCHER
+
+    @property
+    def team(self) -> str:
+        """What writers that may be beside it have in common."""
+        return "workers" if self.shard is None else f"{self.shard.count} shards"
+
+    def __str__(self) -> str:
+        """Its name in messages."""
+        if self.number is None:
+            return "the run that starts workers" if self.shard is None else f"shard {self.shard}"
+        of = "" if self.shard is None else f" of shard {self.shard}"
+        return f"worker {self.number}{of}"
+
+
+def writer_named(name: str) -> Writer | None:
+    """The writer of a name; None for a name that no writer has."""
+    if name == LAUNCHER:
+        return Writer()
+    match = _WRITER.fullmatch(name)
+    if not name or match is None:
+        return None
+    shard = None if match["index"] is None else Shard(int(match["index"]), int(match["count"]))
+    return Writer(shard, None if match["number"] is None else int(match["number"]))
+
+
+@contextmanager
+def wait_for(
+    lock: Lock, *, for_anyone: bool = False, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[bool]:
+    """Hold the directory's lock as soon as the writers that hold it for a moment let go.
+
+    Args:
+        for_anyone: wait for whoever holds it, as long as it takes: it will not be held for long.
+        is_over: whether to wait no longer.
+
+    Yields:
+        Whether it is held: False where ``is_over``.
+
+    Raises:
+        LockedError: a run that writes alone holds it, or nobody lets go of it.
+    """
+    began, pause = time.monotonic(), 0.01
+    with ExitStack() as stack:
+        is_held = False
+        while not is_held:
+            try:
+                stack.enter_context(lock.held())
+                is_held = True
+            except HeldError as error:
+                waited = time.monotonic() - began
+                if not for_anyone and waited > _patience(error):
+                    raise
+                if is_over():
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.3)
+        yield is_held
+
+
+def _patience(error: HeldError) -> float:
+    return ALONE_PATIENCE_S if error.is_alone else PATIENCE_S
+
+
+def own_lock(out: OutputDir, writer: Writer) -> OutputDir:
+    """``out`` as a writer has it that holds its own lock."""
+    name = f"{out.locks.name}/{writer.name}"
+    return out.under_lock(name, str(writer)).for_writer(writer.name)
+
+
+def lives(out: OutputDir, writer: Writer) -> bool:
+    """Whether a writer runs; one that died, or was not heard of for long, loses its claim."""
+    if not own_lock(out, writer).lock.is_free():
+        return True
+    Claims(out, writer).drop()
+    return False
+
+
+def writers_seen(out: OutputDir) -> list[Writer]:
+    """The writers that have ever had a lock here."""
+    names = sorted({path.name.partition(".")[0] for path in out.files.entries(out.locks)})
+    return [writer for name in names if (writer := writer_named(name)) is not None]
+
+
+def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
+    """The writers that run now, the own process among them."""
+    others = [writer for writer in writers_seen(out) if writer != own]
+    return [own, *(writer for writer in others if lives(out, writer))]
+
+
+def refuse_writers(out: OutputDir, but_of: str = "") -> None:
+    """Check that no other writer runs; call it under the directory's lock.
+
+    Args:
+        but_of: those of this team may.
+
+    Raises:
+        LockedError: one does.
+    """
+    for writer in writers_seen(out):
+        if writer.team != but_of and lives(out, writer):
+            raise LockedError(
+                f"{writer} is writing to {printable(str(out.root))}",
+                hint="wait until it has ended, or use --output for another directory",
+            )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What ``claims/NAME.json`` says."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    token: str
+    """Of the process; another one of the same name has another."""
+    first_run: NonNegativeInt
+    """Number of its runs at least: those with lower ones have died."""
+    parts: list[tuple[NonNegativeInt, NonNegativeInt]]
+    """Ranges of indices of parts."""
+
+
+_STORED = TypeAdapter(_Stored)
+
+
+class Claims:
+    """The parts that one writer makes; changed under the directory's lock.
+
+    Args:
+        out: the directory, as whoever holds its lock writes to it.
+    """
+
+    def __init__(self, out: OutputDir, writer: Writer) -> None:
+        self._out = out
+        self._path = out.claims / f"{writer.name}.json"
+        self._mine = _Stored(token_hex(8), 0, [])
+
+    def begin(self, first_run: int, parts: Sequence[range] = ()) -> None:
+        """Claim some parts, and no others.
+
+        Args:
+            first_run: number of this process's runs at least.
+        """
+        with storage_errors(self._out.claims):
+            self._out.files.make_directory(self._out.claims)
+        ranges = [(rows.start, rows.stop) for rows in parts]
+        self._mine = _Stored(self._mine.token, first_run, ranges)
+        self._store()
+
+    def add(self, parts: Sequence[range]) -> None:
+        """Claim more parts.
+
+        Raises:
+            LockedError: this process has lost what it had claimed.
+        """
+        self.check()
+        self._mine.parts.extend((rows.start, rows.stop) for rows in parts)
+        self._store()
+
+    def check(self) -> None:
+        """Make sure that this process has not lost its claims.
+
+        Raises:
+            LockedError: others have taken its parts, for it was not heard of for long.
+        """
+        stored = self.stored()
+        if stored is None or stored.token != self._mine.token:
+            raise LockedError(
+                f"others have taken over this process's parts of {printable(str(self._out.root))}: "
+                "it was not heard of for too long",
+                hint="let them go on, or run this command again",
+            )
+
+    def stored(self) -> _Stored | None:
+        """What the writer has claimed; None: nothing, or no more."""
+        try:
+            return _STORED.validate_json(read_file(self._out.files, self._path))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def claimed(self) -> set[int]:
+        """Indices of the parts that the writer has claimed, finished ones included."""
+        stored = self.stored()
+        return (
+            {at for first, stop in stored.parts for at in range(first, stop)} if stored else set()
+        )
+
+    def drop(self) -> None:
+        """Free all parts of the writer that are not finished."""
+        if self._out.files.stat(self._path) is not None:
+            with storage_errors(self._path, "delete"):
+                self._out.files.delete(self._path)
+
+    def _store(self) -> None:
+        self._out.write(self._path, json.dumps(asdict(self._mine)).encode())
+
+
+def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
+    """Logs of rows in flight of runs that have died; call it under the directory's lock.
+
+    Args:
+        living: all writers that live.
+    """
+    first_run = {}
+    for writer in living:
+        stored = Claims(out, writer).stored()
+        first_run[writer.name] = 0 if stored is None else stored.first_run
+    logs = out.files.entries(out.in_flight)
+    return [
+        log
+        for log in logs
+        if run_number(log.name) < first_run.get(writer_of(log.name), run_number(log.name) + 1)
+    ]

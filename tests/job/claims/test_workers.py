@@ -1,0 +1,240 @@
+"""Whole jobs whose parts are claimed by workers beside each other: real files, locks, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode, LockedError, UsageError
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role, claim_size
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from batchinfer.job.row_ids import Part
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.failpoints import VARIABLE
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+from tests.job.stores import LAKE, environment, point_to, s3_server
+
+NUM_ROWS = 75
+"""In eight parts."""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    prompts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    return job(tmp_path)
+
+
+def data(spec: JobSpec) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (Path(spec.output.path) / "data").iterdir()}
+
+
+@pytest.fixture
+def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
+    """The parts of a run that makes them alone."""
+    alone = job(tmp_path, output={"path": str(tmp_path / "alone")})
+    assert run_job(alone, build=FakeBuild(), quiet=True) is ExitCode.OK
+    return data(alone)
+
+
+def work(spec: JobSpec, build: FakeBuild | None = None, **role: Any) -> ExitCode:
+    """Run a worker here."""
+    return run_job(spec, role=Role(is_worker=True, **role), build=build or FakeBuild(), quiet=True)
+
+
+def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    assert data(spec) == plain
+    found = verify(output_at(spec.output.path))
+    assert (found.problems, found.complete) == ([], True)
+    assert (Path(spec.output.path) / "_SUCCESS").exists()
+    state = Path(spec.output.path) / "_batchinfer"
+    for folder in ("segments", "claims", "in_flight", "tokens"):
+        assert list((state / folder).iterdir()) == [], folder
+
+
+def begun(spec: JobSpec, *options: str, **environ: str) -> subprocess.Popen[str]:
+    """A worker in a process of its own."""
+    folder = str(Path(spec.output.path).parent)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.job.claims.program", folder, "worker", *options],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def parts(count: int) -> list[Part]:
+    return [Part(at, range(at * 10, at * 10 + 10)) for at in range(count)]
+
+
+def test_claims_are_a_window_at_first_and_single_parts_at_the_end() -> None:
+    free, sizes = parts(800), list[int]()
+    while free:
+        size = claim_size(free, num_workers=4, window_rows=160)
+        sizes.append(size)
+        free = free[size:]
+    assert sizes[0] == 16
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-24:] == [1] * 24
+    assert claim_size(parts(3), 8, 5) == 1, "a window is a part at least"
+    assert claim_size([], 8, 160) == 0
+
+
+def test_a_worker_alone_makes_what_one_run_makes(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    assert work(spec) is ExitCode.OK
+    check_finished(spec, plain)
+    again = FakeBuild()
+    assert work(spec, again) is ExitCode.OK
+    assert again.count == 0, "nothing is left to do"
+
+
+def test_workers_share_the_parts_and_one_ends_the_job(
+    spec: JobSpec, plain: dict[str, bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each waits, before its first step, until both have claimed parts."""
+    both, codes, builds = threading.Barrier(2), list[ExitCode](), [FakeBuild(), FakeBuild()]
+    for build in builds:
+        build.before_step = lambda number: both.wait(60) if number == 0 else None
+    threads = [
+        threading.Thread(target=lambda build=build: codes.append(work(spec, build)))  # type: ignore[misc]
+        for build in builds
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [ExitCode.OK] * 2
+    check_finished(spec, plain)
+    out = output_at(spec.output.path)
+    summary = json.loads(Path(out.summary).read_bytes())
+    assert (summary["rows"]["total"], summary["workers"]) == (NUM_ROWS, 2)
+    assert sorted(path.stem for path in Path(out.runs).iterdir()) == [
+        "run-00001-w01",
+        "run-00001-w02",
+    ]
+
+
+@pytest.mark.parametrize(
+    "point", ["claims-durable:2", "segments-durable:2", "data-renamed:1", "parts-durable:2"]
+)
+def test_parts_of_a_worker_that_dies_are_made_by_another(
+    spec: JobSpec, plain: dict[str, bytes], point: str
+) -> None:
+    dead = begun(spec, **{VARIABLE: point})
+    dead.communicate()
+    assert dead.returncode == -signal.SIGKILL
+    assert work(spec) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_three_workers_are_killed_and_others_go_on(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    killed = [begun(spec, f"{step}=SIGKILL") for step in (3, 9, 14)]
+    codes = [process.wait() for process in killed]
+    for process in killed:
+        process.communicate()
+    assert codes == [-signal.SIGKILL] * 3
+    others = [begun(spec) for _ in range(2)]
+    assert [process.communicate() and process.returncode for process in others] == [0, 0]
+    check_finished(spec, plain)
+
+
+def test_a_worker_that_thaws_publishes_nothing(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    frozen = begun(spec, "freezes=yes")
+    os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WNOWAIT)
+    other = begun(spec, "lapse=-1")
+    out, _ = other.communicate()
+    assert other.returncode == 0, out
+    assert data(spec) == plain
+    before = {path.name: path.stat().st_mtime_ns for path in Path(spec.output.path).rglob("part-*")}
+    frozen.send_signal(signal.SIGCONT)
+    out, _ = frozen.communicate()
+    assert (frozen.returncode, "others have taken over" in out) == (7, True), out
+    after = {path.name: path.stat().st_mtime_ns for path in Path(spec.output.path).rglob("part-*")}
+    assert before == after
+    assert verify(output_at(spec.output.path)).problems == []
+
+
+def test_a_row_that_kills_its_worker_is_given_up(spec: JobSpec) -> None:
+    deaths = 0
+    while (process := begun(spec, **{VARIABLE: "row-37:1"})).wait() == -signal.SIGKILL:
+        process.communicate()
+        deaths += 1
+    process.communicate()
+    assert process.returncode == ExitCode.TOO_MANY_ROW_ERRORS
+    assert deaths <= 8
+    out = output_at(spec.output.path)
+    found = out.read_table(Path(out.data) / "part-00003.parquet").to_pylist()
+    assert [row["row_id"] for row in found if row["status"] == "error"] == [37]
+    assert json.loads(Path(out.summary).read_bytes())["rows"]["error"] == 1
+
+
+def test_workers_of_a_shard_make_its_parts_alone(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    assert work(spec, shard=Shard(1, 2)) is ExitCode.OK
+    assert sorted(data(spec)) == [f"part-{at:05d}.parquet" for at in range(4, 8)]
+    assert run_job(spec, role=Role(Shard(0, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_workers_and_other_writers_keep_apart(spec: JobSpec) -> None:
+    refused: list[str] = []
+
+    def begin_others(number: int) -> None:
+        if number == 0:
+            for role in (None, Role(Shard(0, 2))):
+                with pytest.raises(LockedError) as error:
+                    run_job(spec, role=role, build=FakeBuild(), quiet=True)
+                refused.append(str(error.value))
+
+    build = FakeBuild()
+    build.before_step = begin_others
+    assert work(spec, build) is ExitCode.OK
+    assert all("worker 1 is writing to" in line for line in refused)
+
+
+def test_an_overwritten_output_is_deleted_once(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    for _ in range(2):
+        build = FakeBuild()
+        role = Role(is_worker=True)
+        run_job(spec, role=role, build=build, overwrite=True, quiet=True)
+        assert build.count == 1
+        check_finished(spec, plain)
+
+
+@pytest.mark.parametrize("option", ["retry_errors", "update"])
+def test_what_workers_cannot_be_asked_for(spec: JobSpec, option: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be combined with --worker"):
+        run_job(spec, role=Role(is_worker=True), **{option: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_workers_in_a_store(
+    spec: JobSpec, tmp_path: Path, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as address:
+        point_to(address, monkeypatch)
+        path = f"{LAKE}/workers/out"
+        dead = begun(spec, f"path={path}", "8=SIGKILL", **environment(address))
+        dead.communicate()
+        assert dead.returncode == -signal.SIGKILL
+        others = [begun(spec, f"path={path}", **environment(address)) for _ in range(2)]
+        said = [process.communicate()[0] for process in others]
+        assert [process.returncode for process in others] == [0, 0], said
+        out = output_at(path)
+        found = verify(out)
+        assert (found.problems, found.complete) == ([], True)
+        made = {one.name: out.files.open(one).read() for one in out.files.entries(out.data)}
+        assert made == plain
