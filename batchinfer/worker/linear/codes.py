@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +37,17 @@ class Float8Weight:
 
     @classmethod
     def joined(cls, weights: Sequence[Float8Weight]) -> Float8Weight:
-        """One weight whose outputs, whole blocks, are those of ``weights``, side by side."""
-        return cls(
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scales for weight in weights]),
+        """One weight whose outputs are those of ``weights``, side by side.
+
+        Raises:
+            ValueError: their outputs are not whole blocks, which other blocks can follow.
+        """
+        if any(len(weight.codes) % BLOCK for weight in weights):
+            raise ValueError(f"weights whose outputs are not blocks of {BLOCK} cannot be joined")
+        codes, scales = (
+            torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales")
         )
+        return cls(codes, scales)
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32."""
@@ -54,54 +59,36 @@ HostCodes = Int8Weight | GroupedWeight | Float8Rows
 Codes = HostCodes | Float8Weight
 
 
-@dataclass(frozen=True)
-class KeptCodes:
-    """Codes that are read only when the layer is packed, and take no memory before."""
-
-    joins: tuple[Any, ...] | None
-    """Type and layout: layers are joined if theirs are equal. None: it cannot be joined."""
-    read: Callable[[], Codes]
-
-    @classmethod
-    def of(cls, weight: Codes, read: Callable[[], Codes] | None = None) -> KeptCodes:
-        """Codes in memory, or those that ``read`` reads, which are like ``weight``."""
-        joins: tuple[Any, ...] | None = (type(weight),)
-        if isinstance(weight, GroupedWeight):
-            joins = type(weight), weight.layout
-        elif isinstance(weight, Float8Rows):
-            joins = type(weight), weight.group_size
-        elif isinstance(weight, Float8Weight) and len(weight.codes) % BLOCK:
-            joins = None  # other blocks could not follow
-        return cls(joins, read or (lambda: weight))
-
-    def __deepcopy__(self, memo: object) -> KeptCodes:
-        return self  # immutable
+ReadCodes = Callable[[], Codes | None]
+"""Reads codes only when a layer is packed, so that they take no memory before. A plain function,
+because copies of the layer share it."""
 
 
-def keep_codes(linear: nn.Linear, codes: Codes | KeptCodes) -> None:
+def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:
     """Keep the codes that a layer's weight was dequantized from."""
-    kept = codes if isinstance(codes, KeptCodes) else KeptCodes.of(codes)
-    setattr(linear, _NAME, kept)
+    setattr(linear, _NAME, read)
 
 
 def codes_of(linear: nn.Linear) -> Codes | None:
     """Read the codes that ``keep_codes`` has kept; None: there are none."""
-    kept: KeptCodes | None = getattr(linear, _NAME, None)
-    return None if kept is None else kept.read()
+    read: ReadCodes | None = getattr(linear, _NAME, None)
+    return None if read is None else read()
 
 
 def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
-    """Keep the codes of ``linears`` for a layer whose outputs are theirs, side by side.
-
-    None are kept if some have none, or other codes than the first.
-    """
-    parts: list[Any] = [getattr(linear, _NAME, None) for linear in linears]
-    joins = {part and part.joins for part in parts}
-    (common,) = joins if len(joins) == 1 else (None,)
-    if common is not None:
-        keep_codes(joined, KeptCodes(common, partial(_joined, common[0], parts)))
+    """Keep the codes of ``linears`` for a layer whose outputs are theirs, side by side."""
+    readers: list[ReadCodes | None] = [getattr(linear, _NAME, None) for linear in linears]
+    if None not in readers:
+        keep_codes(joined, lambda: joined_codes([read and read() for read in readers]))
 
 
-def _joined(kind: Any, parts: Sequence[KeptCodes]) -> Codes:
-    weight: Codes = kind.joined([kept.read() for kept in parts])
-    return weight
+def joined_codes(codes: Sequence[Codes | None]) -> Any:
+    """Codes whose outputs are those of ``codes``, side by side; None: one is missing, or they have
+    other types, groups or orders."""
+    kind: Any = type(codes[0])
+    if codes[0] is None or any(type(part) is not kind for part in codes):
+        return None
+    try:
+        return codes[0] if len(codes) == 1 else kind.joined(codes)
+    except ValueError:
+        return None

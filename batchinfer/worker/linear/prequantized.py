@@ -20,7 +20,7 @@ from batchinfer.kernels.low_bit import (
     LowBitWeight,
     can_group,
 )
-from batchinfer.worker.linear.codes import Codes, Float8Weight, KeptCodes, keep_codes
+from batchinfer.worker.linear.codes import Codes, Float8Weight, ReadCodes, keep_codes
 from batchinfer.worker.linear.prequantized_experts import in_layers, keep_prequantized_experts
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantization import saved_section
@@ -89,28 +89,25 @@ def keep_prequantized(
     count = 0
     for name, module in model.named_modules():
         for weight in saved[in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
-            kept = _codes(weight, kinds, module.weight.detach())
-            if kept is not None:
-                keep_codes(module, kept)
+            read = _reader(weight, kinds, module.weight.detach())
+            if read is not None:
+                keep_codes(module, read)
                 count += 1
     return count
 
 
-def _codes(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> KeptCodes | None:
-    """The codes of a saved weight, if they are of these kinds and stand for ``loaded``."""
-    if weight.shape != tuple(loaded.shape):
-        return None
-    read = partial(_read, weight, kinds)
-    codes = read()
-    if codes is None:
+def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
+    """A function that reads a saved weight's codes, if they are of these kinds and stand for
+    ``loaded``."""
+
+    def read() -> Any:
+        low_bit = weight.read_low_bit()
+        return None if low_bit is None else _as_one_of(kinds, low_bit)
+
+    if weight.shape != tuple(loaded.shape) or read() is None:
         return None
     saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
-    return KeptCodes.of(codes, read) if torch.equal(saved, loaded) else None
-
-
-def _read(weight: Quantized, kinds: Kinds) -> Any:
-    low_bit = weight.read_low_bit()
-    return None if low_bit is None else _as_one_of(kinds, low_bit)
+    return read if torch.equal(saved, loaded) else None
 
 
 def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:

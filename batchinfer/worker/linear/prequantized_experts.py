@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.linear.codes import HostCodes
+from batchinfer.worker.linear.codes import HostCodes, joined_codes
 from batchinfer.worker.linear.experts import (
     ExpertWeights,
     expert_modules,
@@ -88,25 +88,14 @@ def _from_parts(
     """The codes of one expert's matrix, joined from weights that were saved apart."""
     loaded = matrix.weight[expert]
     for names in _PARTS[matrix.name]:
-        weights = [parts[expert, name] for name in names if (expert, name) in parts]
-        codes = _joined(weights, as_codes) if len(weights) == len(names) else None
+        if any((expert, name) not in parts for name in names):
+            continue
+        weights = [parts[expert, name] for name in names]
+        low_bit = [weight.read_low_bit() for weight in weights]
+        codes: HostCodes | None = joined_codes(
+            [None if each is None else as_codes(each) for each in low_bit]
+        )
         if codes is not None:
             saved = torch.cat([weight.read(torch.float32) for weight in weights])
             return codes if torch.equal(saved.to(loaded.dtype), loaded) else None
     return None
-
-
-def _joined(weights: Sequence[Quantized], as_codes: AsCodes) -> HostCodes | None:
-    """Codes whose outputs are those of ``weights``; None: they cannot be joined."""
-    low_bit = [weight.read_low_bit() for weight in weights]
-    codes = [None if each is None else as_codes(each) for each in low_bit]
-    kind: Any = type(codes[0])
-    if any(type(each) is not kind or each is None for each in codes):
-        return None
-    if len(codes) == 1:
-        return codes[0]
-    try:
-        joined: HostCodes = kind.joined(codes)
-    except ValueError:  # of other groups, or another order
-        return None
-    return joined

@@ -181,7 +181,8 @@ def test_codes_that_were_kept_are_packed_as_they_are(
     loaded = load_model(ModelConfig(str(checkpoint("llama")), dtype="float32"), device=CPU)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     for _, name, linear in linears(model):
-        keep_codes(linear, rounded(linear, name, method))
+        codes = rounded(linear, name, method)
+        keep_codes(linear, lambda codes=codes: codes)
     assert fuse(model, loaded.layout(16), loaded.max_model_len)
     assert not pack_codes(model, torch.float16), "they stay as they are"
     for _, _, linear in linears(model):
@@ -193,11 +194,11 @@ def test_codes_that_were_kept_are_packed_as_they_are(
 
 def test_codes_of_layers_that_differ_are_not_joined() -> None:
     one, other, third = (nn.Linear(64, 8) for _ in range(3))
-    keep_codes(one, Int8Weight.rounded(one.weight.detach()))
+    keep_codes(one, lambda: Int8Weight.rounded(one.weight.detach()))
     assert codes_of(merged(one, other)) is None
-    keep_codes(other, LOW_BIT_METHODS["int4"](other.weight.detach()))
+    keep_codes(other, lambda: LOW_BIT_METHODS["int4"](other.weight.detach()))
     assert codes_of(merged(one, other)) is None
-    keep_codes(third, Int8Weight.rounded(third.weight.detach()))
+    keep_codes(third, lambda: Int8Weight.rounded(third.weight.detach()))
     joined = codes_of(merged(one, third))
     assert isinstance(joined, Int8Weight)
     assert len(joined.codes) == 16
