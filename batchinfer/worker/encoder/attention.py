@@ -1,8 +1,8 @@
 """Attention within each sequence of a packed row, both ways or causal, for transformers' classes.
 
 Registered with transformers' ``AttentionInterface`` and without a mask function, so that
-transformers makes no mask. Neighbours of equal length are one batch of torch's attention without
-padding; steps are sorted by length, so there are few of these.
+transformers makes no mask. Neighbors of equal length are one batch of torch's attention without
+padding; steps are sorted by length, so there are few such batches.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
 @contextmanager
 def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
-    """Tell attention layers called inside which tokens are of one sequence.
+    """Set the sequences of the packed row that attention layers called inside get.
 
     Args:
-        causal: no token sees those after it.
+        causal: no token attends to later ones.
     """
     token = _packed.set((runs, causal))
     try:
@@ -44,7 +44,7 @@ def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
 
 
 def current_runs() -> Runs:
-    """Which tokens are of one sequence, inside ``packed_sequences``."""
+    """The sequences of the packed row, inside ``packed_sequences``."""
     return _packed.get()[0]
 
 
@@ -65,7 +65,7 @@ def encoder_attention_forward(
         sliding_window: a token attends to those less than this away; None: to all.
 
     Raises:
-        UnsupportedAttentionError: when the model asks for a mask, a bias or scores changed.
+        UnsupportedAttentionError: the model asks for a mask, a bias or changed scores.
     """
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
@@ -100,7 +100,8 @@ def encoder_attention_forward(
 def _band(
     length: int, width: int | None, like: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
-    """[length, length] what to add to scores so that tokens ``width`` apart are not seen."""
+    """[length, length] to add to scores so that tokens ``width`` apart do not attend to each other;
+    None: all do."""
     if not width or length <= width:
         return None
     places = torch.arange(length, device=like.device)
@@ -114,5 +115,5 @@ def _band(
 
 
 def register() -> None:
-    """Make ``attn_implementation="batchinfer_encoder"`` known to transformers."""
+    """Register ``attn_implementation="batchinfer_encoder"`` with transformers."""
     AttentionInterface.register(ENCODER_ATTENTION, encoder_attention_forward)

@@ -1,4 +1,4 @@
-"""An encoder as its folder describes it: config, longest text, dtype. No weights are read."""
+"""Describes an encoder by its folder: config, longest text, dtype. No weights are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from batchinfer.worker.model.weights import choose_dtype
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """What is known of an encoder before its weights are read."""
+    """An encoder before its weights are read."""
 
     folder: Path
     pretrained: PreTrainedConfig
@@ -47,11 +47,11 @@ class EncoderDescription:
 
 
 def is_run_as_encoder(model: ModelConfig) -> bool:
-    """Whether a model is run for its hidden states and reads texts whole: as its tokens see those
-    after them, or as all of a text's states are wanted.
+    """Whether a model is run for its hidden states over whole texts, because its tokens attend to
+    later ones, or because all states of a text are wanted.
 
     Raises:
-        ModelError: it is not there, or its config.json cannot be read.
+        ModelError: it is missing, or its config.json cannot be read.
     """
     if model.runner != "pooling":
         return model.runner == "whole_texts"
@@ -59,7 +59,7 @@ def is_run_as_encoder(model: ModelConfig) -> bool:
 
 
 def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> EncoderDescription:
-    """Read and check a folder (or hub id) of which ``is_run_as_encoder`` holds.
+    """Read and check a folder (or hub id) for which ``is_run_as_encoder`` is true.
 
     Args:
         weights_too: fetch them and check their headers.
@@ -70,7 +70,11 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     folder = _folder(model, ALL_FILES if weights_too else CONFIG_FILES)
     pretrained = _config(folder)
     values = pretrained.to_dict()
-    _check_keys(model)
+    for key in ("adapters", "quantization"):
+        if getattr(model, key):
+            raise ModelError(
+                f"not yet: model.{key} with a model that reads texts whole; leave it out"
+            )
     check_vocabulary(folder, model.tokenizer, int(text_config(values)["vocab_size"]))
     saved = check_weights(folder) if weights_too else {}
     return EncoderDescription(
@@ -108,22 +112,13 @@ def _config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _check_keys(model: ModelConfig) -> None:
-    """Refuse what of the model section does not go with an encoder yet."""
-    for key in ("adapters", "quantization"):
-        if getattr(model, key):
-            raise ModelError(
-                f"not yet: model.{key} with a model that reads texts whole; leave it out"
-            )
-
-
 def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
-    """``wanted``, or else what sentence-transformers cuts texts to: ``max_seq_length`` of
-    sentence_bert_config.json, else the least of the model's positions and its tokenizer's
+    """``wanted``, or else the length that sentence-transformers cuts texts to: ``max_seq_length``
+    of sentence_bert_config.json, else the smaller one of the model's positions and its tokenizer's
     ``model_max_length``.
 
     Raises:
-        ModelError: more is wanted than the model has positions, or a file says no length.
+        ModelError: more is wanted than the model has positions, or a file has an invalid length.
     """
     positions = text_config(values).get("max_position_embeddings")
     allowed = None if positions is None else int(positions) - position_offset(values)

@@ -1,5 +1,5 @@
 """MPNet over a packed row: its attention adds a bias by the distance of tokens (Song et al. 2020,
-arXiv:2004.09297), and transformers' class asks no attention function.
+arXiv:2004.09297), and transformers' class calls no attention function.
 
 transformers/models/mpnet/modeling_mpnet.py, ``MPNetSelfAttention`` and ``MPNetEncoder``.
 """
@@ -48,7 +48,7 @@ class _PackedAttention(MPNetSelfAttention):  # type: ignore[misc]
 
 
 class _PackedEncoder(MPNetEncoder):  # type: ignore[misc]
-    """Of the bias of distances only what the longest sequence needs: of others it is a part."""
+    """Computes the bias of distances for the longest sequence only: others use a part of it."""
 
     def compute_position_bias(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """The bias [1, heads, L, L]."""
@@ -66,8 +66,8 @@ def _runs() -> Runs | None:
 
 
 def pack_attention(body: PreTrainedModel) -> None:
-    """Have an MPNet's layers keep sequences of a packed row apart; other families stay as they
-    are. Names of weights stay."""
+    """Make an MPNet's layers keep sequences of a packed row apart; other families, and names of
+    weights, do not change."""
     for module in body.modules():
         if type(module) is MPNetSelfAttention:
             module.__class__ = _PackedAttention

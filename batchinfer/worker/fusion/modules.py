@@ -1,7 +1,7 @@
 """A layer's attention, gated MLP and norms with fewer passes over memory than transformers' own.
 
-Each takes the place of one of transformers' modules and is called as that was. They hold for many
-families and not for all: ``fusion`` tries each on what the original computed before it goes in.
+Each replaces one of transformers' modules and is called as that was. They fit many families but not
+all: ``fuse`` compares each with the original before it is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FusedAttention(nn.Module):
         return self.o_proj(out.flatten(1))[None], None
 
     def head_norms(self) -> HeadNorms | None:
-        """The norms of query and key heads, where the layer has them."""
+        """The norms of query and key heads; None if the layer has none."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(
@@ -98,11 +98,8 @@ class FusedRMSNorm(nn.Module):
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """First outputs of ``parent``'s linear layers when they are merged, in this order.
-
-    Returns:
-        By name: the merged layer's name, and the first output.
-    """
+    """Where ``parent``'s linear layers are once they are merged in this order: by name, the merged
+    layer's name and the first output there."""
     starts, start = {}, 0
     for name in names:
         starts[name] = (merged_name, start)
@@ -111,12 +108,12 @@ def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str
 
 
 def norm_eps(norm: Any) -> float:
-    """The epsilon of one of transformers' norms, under the name its family has for it."""
+    """The epsilon of one of transformers' norms, whose name differs between families."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def keep_plain_attributes(fused: nn.Module, original: nn.Module) -> None:
-    """Copy the settings that layers ask their modules for: ``layer_idx``, ``is_sliding``,
+    """Copy the settings that layers read from their modules: ``layer_idx``, ``is_sliding``,
     ``head_dim``."""
     for name, value in vars(original).items():
         if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
