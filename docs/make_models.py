@@ -19,7 +19,7 @@ from batchinfer.config.encoder import ENCODER_FAMILIES
 from batchinfer.errors import ModelError
 from batchinfer.pooling.classifier import HEADED_FAMILIES
 from batchinfer.worker.model.config import load_config
-from batchinfer.worker.model.text_half import headless_names, is_wrapper
+from batchinfer.worker.model.language_model import headless_names, is_wrapper
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 

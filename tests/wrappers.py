@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from batchinfer.worker.model.text_half import language_model, saved_class
+from batchinfer.worker.model.language_model import language_model, saved_class
 from tests.models import VOCAB_SIZE
 
 _TEXT: Mapping[str, Any] = {

@@ -22,7 +22,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.text.tokenizer import Tokenizer
-from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
+from batchinfer.worker.attention.attention import ATTENTION, AttentionKernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import is_run_as_encoder
 from batchinfer.worker.free_memory import device_memory
@@ -30,7 +30,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
-from batchinfer.worker.lora.loading import AdapterLoader
+from batchinfer.worker.lora.lora import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model_runner import ModelRunner
@@ -121,7 +121,7 @@ def build_engine(
         cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     capture = partial(_graphs, loaded, cache, engine, memory, log)
     graphs = capture(len(loaded.adapters))
-    attention = attention_kernel(cache, loaded.kernels.kernel)
+    attention = AttentionKernel.of(cache, loaded.kernels.kernel)
     log(attention.line(pinned_kernels or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     adapters = AdapterLoader(

@@ -15,7 +15,7 @@ from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.attention.attention import AttentionBackend, ForwardContext, forward_context
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.model.body_output import recorded_output
+from batchinfer.worker.model.body import recorded_output
 from batchinfer.worker.transfer import to_device
 
 

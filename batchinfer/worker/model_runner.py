@@ -15,7 +15,7 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.model.hidden_states import PooledHandle
+from batchinfer.worker.model.body import PooledHandle
 from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.prompt_logprobs import PromptScorer, ScoredHandle
 from batchinfer.worker.sampling.output import SampleHandle

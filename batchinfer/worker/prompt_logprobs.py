@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import ScoredTokens, StepResult
-from batchinfer.worker.model.body_output import last_of_body
+from batchinfer.worker.model.body import last_of_body
 from batchinfer.worker.sampling.logprobs import Reported, look_up, row_stats
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import workspace_rows

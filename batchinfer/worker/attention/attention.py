@@ -1,8 +1,8 @@
 """One attention function for transformers' own model classes, over the paged KV pool.
 
 Registered with transformers' ``AttentionInterface`` and without a mask function, so that
-transformers makes no mask. What a call cannot be told by the model (block tables, slots) it finds
-in the forward context that is opened around the model's call.
+transformers makes no mask. Block tables and slots, which the model does not pass, come from the
+forward context that is open around the model's call.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ import torch
 from transformers import AttentionInterface
 
 from batchinfer.engine.step import Step
+from batchinfer.kernels.cpu import library
 from batchinfer.worker.adapter_batch import StepAdapters
 from batchinfer.worker.attention.chunked import CapturedChunkedAttention, ChunkedAttention
-from batchinfer.worker.attention.fixed_order import FixedOrderAttention
+from batchinfer.worker.attention.cuda import (
+    BatchInvariantAttention,
+    CudaAttention,
+    LatentCudaAttention,
+)
 from batchinfer.worker.attention.latent import LatentProjection
-from batchinfer.worker.attention.latent_cuda import LatentCudaAttention
-from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.attention.native_cpu import NativeAttention, instructions_for
 from batchinfer.worker.attention.temperature import QueryTemperature
 from batchinfer.worker.attention.torch_cpu import CpuAttention
-from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import LinearKernel
 
 ATTENTION_NAME = "batchinfer_paged"
+ATTENTION = "attention"
+"""Key of the attention kernel among the kernels of a run."""
 
 # Arguments that would change the result, and that this function does not implement.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
 
 
 class UnsupportedAttentionError(Exception):
-    """A model asks its attention for something that is not paged attention."""
+    """A model's attention is something other than paged attention."""
 
 
 class AttentionBackend(Protocol):
-    """What runs a layer's attention on one kind of device."""
+    """Computes the attention of layers on one kind of device."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the step that the following calls belong to, and its arrays on the device."""
+        """Set the step of the following calls, and its arrays on the device."""
         ...
 
     def attend(
@@ -53,12 +58,12 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Attend over what is in the cache; returns [T, Hq, Dv]."""
+        """Attend over the cache; returns [T, Hq, Dv]."""
         ...
 
 
 class CapturedBackend(AttentionBackend, Protocol):
-    """What runs a layer's attention on a CUDA device, and can be captured in a graph."""
+    """Computes attention on a CUDA device, and can be captured in a graph."""
 
     def begin_captured(
         self,
@@ -77,8 +82,8 @@ def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionB
     built.
 
     Args:
-        like: what multiplies by the model's weights (see ``NativeAttention``); attention on a CUDA
-            device keeps a row's bits where that does.
+        like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device
+            attention is batch-invariant if that is.
     """
     if cache.pool.is_cuda:
         return make_cuda_backend(cache, like)
@@ -93,11 +98,49 @@ def make_cuda_backend(cache: KVCache, like: LinearKernel | None) -> CapturedBack
     """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
     if cache.layout.latent:
         return LatentCudaAttention(cache)
-    is_batch_invariant = like is not None and like.is_batch_invariant
-    make = FixedOrderAttention if is_batch_invariant else CudaAttention
+    make = BatchInvariantAttention if _is_batch_invariant(like) else CudaAttention
     if cache.layout.chunks:
         return CapturedChunkedAttention(cache, make(cache), make(cache))
     return make(cache)
+
+
+def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
+    return kernel is not None and kernel.is_batch_invariant
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The name of the kernel that attends over a pool, and the reason where it is not in C."""
+
+    name: str
+    why: str = ""
+
+    @classmethod
+    def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
+        """The kernel of ``make_backend``'s result, by its arguments. It decides the last bits of a
+        row's logits."""
+        pool = cache.pool
+        if pool.is_cuda:
+            return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
+        if cache.is_native:
+            return cls(f"own {instructions_for(pool.dtype, like)}")
+        if library.why_not():
+            return cls("torch (no C kernels)", library.why_not())
+        kind = "latents" if cache.layout.latent else "a cache"
+        dtype = str(pool.dtype).removeprefix("torch.")
+        return cls("torch", f"there is no C kernel for {kind} of {dtype}")
+
+    def line(self, before: Mapping[str, str]) -> str:
+        """A line for the log of a run.
+
+        Args:
+            before: the kernels of the runs that this one resumes, by ``ATTENTION`` and other keys.
+        """
+        line = f"attention by {self.name}{self.why and f': {self.why}'}"
+        earlier = before.get(ATTENTION, self.name)
+        if earlier != self.name:
+            line += f"; runs before had {earlier}, and bits may differ"
+        return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +150,12 @@ class ForwardContext:
     cache: KVCache
     backend: AttentionBackend
     tensors: Mapping[str, torch.Tensor]
-    """The step's ``slot_mapping`` and ``other_slots`` on the device, and what ``adapters`` need."""
+    """The step's arrays on the device."""
     adapters: StepAdapters | None = None
     """None: the step has no rows with adapters."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
-        """Slots of a layer's keys and values of each token, [T] int64."""
+        """Slots for a layer's keys and values of each token, [T] int64."""
         group = self.cache.group(layer)
         if group == 0:
             return self.tensors["slot_mapping"]

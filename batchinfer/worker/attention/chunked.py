@@ -1,9 +1,9 @@
-"""Attention within chunks, by whatever attends to all that is before.
+"""Attention within chunks, by a backend for plain causal attention.
 
 A token of Llama 4's chunked layers sees the tokens of its own chunk (``attention_chunk_size``) up
-to itself. So the step is cut: what a sequence computes of one chunk is a sequence of its own,
-whose context and block table begin with the chunk. Keys were rotated before they were stored, so
-that nothing depends on where a context begins.
+to itself. So the step is cut: the tokens of one chunk become a sequence of their own, whose context
+and block table begin with the chunk. Keys were rotated before they were stored, so that nothing
+depends on where a context begins.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from batchinfer.engine.step import Bool, Int32, SharedPrefixes, Step
+from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.attention.native_cpu import NativeAttention
 from batchinfer.worker.attention.torch_cpu import CpuAttention
-from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
@@ -26,12 +26,11 @@ PlainAttention = CpuAttention | NativeAttention | CudaAttention
 
 
 class ChunkedAttention:
-    """Attends over the pool's blocks, in some layers within chunks.
+    """Attends over the pool's blocks, in some layers within chunks (``KVLayout.chunks``).
 
     Args:
-        cache: its layout says which layers attend so (``KVLayout.chunks``).
-        whole: attends in the other layers.
-        within: another such, for those layers.
+        whole: the backend for layers without chunks.
+        within: the backend for layers with chunks.
     """
 
     joins_layers = False
@@ -72,7 +71,7 @@ class CapturedChunkedAttention(ChunkedAttention):
     ) -> None:
         """Begin a step from the device's arrays alone, as ``CudaAttention.begin_captured``.
 
-        What is replayed must be steps that ``crosses_chunks`` is not true of.
+        Steps for which ``crosses_chunks`` is true must not be replayed.
         """
         within = _within_chunks(tensors, self._chunk, self._cache.layout.block_size)
         longest = min(max_context_len, self._chunk)
@@ -141,7 +140,7 @@ def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
 
 
 def _shared_within(shared: SharedPrefixes | None, begin: np.ndarray) -> SharedPrefixes | None:
-    """What neighbours share of the chunks that begin there, [S]."""
+    """The part of shared prefixes that lies in the chunks beginning at ``begin`` [S]."""
     if shared is None:
         return None
     begins = begin[shared.order]

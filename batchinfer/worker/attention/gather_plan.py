@@ -1,8 +1,8 @@
 """Gather plan of a step: the blocks its queries read, cut into rectangles for batched products.
 
-The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of one size and of
-about the same context go into one bucket, padded to the longest of them; the padding is bounded,
-and so is the memory a bucket gathers. Everything here is made once a step and used by all layers.
+The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of one size and
+similar contexts go into one bucket, padded to the longest; the padding is bounded, and so is the
+memory a bucket gathers. A plan is made once a step and used by all layers.
 """
 
 from __future__ import annotations
@@ -74,15 +74,12 @@ class _Tiles:
 
 
 def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -> Plan:
-    """Cut the step's queries into buckets, over the block tables of a layer's group: a plan for all
-    layers of the group whose KV is of that shape.
+    """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
 
     A window of 0 means the whole context is seen.
     """
-    tiles, tables = (
-        _tiles(step, cache.layout.block_size, sliding_window),
-        step.tables_of(cache.group(layer)),
-    )
+    tiles = _tiles(step, cache.layout.block_size, sliding_window)
+    tables = step.tables_of(cache.group(layer))
     token_bytes = cache.shape(layer).elements * cache.pool.element_size()
     block_bytes = cache.layout.block_size * token_bytes
     buckets: list[Bucket] = []

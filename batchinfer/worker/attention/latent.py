@@ -23,7 +23,7 @@ _PROJECTION = "kv_b_proj"
 
 
 class LatentProjection(nn.Module):
-    """The projection from latents to the keys and values of all heads, made for the other side.
+    """The projection from latents to keys and values, applied to queries and outputs instead.
 
     Args:
         linear: the projection, without bias; quantized weights are widened.
@@ -62,16 +62,14 @@ class LatentProjection(nn.Module):
 
 
 def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> None:
-    """Check that a model's latent attention can keep its latents.
+    """Check that a model of a config can cache latents on a device, ``cpu`` or ``cuda``.
 
     Args:
-        config: the model's.
-        device_type: ``cpu`` or ``cuda``, where it runs.
         adapted: names of the layers that its adapters change.
 
     Raises:
-        ModelError: it has none, its device has no kernels for its rank, or an adapter changes the
-            projection, which is not computed any more.
+        ModelError: it has no latents, its device has no kernels for its rank, or an adapter changes
+            the projection, which is not computed then.
     """
     reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):
@@ -85,11 +83,8 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
 
 
 def keep_latents(model: nn.Module) -> int:
-    """Have a model's latent attention hand on its latents in place of keys and values.
-
-    Returns:
-        How many layers do.
-    """
+    """Make a model's latent attention pass on its latents in place of keys and values; returns the
+    number of such layers."""
     layers: list[Any] = [layer for layer in model.modules() if _is_latent_attention(layer)]
     for layer in layers:
         layer.kv_b_proj = LatentProjection(layer.kv_b_proj, layer.num_heads, layer.qk_nope_head_dim)

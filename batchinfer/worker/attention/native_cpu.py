@@ -27,9 +27,9 @@ class NativeAttention:
     """Attends over the pool's blocks for one step at a time.
 
     Args:
-        like: what multiplies by the model's weights. Where it is a kernel of our own, attention
-            takes the same instructions, so that one name tells all that decides a row's bits;
-            beside any other, and where it is None, the fastest.
+        like: kernel of the model's linear layers. Where it is one of the project's, attention uses
+            the same instructions, so that one name says all that decides a row's bits; else the
+            fastest.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
@@ -85,10 +85,7 @@ class NativeAttention:
 
     def _options(self, variant: AttentionVariant) -> dict[str, Any]:
         return {
-            "scale": variant.scale,
-            "sliding_window": variant.sliding_window,
-            "softcap": variant.softcap,
-            "sinks": variant.sinks,
+            **variant.options,
             "order": self._order,
             "shared_lens": self._shared_lens,
             "kernel": self.kernel,

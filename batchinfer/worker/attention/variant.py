@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """Causal softmax attention, as one layer of a model wants it."""
+    """Causal softmax attention as one layer of a model computes it."""
 
     scale: float
     """Multiplies the scores."""
@@ -18,4 +19,14 @@ class AttentionVariant:
     softcap: float = 0.0
     """c * tanh(score / c) takes the place of a score; 0 for none."""
     sinks: torch.Tensor | None = None
-    """[Hq] one more logit a head, without a value (gpt-oss)."""
+    """[Hq] one more logit for each head, without a value (gpt-oss)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the kernels."""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }

@@ -24,13 +24,13 @@ from batchinfer.worker.attention.attention import (
     make_cuda_backend,
 )
 from batchinfer.worker.attention.chunked import crosses_chunks
-from batchinfer.worker.attention.triton import shares_pieces
+from batchinfer.worker.attention.cuda import shares_pieces
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, SyncWatch
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
 from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import LinearKernel
-from batchinfer.worker.model.body_output import recorded_output
+from batchinfer.worker.model.body import recorded_output
 from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0

@@ -1,7 +1,6 @@
-"""Reads LoRA adapters as peft saves them, and checks them against the model they are for.
+"""Reads LoRA adapters as peft saves them, and checks them against the config of their model.
 
-Of a folder two files are read: adapter_config.json and adapter_model.safetensors. Nothing of the
-model but its config is needed for the checks.
+Only adapter_config.json and adapter_model.safetensors are read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from batchinfer.errors import ModelError
 from batchinfer.worker.lora.config import LoraConfig, NotSupportedError
 from batchinfer.worker.model.checkpoint import check_file, read_json, resolve_folder
-from batchinfer.worker.model.text_half import whole_on_meta
+from batchinfer.worker.model.language_model import whole_on_meta
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PREFIX = "base_model.model."
@@ -31,16 +30,16 @@ _ROUTED = re.compile(r"\bexperts\b")
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The linear layers of a model, by the name that adapters know them by."""
+    """The linear layers of a model, by the names that adapters use."""
 
     shapes: Mapping[str, tuple[int, int]]
     """Inputs and outputs."""
     head: str
-    """Name of the one that gives the logits."""
+    """Name of the output head."""
     body: str
     """Name of the part that adapters can change."""
     own_body: str
-    """Its name in the model that is run, which may be the text half of what they were made for."""
+    """Its name in the model that is run, which may be the language model of a larger one."""
 
     def own_name(self, module: str) -> str:
         """Name of a layer in the model that is run."""
@@ -63,14 +62,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that goes with the model; its weights are not read yet."""
+    """An adapter that fits the model; its weights are not read yet."""
 
     name: str
     file: Path
     targets: tuple[Target, ...]
 
     def nbytes(self, element_bytes: int) -> int:
-        """Bytes of its factors, in elements of that size."""
+        """Bytes of its factors, given the size of an element."""
         elements = (one.rank * (one.in_features + one.out_features) for one in self.targets)
         return sum(elements) * element_bytes
 
@@ -114,8 +113,7 @@ def read_adapters(paths: Mapping[str, str], config: PreTrainedConfig) -> tuple[A
         config: of the model they are for.
 
     Raises:
-        ModelError: naming the adapter: it is not there, is not one that can be run, or is not one
-            of this model.
+        ModelError: naming the adapter: it is missing, cannot be run, or is not one of this model.
     """
     if not paths:
         return ()
@@ -156,7 +154,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
     for tensor, dtype in dtypes.items():
         match = _FACTOR.fullmatch(tensor)
         if match is None or dtype not in _DTYPES:
-            kind = f"is {dtype}" if match is not None else "is no factor of a linear layer"
+            kind = f"is {dtype}" if match is not None else "is not a factor of a linear layer"
             raise NotSupportedError(
                 f"{_FILES[1]} holds {tensor}, which {kind}: not supported"
                 + ("" if "lora_" in tensor else " (peft: save with save_embedding_layers=False)")
@@ -192,8 +190,8 @@ def _check_named(found: set[str], named: set[str]) -> None:
         (found, named, "does not name {}, whose factors are in the file"),
         (named, found, "names {}, whose factors are missing"),
     ):
-        if lacking := sorted(those - others):
-            raise NotSupportedError(f"target_modules {what.format(lacking[0])}")
+        if missing := sorted(those - others):
+            raise NotSupportedError(f"target_modules {what.format(missing[0])}")
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -15,54 +15,31 @@ import regex
 
 _MATCH_SECONDS = 1.0
 _BASE_KEPT = frozenset({"gaussian", "eva", "orthogonal"})
-"""Ways to begin training that leave the base model's weights as they are."""
-# What says nothing of how a finished adapter computes.
+"""Initializations that leave the base model's weights as they are."""
 _OF_TRAINING = frozenset(
-    (
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "runtime_config",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "qalora_group_size",
+    [
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+        *("revision", "inference_mode", "lora_dropout", "megatron_core", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
         "ensure_weight_tying",
-    )
+    ]
 )
+"""Keys that do not affect what a finished adapter computes."""
 _UNDERSTOOD = frozenset(
-    (
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "fan_in_fan_out",
+    [
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         "init_lora_weights",
-    )
+    ]
 )
 
 
 class NotSupportedError(Exception):
-    """The adapter asks for something that is not computed here, or contradicts itself."""
+    """The adapter needs something that is not supported, or contradicts itself."""
 
 
 class LoraConfig:
-    """A LoRA adapter's configuration.
-
-    Args:
-        values: of adapter_config.json.
+    """A LoRA adapter's configuration, from the values of adapter_config.json.
 
     Raises:
         NotSupportedError: naming the key.
@@ -92,7 +69,7 @@ class LoraConfig:
         return int(rank)
 
     def scale(self, module: str) -> float:
-        """The factor of a layer's product."""
+        """The factor for a layer's product."""
         alpha, rank = self._number(module, "alpha_pattern", "lora_alpha", 8), self.rank(module)
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
@@ -115,7 +92,7 @@ class LoraConfig:
     def _names(self, wanted: Any, name: str) -> bool:
         """Whether a pattern for the whole name, or a list of its ends, names a layer."""
         if isinstance(wanted, str):
-            return _matches(wanted, name, whole=True)
+            return _match_with_timeout(f"(?:{wanted})$", name) is not None
         ends = wanted if isinstance(wanted, list) else []
         return any(name == end or name.endswith(f".{end}") for end in ends)
 
@@ -127,7 +104,7 @@ class LoraConfig:
             return True
         patterns = self._values.get("layers_pattern") or r"[^.]*"
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            found = _match(rf".*\.{pattern}\.(\d+)\.", name)
+            found = _match_with_timeout(rf".*\.{pattern}\.(\d+)\.", name)
             if found is not None:
                 at = int(found.group(found.re.groups))
                 return at in (indices if isinstance(indices, list) else [indices])
@@ -140,22 +117,18 @@ class LoraConfig:
         if not isinstance(by_pattern, Mapping):
             raise NotSupportedError(f"{patterns} must be numbers by pattern")
         for pattern, value in by_pattern.items():
-            if _matches(rf"(.*\.)?({pattern})$", module, whole=False):
+            if _match_with_timeout(rf"(.*\.)?({pattern})$", module) is not None:
                 number = value
                 break
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not abs(number) <= sys.float_info.max:
             raise NotSupportedError(
-                f"{default} or {patterns} holds {number!r:.40}, which is no number, or too large"
+                f"{default} or {patterns} holds {number!r:.40}, which is not a number, or too large"
             )
         return float(number)
 
 
-def _matches(pattern: str, name: str, *, whole: bool) -> bool:
-    return _match(f"(?:{pattern})$" if whole else pattern, name) is not None
-
-
-def _match(pattern: str, name: str) -> Any:
+def _match_with_timeout(pattern: str, name: str) -> Any:
     try:
         return regex.match(pattern, name, timeout=_MATCH_SECONDS)
     except TimeoutError:

@@ -1,95 +1,72 @@
 """LoRA adapters in a loaded model: added to its linear layers, and computed there.
 
 The method is that of Hu et al. 2021 (https://arxiv.org/abs/2106.09685). A layer computes
-``x @ weight.T`` for every row of a step as it would without adapters, from whatever its weight is
-stored in. Then ``(x @ A.T) @ B.T`` is added to the rows of each adapter that
-the step uses, one adapter after the other: rows of one share its two small products (the idea of
-SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547); on a CUDA device one kernel takes all
-adapters (``stacked``). Rows without an adapter are not touched.
-Adapters go into a loaded model whatever its layers were merged into.
+``x @ weight.T`` for every row of a step, however the weight is stored; then ``(x @ A.T) @ B.T`` is
+added to the rows of each adapter that the step uses (``sums``). Adapters work in fused layers too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.fusion.native_layers import layers_of
-from batchinfer.worker.linear.packed_linear import PackedLinear, packs
 from batchinfer.worker.linear_kernels import LinearKernel
-from batchinfer.worker.lora.checkpoint import Adapter
-from batchinfer.worker.lora.factors import Factors, rows_of
-from batchinfer.worker.lora.stacked import StackedLoraSum
+from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
+from batchinfer.worker.lora.sums import Factors, LoraSum, StackedLoraSum
 from batchinfer.worker.verify import Probe
 
 _TOKENS = (3, 7)
 
 
-class _LayerFactors(nn.Module):
-    """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
-
-    def __init__(self, factors: list[Factors], kernel: LinearKernel | None) -> None:
-        super().__init__()
-        self._down = _linear(torch.cat([one.down for one in factors]), kernel)
-        self._ups = nn.ModuleList(_linear(one.up, kernel) for one in factors)
-        ranks = [len(one.down) for one in factors]
-        ends = torch.tensor(ranks).cumsum(0).tolist()
-        self._slices = [
-            (slice(end - rank, end), slice(one.start, one.start + len(one.up)))
-            for one, rank, end in zip(factors, ranks, ends, strict=True)
-        ]
-
-    def add(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the product of the factors and ``x`` [T, in] to ``rows`` [n] of ``out`` [T, out]."""
-        lowered = self._down(x.index_select(0, rows))
-        for up, (inner, outer) in zip(self._ups, self._slices, strict=True):
-            out[:, outer].index_add_(0, rows, up(lowered[:, inner]))
-
-
-class LoraSum(nn.Module):
-    """The adapters of one linear layer on a CPU; a forward hook of it.
+class AdapterLoader:
+    """Loads further adapters into a model whose layers were left apart for them, between two calls.
 
     Args:
-        kernel: what multiplies by the adapters' matrices; None: torch does.
+        config: of the model.
+        layout: of a pool for it.
+        numbers: of the adapters that it has.
+        check: raises for an adapter that does not go with how the model is run.
+        added: called with the number of adapters after each, as captured graphs are stale then.
+        kernel: multiplies by adapters' matrices; None: torch does.
     """
 
-    def __init__(self, kernel: LinearKernel | None) -> None:
-        super().__init__()
-        self._kernel = kernel
-        self._by_adapter: dict[int, _LayerFactors] = {}
+    def __init__(
+        self,
+        model: nn.Module,
+        config: PreTrainedConfig,
+        layout: KVLayout,
+        *,
+        numbers: Mapping[str, int],
+        check: Callable[[Adapter], None],
+        added: Callable[[int], None],
+        kernel: LinearKernel | None,
+    ) -> None:
+        self._model, self._config, self._layout, self._kernel = model, config, layout, kernel
+        self._check, self._added = check, added
+        self._last = len(numbers)
+        self.numbers = dict(numbers)
+        """Of all adapters by name, for ``Request.adapter``."""
 
-    def put(self, adapter: int, factors: list[Factors]) -> None:
-        """Add an adapter's factors."""
-        layer_factors = _LayerFactors(factors, self._kernel)
-        self._by_adapter[adapter] = layer_factors
-        self.add_module(str(adapter), layer_factors)
+    def load(self, name: str, path: str) -> None:
+        """Add an adapter, a folder or hub id, while no step is running.
 
-    def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add to ``output`` [..., out], contiguous, in place; ``arguments`` are the layer's x."""
-        context = current_context()
-        if context.adapters is None:
-            return
-        x, out = rows_of(layer, arguments[0], output)
-        for adapter, rows in context.adapters.each(context.tensors["adapter_tokens"]):
-            factors = self._by_adapter.get(adapter)
-            if factors is not None:
-                factors.add(x, rows, out)
-
-
-def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
-    """A layer without bias; on a CPU packed, so that rows do not depend on each other."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if kernel is None or not packs(linear, kernel, weight.dtype):
-        return linear
-    return PackedLinear(linear, kernel)
+        Raises:
+            ModelError: naming it: it is missing, cannot be run, or is not one of this model.
+            DeviceError: it does not fit the device.
+        """
+        (adapter,) = read_adapters({name: path}, self._config)
+        self._check(adapter)
+        self._last += 1  # no request names one that failed half-way
+        add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
+        self.numbers[name] = self._last
+        self._added(self._last)
 
 
 def add_adapters(
@@ -103,10 +80,10 @@ def add_adapters(
     """Read the adapters' weights and let rows of a step run through them, numbered from ``first``.
 
     Args:
-        model: loaded, its layers fused or not.
+        model: its layers may be fused.
         layout: of a pool for it.
         adapters: checked against the model's config.
-        kernel: what multiplies by their matrices; None: torch does.
+        kernel: multiplies by their matrices; None: torch does.
 
     Raises:
         ModelError: naming the adapter, when its layers cannot be added to.

@@ -21,14 +21,14 @@ from batchinfer.worker.model.config_values import (
     check_values,
     readable,
 )
-from batchinfer.worker.model.meta_model import blame
-from batchinfer.worker.model.quiet import quiet_transformers
-from batchinfer.worker.model.text_half import (
+from batchinfer.worker.model.language_model import (
     causal_class,
     changed_logits,
     headless_names,
     saved_class,
 )
+from batchinfer.worker.model.meta_model import blame
+from batchinfer.worker.model.quiet import quiet_transformers
 
 _PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
 

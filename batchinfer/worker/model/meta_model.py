@@ -20,8 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.checkpoint import read_config
 from batchinfer.worker.model.config_values import readable
+from batchinfer.worker.model.language_model import language_model_config
 from batchinfer.worker.model.quiet import quiet_transformers
-from batchinfer.worker.model.text_half import text_half
 
 _PARAMETERS_PER_BYTE = 4
 """More are not saved in a byte: two of four bits, and the output head twice where it is tied."""
@@ -36,7 +36,7 @@ def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
     """transformers' own causal model of the config, of a wrapper its text half, on the ``meta``
     device: shapes without numbers."""
     with quiet_transformers(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_half(config), **options)
+        model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
     assert isinstance(model, nn.Module)
     return model
 

@@ -1,9 +1,10 @@
-"""Loads a model's weights, checks them against config.json, and fixes its rotary positions."""
+"""Loads a model's weights, or makes random ones, and fixes its rotary positions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,21 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.model.checkpoint import weight_files
+from batchinfer.worker.model.language_model import (
+    causal_class,
+    is_wrapper,
+    language_model_config,
+    read_language_model,
+)
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize, saved_section
 from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
 from batchinfer.worker.model.quantized.formats import Format, choose_format
 from batchinfer.worker.model.quiet import quiet_transformers
-from batchinfer.worker.model.text_half import causal_class, is_wrapper, read_text_half
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMES_SHOWN = 3
+_SEED = 0
 _BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\b(inv_freq|position_ids)$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -66,7 +73,7 @@ def load_weights(
     Args:
         max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
         quantization: a name of ``model.quantization``.
-        show_share: told how much of the weights is read, from 0 to 1.
+        show_share: called with the share of the weights that is read, from 0 to 1.
 
     Raises:
         ModelError: the files cannot be read, or are not of the model that the config describes.
@@ -74,13 +81,57 @@ def load_weights(
     """
     register()
     saved_as = choose_format(saved_section(config.to_dict()))
-    try:
+    with _errors_named(folder, "the weights cannot be loaded"):
         with quiet_transformers(show_share):
-            model, found, spare = _read(folder, config, dtype, saved_as)
-        check_loaded(folder, model, found, spare)
+            model, report, spare = _read(folder, config, dtype, saved_as)
+        check_loaded(folder, model, report, spare)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.to(device)
+    return _ready(model, max_model_len)
+
+
+def make_random_weights(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int,
+    quantization: str | None = None,
+    show_share: Callable[[float], None] = lambda share: None,
+) -> torch.nn.Module:
+    """Make transformers' own model of the config with its class's initial weights, the same each
+    time on a device. Arguments are those of ``load_weights``.
+
+    Raises:
+        ModelError: the config's weights are quantized, or transformers cannot make them.
+        DeviceError: the weights do not fit the device.
+    """
+    if saved_section(config.to_dict()):
+        raise ModelError(
+            f"{folder}/config.json: its weights are saved quantized (quantization_config), and "
+            "random ones are not; take quantization_config out of it"
+        )
+    register()
+    devices = [device] if device.type == "cuda" else []
+    with _errors_named(folder, "no weights can be made"):
+        with quiet_transformers(show_share), torch.random.fork_rng(devices), device:
+            torch.manual_seed(_SEED)
+            model = AutoModelForCausalLM.from_config(
+                language_model_config(config),
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+            )
+        if quantization in TORCHAO_METHODS:
+            quantize(model, quantization, device)
+    return _ready(model, max_model_len)
+
+
+@contextmanager
+def _errors_named(folder: Path, problem: str) -> Iterator[None]:
+    """Raise errors of a model's code and of the libraries below it as ones that name the folder."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
     except SafetensorError as error:
@@ -90,17 +141,20 @@ def load_weights(
         ) from error
     except (ModelError, DeviceError):
         raise
-    except Exception as error:  # transformers and the libraries below it raise of all kinds
-        raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
+    except Exception as error:  # of any kind
+        raise ModelError(f"{folder}: {problem}: {described(error)}") from error
+
+
+def _ready(model: Any, max_model_len: int) -> torch.nn.Module:
     assert isinstance(model, torch.nn.Module)
     fix_longrope(model, max_model_len)
-    return model
+    return model.eval().requires_grad_(False)
 
 
 def _read(
     folder: Path, config: PreTrainedConfig, dtype: str, saved_as: Format | None
 ) -> tuple[PreTrainedModel, Mapping[str, Any], set[str]]:
-    """The model, what transformers says of loading it, and tensors that it may leave out.
+    """The model, transformers' report on loading it, and tensors that it may leave out.
 
     Args:
         saved_as: the format of quantized weights, which are dequantized one at a time as they are
@@ -116,7 +170,7 @@ def _read(
         "output_loading_info": True,
     }
     if saved_as is None:
-        read = read_text_half if is_wrapper(config) else AutoModelForCausalLM.from_pretrained
+        read = read_language_model if is_wrapper(config) else AutoModelForCausalLM.from_pretrained
         return *read(folder, config=config, **options), set()
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
@@ -124,16 +178,16 @@ def _read(
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
     own_class: Any = causal_class(config)
-    read = read_text_half if is_wrapper(config) else own_class.from_pretrained
+    read = read_language_model if is_wrapper(config) else own_class.from_pretrained
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
 
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
-    """Those of ``unused`` tensors without which the model would write other text than it was
-    trained to: what lies inside its own layers, embeddings and output head.
+    """The ``unused`` tensors that lie inside the model's own layers, embeddings and output head:
+    without them it would write other text than it was trained to.
 
-    Spare are whole parts the model does not have (value heads, classifiers, draft layers), masks
-    and rotary frequencies that older versions of transformers saved, and the layers after the
+    Others are spare: whole parts the model does not have (value heads, classifiers, draft layers),
+    masks and rotary frequencies that older versions of transformers saved, and the layers after the
     last that predict tokens further ahead (``num_nextn_predict_layers``).
     """
     decoder, prefix = model.base_model, f"{model.base_model_prefix}."
@@ -160,20 +214,16 @@ def check_loaded(
     found: Mapping[str, Any],
     spare: Collection[str] = (),
 ) -> None:
-    """Check that a model was filled from its files, and nothing of it is left over.
+    """Check that every parameter was filled, and no tensor of the model is left over.
 
     Args:
-        found: what transformers says of loading it (``output_loading_info``).
+        found: transformers' report on loading it (``output_loading_info``).
         spare: tensors that it may leave out.
 
     Raises:
         ModelError: naming tensors.
     """
-    _check_complete(folder, found, _misplaced(model, set(found["unexpected_keys"]) - set(spare)))
-
-
-def _check_complete(folder: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:
-    """Check that every parameter is filled, and nothing that belongs in the model is left over."""
+    unused = _misplaced(model, set(found["unexpected_keys"]) - set(spare))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(found["mismatched_keys"])
     missing = found["missing_keys"] - {name for name, *_ in mismatched}  # they are in both lists
@@ -206,8 +256,8 @@ def _shape(size: Collection[int]) -> str:
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
     """Choose each LongRoPE set of frequencies from ``max_model_len``, in tokens, and keep it.
 
-    transformers chooses by the longest position in the batch, so that what stands beside a row
-    would change its tokens. Call it on any model; those without LongRoPE stay as they are.
+    transformers chooses by the longest position in the batch, so that other rows would change a
+    row's tokens. Models without LongRoPE stay as they are.
 
     Raises:
         ModelError: the model chooses in a way that cannot be fixed.

@@ -9,7 +9,7 @@ from batchinfer.builders.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import library, native
-from batchinfer.worker.attention.kernel_name import AttentionKernel, attention_kernel
+from batchinfer.worker.attention.attention import AttentionKernel
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import linear_kernels
 from tests.models import make_text_model
@@ -26,16 +26,16 @@ def cache(
 def test_the_c_kernels_are_named_by_what_they_are_written_for() -> None:
     fastest = f"own {native.available(torch.float32)[0]}"
     for one in (cache(), cache(fp8=True), cache(latent=True)):
-        assert attention_kernel(one).line({}) == f"attention by {fastest}"
+        assert AttentionKernel.of(one).line({}) == f"attention by {fastest}"
     for kernel in linear_kernels(torch.float32):
-        name = attention_kernel(cache(), kernel).name
+        name = AttentionKernel.of(cache(), kernel).name
         assert name == (kernel.name if kernel.kind == "own" else fastest)
 
 
 def test_where_they_are_not_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
     monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
-    assert attention_kernel(cache()).line({}) == (
+    assert AttentionKernel.of(cache()).line({}) == (
         "attention by torch (no C kernels): there is no C compiler"
     )
 
@@ -46,7 +46,7 @@ def test_a_pool_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
         (cache(torch.float16), "a cache of float16"),
         (cache(fp8=True, latent=True), "latents of float8_e4m3fn"),
     ):
-        line = attention_kernel(one).line({})
+        line = AttentionKernel.of(one).line({})
         assert line == f"attention by torch: there is no C kernel for {kind}"
 
 

@@ -15,8 +15,8 @@ from batchinfer.worker.attention.attention import (
     make_cuda_backend,
     register,
 )
+from batchinfer.worker.attention.cuda import LatentCudaAttention
 from batchinfer.worker.attention.latent import keep_latents
-from batchinfer.worker.attention.latent_cuda import LatentCudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from tests.models import VOCAB_SIZE, tiny_model

@@ -14,7 +14,7 @@ from batchinfer.engine.step import SharedPrefixes, Step
 from batchinfer.kernels import decode_work
 from batchinfer.worker import kv_cache
 from batchinfer.worker.attention.attention import make_backend
-from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.forward import device_arrays
 from batchinfer.worker.kv_cache import KVCache

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
-from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import FusedDecoderLayer

@@ -17,7 +17,7 @@ from batchinfer.errors import ModelError
 from batchinfer.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from batchinfer.kernels.reference import quantize_groups
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
-from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache

@@ -14,6 +14,17 @@ from batchinfer.engine.step import Step
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
+_Kind = tuple[int, int, KVShape]
+"""Window, query heads, and KV of the layers that share a work list."""
+
+
+@dataclass
+class _Work:
+    """A work list, and the layers that have used it."""
+
+    plan: Any
+    layers: set[int] = field(default_factory=set)
+
 
 class CudaAttention:
     """Attends over the pool's blocks for one step at a time."""
@@ -43,10 +54,10 @@ class CudaAttention:
     ) -> None:
         """Begin a step from the device's arrays alone.
 
-        Nothing is read from them here, so that what follows can be replayed with others.
+        Reads none of them here, so that the launches that follow can be replayed with others.
 
         Args:
-            shares: the arrays tell of shared prefixes.
+            shares: the arrays include shared prefixes.
             max_chunks: most sequences that compute several tokens.
         """
         self._begin(
@@ -73,19 +84,14 @@ class CudaAttention:
     ) -> torch.Tensor:
         from batchinfer.kernels.paged_attention import paged_attention
 
-        out = query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
+        out = self._output(layer, query)
         paged_attention(
             query,
             self._cache.key(layer),
             self._cache.value(layer),
-            self._block_tables(layer),
-            self._tensors["query_starts"],
-            self._tensors["context_lens"],
+            *self._contexts(layer),
             out=out,
-            scale=variant.scale,
-            sliding_window=variant.sliding_window,
-            softcap=variant.softcap,
-            sinks=variant.sinks,
+            **variant.options,
             work=self._decode_work(layer, query, variant.sliding_window),
             launch=layer,
             chunks=self._chunk_work(layer, query),
@@ -93,9 +99,14 @@ class CudaAttention:
         )
         return out
 
-    def _block_tables(self, layer: int) -> torch.Tensor:
-        group = self._cache.group(layer)
-        return self._tensors["other_tables"][group - 1] if group else self._tensors["block_tables"]
+    def _output(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        return query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
+
+    def _contexts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Block tables of a layer's group, query starts and context lengths."""
+        group, tensors = self._cache.group(layer), self._tensors
+        tables = tensors["other_tables"][group - 1] if group else tensors["block_tables"]
+        return tables, tensors["query_starts"], tensors["context_lens"]
 
     def _chunk_work(self, layer: int, query: torch.Tensor) -> Any:
         """Work list of the step's chunks, made once for the layers of a shape."""
@@ -145,7 +156,7 @@ class CudaAttention:
         return window, query.shape[1], self._cache.shape(layer)
 
     def _work_of(self, layer: int, kind: _Kind, plan: Callable[[], Any]) -> Any:
-        """The work list of a kind of layers, which each layer takes once."""
+        """The work list for a kind of layer, which each layer uses once."""
         work = self._work.get(kind)
         if work is None or layer in work.layers:  # a layer that attends again needs a new list
             work = self._work[kind] = _Work(plan())
@@ -153,21 +164,92 @@ class CudaAttention:
         return work.plan
 
 
+class BatchInvariantAttention(CudaAttention):
+    """Sums in a fixed order, so that a row's bits do not depend on its batch: one program attends
+    for decodes and chunks, and every sequence reads its own prefix."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        from batchinfer.kernels.fixed_attention import fixed_attention
+
+        out = self._output(layer, query)
+        fixed_attention(
+            query,
+            self._cache.key(layer),
+            self._cache.value(layer),
+            *self._contexts(layer),
+            out=out,
+            **variant.options,
+            work=self._fixed_work(layer, query, variant.sliding_window),
+            launch=layer,
+        )
+        return out
+
+    def _fixed_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
+        """Work list of the step, made once for the layers of a window and a shape."""
+        from batchinfer.kernels.attend import Heads
+        from batchinfer.kernels.fixed_attention import fixed_query_tile
+        from batchinfer.kernels.fixed_work import plan_fixed
+
+        def plan() -> Any:
+            heads = Heads.of(query, self._cache.key(layer), self._cache.value(layer))
+            return plan_fixed(
+                self._tensors["query_starts"],
+                self._tensors["context_lens"],
+                tokens=fixed_query_tile(heads),
+                num_heads=query.shape[1],
+                value_width=self._cache.shape(layer).value_width,
+                max_context_len=self._bounds["max_context_len"],
+                sliding_window=window,
+                num_launches=self._cache.layout.num_layers,
+                num_tokens=self._chunk_bounds["num_tokens"],
+                max_chunks=self._chunk_bounds["max_chunks"],
+            )
+
+        return self._work_of(layer, self._kind(layer, query, window), plan)
+
+
+class LatentCudaAttention(CudaAttention):
+    """Attends to latents, which all heads share. Every sequence reads its own prefix."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, rank + rotary width]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        """Attended latents, [T, Hq, rank]."""
+        from batchinfer.kernels.latent_attention import latent_attention
+
+        out = self._output(layer, query)
+        latent_attention(
+            query,
+            self._cache.key(layer),
+            *self._contexts(layer),
+            out=out,
+            scale=variant.scale,
+            work=self._decode_work(layer, query, window=0),
+            launch=layer,
+            chunks=self._chunk_work(layer, query),
+        )
+        return out
+
+    def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
+        super()._begin(tensors, shares=False, **bounds)
+
+    def _query_tile(self, layer: int, query: torch.Tensor) -> int:
+        from batchinfer.kernels.latent_attention import latent_query_tile
+
+        return latent_query_tile(query)
+
+
 def shares_pieces(step: Step) -> bool:
-    """Whether some sequences of a step have so much in common that it is read once for them."""
+    """Whether some sequences of a step share a prefix long enough to be read once for all."""
     from batchinfer.kernels.decode_work import DECODE_PIECE
 
     shared = step.shared_prefixes
     return shared is not None and int(shared.shared_lens.max()) >= DECODE_PIECE
-
-
-_Kind = tuple[int, int, KVShape]
-"""Window, query heads, and KV of the layers that a work list is for."""
-
-
-@dataclass
-class _Work:
-    """A work list, and the layers that have taken it."""
-
-    plan: Any
-    layers: set[int] = field(default_factory=set)

@@ -1,10 +1,10 @@
-"""The text half of a model that also sees or hears: its language model and its output head.
+"""The language model, with its output head, of a multimodal model.
 
-Such a wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) holds a
-language model beside its towers for images and sound. For prompts of text alone the rest does
-nothing: it is neither built with memory nor read. The weights are read by transformers' own class,
-so that every name a checkpoint was published with is known, into a wrapper without its towers; the
-language model is then taken out of it, and is from there on a causal model like any other.
+A multimodal wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) has
+a language model and towers for images and sound. Text prompts do not need the towers, so these are
+neither built nor read. transformers' own class reads the weights, as it knows every name that
+checkpoints were published with, into a wrapper without its towers; the language model is then taken
+out of it, and is a causal model like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from batchinfer.worker.model.body_output import body_of
+from batchinfer.worker.model.body import body_of
 from batchinfer.worker.model.quiet import quiet_transformers
 
 _WRAPPERS = (
@@ -45,8 +45,7 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of the causal language model that is run for a config; None: it writes no text.
 
-    Of a wrapper, that of its text half. transformers has none for some of them: there it is their
-    language model with a head on it.
+    For some wrappers' language models transformers has no such class; one is made with a head.
     """
     if not is_wrapper(config):
         plain: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -62,7 +61,8 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """The key by which a wrapper changes its logits after its head, where nothing here does so."""
+    """The config key by which a wrapper changes its logits after its head, which the class made for
+    it here would not do."""
     if not getattr(causal_class(config), "has_own_head", False):
         return None
     values: dict[str, Any] = config.get_text_config().to_dict()
@@ -70,7 +70,7 @@ def changed_logits(config: PreTrainedConfig) -> str | None:
 
 
 def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class that a folder's weights were saved from; None: none that writes text."""
+    """transformers' class that a folder's weights were saved from; None: it writes no text."""
     if not is_wrapper(config):
         return causal_class(config)
     listed = [mapping[type(config)] for mapping in _WRAPPERS if type(config) in mapping]
@@ -80,8 +80,8 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Names of transformers' classes of a config's body without an output head, each with the task
-    that it is for: the body alone, and with a head that classifies. None of wrappers."""
+    """Names of transformers' classes for a config's body alone and with a classification head, with
+    the task of each; empty for wrappers."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -89,28 +89,25 @@ def headless_names(config: PreTrainedConfig) -> dict[str, str]:
     return {one.__name__: task for task, one in listed.items() if one is not None}
 
 
-def text_half(config: PreTrainedConfig) -> PreTrainedConfig:
+def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the causal model that is built for a config."""
-    causal_class(config)  # a class of ours is known to transformers from here on
+    causal_class(config)  # registers a class of ours with transformers, if it needs one
     return config.get_text_config() if is_wrapper(config) else config
 
 
-def read_text_half(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
-    """Read the text half of a wrapper from its folder.
+def read_language_model(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
+    """Read the causal model of a wrapper, and ``from_pretrained``'s report on loading it.
 
     Args:
-        folder: None: the tensors are among the options (``state_dict``).
+        folder: the wrapper's; None: the tensors are among the options (``state_dict``).
         options: of ``from_pretrained``.
-
-    Returns:
-        The causal model, and what ``from_pretrained`` says of its loading.
     """
     wrapper_class = saved_class(config)
     assert wrapper_class is not None
     wrapper, found = _without_towers(wrapper_class).from_pretrained(
         folder, config=config, **options
     )
-    return _taken_out(wrapper), found
+    return _extract(wrapper), found
 
 
 def language_model(wrapper: PreTrainedModel) -> nn.Module:
@@ -120,13 +117,9 @@ def language_model(wrapper: PreTrainedModel) -> nn.Module:
 
 
 def whole_on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, str, str]:
-    """The model whose names a checkpoint or an adapter was saved with, without its towers, on the
-    ``meta`` device.
-
-    Returns:
-        The model; the name of its body in it, and in the causal model that is run.
-    """
-    own = text_half(config)
+    """The model whose tensor names a checkpoint or an adapter uses, without its towers, on the
+    ``meta`` device; the name of its body in it, and in the causal model that is run."""
+    own = language_model_config(config)
     with quiet_transformers(), torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(own)
         own_name = _name(causal, body_of(causal))
@@ -154,7 +147,7 @@ def _body_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return type(body) if isinstance(body, PreTrainedModel) else None
 
 
-def _taken_out(wrapper: PreTrainedModel) -> PreTrainedModel:
+def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
     """The causal model of the wrapper's language model and head."""
     config = wrapper.config.get_text_config()
     config.tie_word_embeddings = _is_tied(wrapper)
@@ -171,15 +164,17 @@ def _is_tied(wrapper: PreTrainedModel) -> bool:
 
 
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class, with nothing in it beside its language model and its head.
+    """The class, reduced to its language model and its head.
 
-    It has the name and module of the class, by which transformers finds how its tensors were named.
+    It keeps the class's name and module, by which transformers finds how its tensors were named.
     """
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             if not hasattr(config, "pad_token_id"):
-                config.pad_token_id = None  # which Llama 4's wrapper asks for and its config lacks
+                config.pad_token_id = (
+                    None  # Llama 4's wrapper reads it, its config does not have it
+                )
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])
 
@@ -189,7 +184,7 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
-    """Take out of a module all that is neither kept nor above what is; whether something stays."""
+    """Delete all submodules that neither are kept nor contain a kept one; whether any remain."""
     if any(module is one for one in kept):
         return True
     for name, child in list(module.named_children()):
@@ -199,11 +194,10 @@ def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
 
 
 def _with_head(body_class: type[PreTrainedModel], config_class: Any) -> type[PreTrainedModel]:
-    """A causal language model of a body alone, with an output head without a bias."""
-
+    """A causal language model of a body, with an output head without a bias."""
     family_class: Any = body_class.__base__
 
-    class TextHalf(family_class):  # type: ignore[misc]
+    class WithHead(family_class):  # type: ignore[misc]
         has_own_head = True
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
         base_model_prefix = "model"
@@ -224,7 +218,7 @@ def _with_head(body_class: type[PreTrainedModel], config_class: Any) -> type[Pre
                 hidden = hidden[:, logits_to_keep]
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
 
-    TextHalf.config_class = config_class
-    TextHalf.__name__ = TextHalf.__qualname__ = f"{body_class.__name__}ForCausalLM"
-    TextHalf.__module__ = body_class.__module__
-    return TextHalf
+    WithHead.config_class = config_class
+    WithHead.__name__ = WithHead.__qualname__ = f"{body_class.__name__}ForCausalLM"
+    WithHead.__module__ = body_class.__module__
+    return WithHead
