@@ -50,7 +50,6 @@ from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import (
     choose_dtype,
     load_weights,
-    make_random_weights,
     uses_longrope,
 )
 from batchinfer.worker.verify import probe_block_size
@@ -195,7 +194,7 @@ def load_model(
         described,
         device,
         choice.quantization,
-        make_random_weights if random_weights else load_weights,
+        partial(load_weights, random=random_weights),
         num_bytes or 0,
     )
     model = load()

@@ -70,7 +70,7 @@ def _pipe(folder: Path) -> None:
         (_config(quantization_config=[4]), "/config.json: quantization_config is"),
         (_config(layer_types=["\x1b[31m"]), r"layers \(layer_types\) of the type \?\[31m"),
         (_nested_config, "/config.json is nested too deeply"),
-        (_nested_header, "/model.safetensors is no safetensors file"),
+        (_nested_header, "/model.safetensors is not a safetensors file"),
         (_endless, "/model.safetensors is not a file"),
         (_pipe, "/generation_config.json is not a file"),
         (_index, "names of safetensors files by tensor"),

@@ -85,11 +85,14 @@ class CudaAttention:
         from batchinfer.kernels.paged_attention import paged_attention
 
         out = self._output(layer, query)
+        tables, query_starts, context_lens = self._contexts(layer)
         paged_attention(
             query,
             self._cache.key(layer),
             self._cache.value(layer),
-            *self._contexts(layer),
+            tables,
+            query_starts,
+            context_lens,
             out=out,
             **variant.options,
             work=self._decode_work(layer, query, variant.sliding_window),

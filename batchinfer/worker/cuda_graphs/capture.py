@@ -13,18 +13,8 @@ _INTEGERS = {2: "<i2", 4: "<i4"}  # bytes of an element: NumPy's name, which has
 # Their results are on the host, or are sized by what is on the device.
 _WAITS = frozenset(
     [
-        "_local_scalar_dense",
-        "_unique2",
-        "allclose",
-        "bincount",
-        "equal",
-        "is_nonzero",
-        "item",
-        "masked_select",
-        "nonzero",
-        "one_hot",
-        "unique_consecutive",
-        "unique_dim",
+        *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item", "nonzero"),
+        *("_unique2", "unique_consecutive", "unique_dim", "bincount", "masked_select", "one_hot"),
     ]
 )
 
@@ -35,10 +25,10 @@ Capture = Callable[[Run], Run]
 
 
 class CudaCapture:
-    """Captures computations on the current device; each gives back a call that repeats it.
+    """Captures computations on the current device, and returns a call that repeats each.
 
-    All graphs use the same memory, one after the other: results are good until the next replay.
-    After a failure that CUDA itself reports, later ones have memory of their own.
+    All graphs use the same memory, one after the other: results are valid until the next replay.
+    After a failure that CUDA itself reports, later graphs have memory of their own.
     """
 
     def __init__(self) -> None:
@@ -56,13 +46,13 @@ class CudaCapture:
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         # A capture that CUDA refuses to end leaves its stream the current one.
         here = torch.cuda.stream(torch.cuda.current_stream())
-        # Other threads (tokenizing, reading files) may go on meanwhile.
+        # Other threads (tokenizing, reading files) may run meanwhile.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         try:
             with here, capturing:
                 results = [result.contiguous() for result in run()]
         except BaseException:
-            if not _has_ended(graph):  # torch takes the pool for one in use, from now on
+            if not _has_ended(graph):  # torch considers the pool in use from now on
                 self._pool = None
                 self._never_ended.append(graph)
             raise
@@ -97,10 +87,10 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that does not keep the memory from the pool's other graphs.
+    """A view without ownership, so that the pool's other graphs can use the memory.
 
-    The logits of the largest batch are most of what a graph holds; with an owner each graph would
-    keep its own. The memory itself stays as long as one graph of the pool does.
+    The logits of the largest batch are most of a graph's memory; with an owner each graph would
+    keep its own. The memory itself lives as long as one graph of the pool.
     """
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
@@ -143,8 +133,8 @@ def _comes_to_host(args: Any, result: Any) -> bool:
 
 
 def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
-    """Whether a tensor comes from memory that the device cannot read by itself: CUDA waits for the
-    stream, then copies it in parts. (What ``torch.tensor`` copies is not seen.)"""
+    """Whether a tensor is copied from pageable memory, for which CUDA waits for the stream. (Copies
+    by ``torch.tensor`` are not seen.)"""
     if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
         return False
     source = args[1] if name == "copy_" else args[0]

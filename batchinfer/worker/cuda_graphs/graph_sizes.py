@@ -1,10 +1,9 @@
-"""Sizes that steps are padded to, so that a few graphs do for all of them.
+"""Sizes that steps are padded to, so that a few graphs serve all of them.
 
-Tokens of a step in between are computed for nothing. Up to some 128 tokens that costs nothing,
-since reading the weights takes longer; beyond, sizes lie an eighth to a quarter apart. Sequences of
-a mixed step cost only their rows of logits, so their sizes lie further apart. (Over the steps of
-nine simulated jobs, with 32 to 1,024 sequences, 0 to 10 % of the tokens computed are padding, and
-96 to 100 % of the steps have a size.)
+Up to about 128 tokens padding costs nothing, since reading the weights takes longer; beyond, sizes
+are an eighth to a quarter apart. Sequences of a mixed step cost only their rows of logits, so their
+sizes are further apart. (Over the steps of nine simulated jobs, with 32 to 1,024 sequences, 0 to
+10 % of the tokens computed are padding, and 96 to 100 % of the steps have a size.)
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Kind = Literal["decode", "shared decode", "mixed"]
-"""One token a sequence; the same with prefixes shared; whatever else there is, shared or not."""
+"""One token a sequence; the same with shared prefixes; any other step, with or without them."""
 
 MAX_GRAPH_TOKENS = 8192
-"""A step of more runs longer than the host takes to launch it kernel by kernel."""
+"""A larger step runs longer than the host takes to launch its kernels."""
 
 # From 64 sequences on, in steps of.
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
-# Between this many tokens and the largest step there is no size: such steps are rare (the largest
-# is what a scheduler fills while prompts wait), and the device computes longer than the host needs.
+# Between this many tokens and the largest step there is no size: such steps are rare (a scheduler
+# fills the largest while prompts wait), and the device computes longer than the host needs.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
 # A row of logits costs about what a token does, in a small model: unused ones must be few.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
-# More than in any step of the simulated jobs, and a launch's idle programs are not more than busy.
+# More than in any step of the simulated jobs; at most half of a launch's programs are idle.
 _CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
@@ -44,7 +43,7 @@ class GraphSize(NamedTuple):
     @property
     def max_chunks(self) -> int:
         """Most sequences of a step that compute several tokens: attention is launched for as many,
-        and each that is not there costs a little."""
+        and each missing one costs a little."""
         if self.kind != "mixed":
             return 0
         return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
@@ -90,7 +89,7 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
 
 
 class GraphSizes:
-    """Sizes that there are, to find the least that holds a step."""
+    """Finds the smallest of some sizes that holds a step."""
 
     def __init__(self, sizes: Iterable[GraphSize]) -> None:
         self._of_kind: dict[Kind, list[GraphSize]] = {}
@@ -98,9 +97,9 @@ class GraphSizes:
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """The least size that holds a step; None where most of the largest would be padding."""
-        there = self._of_kind.get(kind, [])
-        for size in there[bisect_left(there, (kind, tokens, sequences)) :]:
+        """The smallest size that holds a step; None where too much of it would be padding."""
+        sizes = self._of_kind.get(kind, [])
+        for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:
                 wasted = size.tokens > max(_SMALL_TOKENS[-1], _MOST_PADDED * tokens)
                 return None if wasted else size

@@ -1,9 +1,9 @@
 """Steps by CUDA graphs: one launch instead of hundreds.
 
-A step of so many tokens and sequences always runs the same kernels; only what their arrays hold
-changes. So it is captured once for each of a few sizes, over arrays that stay where they are, and
-replayed for every step that fits into one. What Python passes to a kernel by value is frozen with
-it: it follows from the size and the model alone. Lengths, tables and tokens are read on the device.
+Steps of one size run the same kernels; only the contents of their arrays differ. So a step is
+captured once for each of a few sizes, over arrays at fixed addresses, and replayed for every step
+that fits. Values that Python passes to a kernel are frozen in the graph: they follow from the size
+and the model alone. Lengths, tables and tokens are read on the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,11 @@ class WaitsForDeviceError(Exception):
 
 
 class StepGraphs:
-    """CUDA graphs of a model's steps, by size. There are none before ``capture_all``.
+    """CUDA graphs of a model's steps, by size; none before ``capture_all``.
 
-    A model whose forward pass waits for the device (some mixtures of experts do) cannot be
-    captured; that is noticed at its first size, and it has no graphs then. Any other failure loses
-    the one size: its steps take the next larger one, or run kernel by kernel.
+    A model whose forward pass waits for the device, as some mixtures of experts do, cannot be
+    captured and has no graphs. Any other failure loses one size: its steps take the next larger
+    one, or run kernel by kernel.
 
     Args:
         model: called as in ``forward``.
@@ -53,8 +54,7 @@ class StepGraphs:
         max_graph_tokens: most tokens of a step with a graph.
         max_model_len: most tokens of a sequence.
         num_adapters: of the model.
-        kernel: what multiplies by the model's weights, and so how to attend.
-        capture: CUDA's, by default.
+        kernel: of the model's linear layers, which decides how to attend.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepGraphs:
         return len(self._replays)
 
     def size_for(self, step: Step) -> GraphSize | None:
-        """The size whose graph computes a step; None where there is none."""
+        """The size whose graph computes a step; None: no graph does."""
         if step.num_sequences == 0 or not self._inputs.holds(step):
             return None
         chunks = self._cache.layout.chunks
@@ -111,10 +111,10 @@ class StepGraphs:
         """Compute a step by replay: write the KV of its tokens, attend.
 
         Args:
-            step: its block copies are made.
-            size: what ``size_for`` gives for it.
+            step: after its block copies.
+            size: from ``size_for``.
             prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
-            body_outputs: the output of the model's body is appended.
+            body_outputs: receives the output of the model's body.
 
         Returns:
             Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype. The next call
@@ -135,14 +135,14 @@ class StepGraphs:
         """Capture every size, on steps that compute nothing.
 
         Args:
-            log: told how far it is, every few seconds, and which sizes are lost and why.
-            captured: told of each size that is done.
+            log: receives a line every few seconds, and one about each lost size.
+            captured: called after each size.
         """
-        began = told = clock()
+        began = last_line = clock()
         lost: dict[str, list[GraphSize]] = {}
         for done, size in enumerate(self.sizes):
-            if clock() - told >= _SECONDS_PER_LINE:
-                told = clock()
+            if clock() - last_line >= _SECONDS_PER_LINE:
+                last_line = clock()
                 log(f"CUDA graphs: {done} of {len(self.sizes)} sizes captured")
             try:
                 self.capture(size)
@@ -158,17 +158,14 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, size: GraphSize) -> None:
-        """Run a step of a size that computes nothing, to compile its kernels, and capture it.
+        """Run an empty step of a size, to compile its kernels, and capture it.
 
         Raises:
-            WaitsForDeviceError: what it does.
-            OutOfMemory: there is no room for it. What it took is free again.
+            WaitsForDeviceError: the forward pass waits for the device.
+            OutOfMemory: the device has no memory for it. What it took is free again.
             RuntimeError: it cannot be captured.
         """
-
-        def run() -> tuple[torch.Tensor, ...]:
-            return self._forward(size)
-
+        run = partial(self._forward, size)
         self._inputs.load(_nothing(), size, None)
         with raise_out_of_memory():
             with SyncWatch() as syncs:
@@ -180,7 +177,7 @@ class StepGraphs:
         self._captured = GraphSizes(self._replays)
 
     def _forward(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [S, vocabulary] and hidden states [1, T, hidden] of what the inputs hold."""
+        """Logits [S, vocabulary] and hidden states [1, T, hidden] of the step in the inputs."""
         tensors = self._inputs.of(size)
         backend = make_cuda_backend(self._cache, self._kernel)
         backend.begin_captured(
@@ -205,7 +202,7 @@ class StepGraphs:
 
 
 def kind_of(step: Step) -> Kind:
-    """Which kind of graph a step needs."""
+    """The kind of graph that a step needs."""
     if not (np.diff(step.query_starts) == 1).all():
         return "mixed"
     return "shared decode" if shares_pieces(step) else "decode"

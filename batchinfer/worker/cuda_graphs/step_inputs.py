@@ -1,4 +1,4 @@
-"""Arrays that a captured step reads: always at the same place, of the same shapes."""
+"""Arrays that a captured step reads: always at the same address, of the same shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 
 class _Place(NamedTuple):
-    """Where an array lies among a step's bytes."""
+    """The place of an array among a step's bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -34,19 +34,18 @@ class _Place(NamedTuple):
 
 
 class StepInputs:
-    """Room for a step's arrays, which come in one copy.
+    """Memory for a step's arrays, which arrive in one copy.
 
-    The host puts them into one run of bytes, padded to a size: behind the step's own tokens stand
-    some that are computed for nothing and whose KV goes nowhere (a slot mapping of -1), and behind
-    its sequences some without tokens. These stand last in the order of those that share prefixes,
-    and share none. Block tables come last, as long as the step's are; the captured step itself
-    spreads them to rows that stay where they are.
+    The host writes them into one buffer, padded to a size: after the step's own tokens, tokens
+    whose KV is not written (a slot mapping of -1), and after its sequences, ones without tokens,
+    which come last in the order of shared prefixes and share none. Block tables come last, as long
+    as the step's are; the captured step itself unpacks them to rows at fixed addresses.
 
     Args:
         largest: size that holds every other.
         max_blocks: most blocks of a sequence.
         num_groups: layer groups, each with slots and tables of its own.
-        num_adapters: of the model; with some, every step comes with the tokens of each.
+        num_adapters: of the model; if any, every step lists the tokens of each.
     """
 
     def __init__(
@@ -66,8 +65,7 @@ class StepInputs:
         self._prev_token_ids = torch.zeros(largest.sequences, dtype=torch.int64, device=device)
 
     def holds(self, step: Step) -> bool:
-        """Whether its block tables fit, the samples of the step before that it goes on with, and
-        its adapters."""
+        """Whether the step's block tables, previous samples and adapters fit."""
         return (
             step.block_tables.shape[1] <= self._max_blocks
             and _num_previous(step) <= len(self._prev_token_ids)
@@ -75,7 +73,7 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Copy a step's arrays in, padded to a size, and what it goes on with. No sync.
+        """Copy a step's arrays in, padded to a size, and the previous samples it needs. No sync.
 
         Args:
             prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
@@ -102,7 +100,7 @@ class StepInputs:
             self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
 
     def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
-        """The arrays of a step of a size, on the device; what this launches is to be captured."""
+        """The arrays of a step of a size, on the device; the launches belong in the graph."""
         tensors = {
             name: self._bytes[place.offset : place.end]
             .view(_TORCH_DTYPES[place.dtype])
@@ -125,7 +123,7 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Places of the arrays of a step of a size; that of its tables has no end."""
+        """Places of the arrays of a step of a size; its tables have only a start."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),
@@ -151,12 +149,12 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Samples of the step before up to the last one that a step goes on with."""
+    """Samples of the step before up to the last one that a step uses."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 
 def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of a step but for its tables, and what to fill up each of them with."""
+    """Arrays of a step except its tables, and the padding of each."""
     count = step.num_sequences
     places = np.arange(size.sequences, dtype=np.int32)
     order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
@@ -180,7 +178,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
 
 
 def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of the tokens that adapters change, and what to fill up each of them with."""
+    """Arrays of the tokens that adapters change, and the padding of each."""
     adapters = step_adapters(step)
     tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     if adapters is not None:

@@ -35,8 +35,8 @@ def resolve_folder(
         key: where the user wrote the name.
 
     Raises:
-        ModelError: naming the key: no such folder, and no such model on the hub or no way to
-            reach it; or naming a file in it that is none.
+        ModelError: naming the key: the folder does not exist, or the hub cannot deliver the model;
+            or naming something in the folder that is not a regular file.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -57,13 +57,13 @@ def resolve_folder(
 
 
 def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Pipes and devices never end, and whoever reads them waits for ever."""
+    """Refuse pipes and devices, which could be read forever."""
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         try:
-            what = path.stat()
+            status = path.stat()
         except OSError as error:  # a link to nothing, or to itself
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-        if not stat.S_ISREG(what.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path} is not a file; fetch the model again")
 
 
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: missing, not JSON, or one of the above.
     """
     if (folder / "adapter_config.json").exists():
-        # transformers would put the adapter on the model, or not, as peft is installed or not
+        # transformers would apply the adapter only if peft is installed
         raise ModelError(
             f"{folder} holds an adapter (adapter_config.json)",
             hint="name the base model's folder here and this one in model.adapters, "
@@ -82,7 +82,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     config = read_json(folder / "config.json")
     if config is None:
-        raise ModelError(f"{folder} is no model folder: it has no config.json")
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
     if "auto_map" in config:
         raise ModelError(
             f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
@@ -111,13 +111,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def check_weights(folder: Path) -> dict[str, str]:
-    """Check that the folder's safetensors files are all there and whole.
+    """Check that the folder's safetensors files are complete.
 
     Returns:
         The dtype of every tensor, by name, as safetensors writes it (``F32``, ``BF16``).
 
     Raises:
-        ModelError: no safetensors files, one that the index names is missing, or one is cut short.
+        ModelError: there are none, one that the index names is missing, or one is truncated.
     """
     names = weight_files(folder)
     if not names:
@@ -131,7 +131,7 @@ def check_weights(folder: Path) -> dict[str, str]:
 
 
 def file_bytes(folder: Path) -> int:
-    """Size of the folder's safetensors files, which ``check_weights`` found to be there."""
+    """Size of the folder's safetensors files, which ``check_weights`` has checked."""
     return sum((folder / name).stat().st_size for name in weight_files(folder))
 
 
@@ -144,7 +144,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _indexed(index: Mapping[str, Any], folder: Path) -> list[str]:
-    """The names of the weight files that an index lists, all of them beside it."""
+    """The names of the weight files that an index lists, all in its folder."""
     by_tensor = index.get("weight_map")
     names = by_tensor.values() if isinstance(by_tensor, Mapping) else [None]
     if not all(isinstance(name, str) and _WEIGHT_FILE.fullmatch(name) for name in names):
@@ -162,7 +162,7 @@ def check_file(path: Path) -> dict[str, str]:
         The dtype of every tensor, by name, as safetensors writes it.
 
     Raises:
-        ModelError: it is missing, cut short, or something else.
+        ModelError: it is missing, truncated, or not a safetensors file.
     """
     try:
         size = path.stat().st_size
@@ -181,7 +181,7 @@ def check_file(path: Path) -> dict[str, str]:
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} is no safetensors file; fetch the model again") from error
+        raise ModelError(f"{path} is not a safetensors file; fetch the model again") from error
     expected = _HEADER_LENGTH_BYTES + header_bytes + end
     if size != expected:
         raise ModelError(

@@ -34,10 +34,10 @@ _PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
 
 
 def check_config(name: str, revision: str | None, runner: Runner = "generate") -> None:
-    """Find out early, from config.json alone, whether a model (folder or hub id) can be run.
+    """Check early, from config.json alone, that a model (folder or hub id) can be run.
 
     Raises:
-        ModelError: it is not there, or as ``load_config`` raises.
+        ModelError: it does not exist, or as ``load_config`` raises.
     """
     load_config(resolve_folder(name, revision, CONFIG_FILES), runner)
 
@@ -45,8 +45,8 @@ def check_config(name: str, revision: str | None, runner: Runner = "generate") -
 def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     """The folder's config, of a family that can be run.
 
-    A body that was saved without an output head, or with one that classifies, is taken with
-    ``pooling`` alone, as if its head was its embeddings: what it gives means nothing then.
+    A body saved without an output head, or with a classification head, is accepted for ``pooling``
+    only; its embeddings stand in for the head, whose output means nothing.
 
     Raises:
         ModelError: naming config.json: it is missing or broken, or the family cannot be run.
@@ -92,14 +92,13 @@ def _check_filled(config: PreTrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The reason of a failure, on one line; of a validator's report on every type, the first
-    sentence."""
+    """The reason for a failure on one line; the first sentence of a validator's report."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 
 
 def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None:
-    """Refuse what is no text generator, and classes whose attention cannot be replaced."""
+    """Refuse models that do not generate text, and classes whose attention cannot be replaced."""
     family = f"{folder}/config.json: models of the family {config.model_type!r}"
     model_class, whole_class = causal_class(config), saved_class(config)
     if model_class is None or whole_class is None:

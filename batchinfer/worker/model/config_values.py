@@ -1,21 +1,20 @@
-"""What the values of a config.json may be, found out before anything is built from them.
+"""Checks of a config.json's values before anything is built from them.
 
-Whoever wrote the file decides how long a loop runs and how much memory is asked for: so sizes have
-bounds here, far above any model there is. What remains is transformers' to check, or the shapes of
-the weights'.
+The file's author decides how long loops run and how much memory is allocated, so sizes have bounds
+here, far above any model's. transformers and the shapes of the weights check the rest.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from batchinfer.engine.kv.layout import KVLayout
 
 MAX_DEPTH = 32
-"""Objects and lists inside each other; published configs have six."""
+"""Nesting of objects and lists; published configs have six levels."""
 MAX_POSITIONS = 2**31 - 1
 """Positions are computed in 32 bits."""
 
@@ -28,7 +27,7 @@ _POSITIVE = frozenset(
         *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
     ]
 )
-"""There is no model with none of these."""
+"""Every model has at least 1 of each."""
 _POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"})
 _LAYERS = frozenset({"num_hidden_layers", "n_layer", "num_layers", "n_layers"})
 _MAX_LAYERS = 2048
@@ -39,7 +38,7 @@ _MAX_SIZE = 1 << 24
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor")
 _OBJECTS = ("text_config", *_ROPE, "quantization_config")
-_TEXTS = ("model_type", "dtype", "torch_dtype")
+_STRINGS = ("model_type", "dtype", "torch_dtype")
 _LISTS = ("layer_types", "layers_block_type", "architectures")
 
 
@@ -48,14 +47,14 @@ class BadValueError(Exception):
 
 
 def readable(text: object, most: int = 300) -> str:
-    """What a file or another library says, on one line, printable, and not too long."""
+    """Text of a file or another library on one line, printable, and not too long."""
     line = " ".join(str(text).split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= most else f"{line[:most]}..."
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check a config as config.json has it, the language model's part of it among them.
+    """Check the values of a config.json, and of the ``text_config`` in it.
 
     Raises:
         BadValueError: naming the key.
@@ -73,12 +72,8 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -> None:
-    """Check what follows from several values.
-
-    Args:
-        num_heads: query heads, which fall into equal groups, one for each KV head.
-        layout: of the KV.
-        num_positions: of the longest sequence; None: the config does not say.
+    """Check query heads, KV layout and longest sequence (None: not given), which follow from
+    several values.
 
     Raises:
         BadValueError: naming the key.
@@ -100,19 +95,29 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
         )
 
 
+def _is_whole(value: Any) -> bool:
+    # A list has a number for each layer; what it means is checked elsewhere.
+    return all(type(number) is int for number in (value if isinstance(value, list) else [value]))
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+_KINDS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
+    (_POSITIVE | _POSITIONS, _is_whole, "a whole number"),
+    (_OBJECTS, lambda value: isinstance(value, Mapping), "an object, or null"),
+    (_STRINGS, lambda value: isinstance(value, str), "a string, or null"),
+    (_ROPE_NUMBERS, lambda value: not isinstance(value, str), "a number"),
+    (_LISTS, _is_list_of_strings, "a list of strings, or null"),
+)
+"""Keys, the check of their values, and what it expects."""
+
+
 def _check_kind(key: str, value: Any) -> None:
-    if value is None:
-        return
-    if key in _POSITIVE | _POSITIONS and not _is_whole(value):
-        raise BadValueError(f"{key} is {_shown(value)}; it must be a whole number")
-    if key in _OBJECTS and not isinstance(value, Mapping):
-        raise BadValueError(f"{key} is {_shown(value)}; it must be an object, or null")
-    if key in _TEXTS and not isinstance(value, str):
-        raise BadValueError(f"{key} is {_shown(value)}; it must be a text, or null")
-    if key in _ROPE_NUMBERS and isinstance(value, str):
-        raise BadValueError(f"{key} is {_shown(value)}; it must be a number")
-    if key in _LISTS and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
-        raise BadValueError(f"{key} is {_shown(value)}; it must be a list of texts, or null")
+    for keys, is_valid, expected in _KINDS:
+        if value is not None and key in keys and not is_valid(value):
+            raise BadValueError(f"{key} is {_shown(value)}; it must be {expected}")
 
 
 def _check_rope(name: str, values: Mapping[str, Any]) -> None:
@@ -124,30 +129,18 @@ def _check_rope(name: str, values: Mapping[str, Any]) -> None:
             raise BadValueError(f"{name}.{key} is {_shown(value)}; it must be a number")
 
 
-def _is_whole(value: Any) -> bool:
-    """Also a number for each layer, which is refused by what it means."""
-    return type(value) is int or (
-        isinstance(value, list) and all(type(number) is int for number in value)
-    )
-
-
 def _check_size(key: str, value: int) -> None:
     if key in _POSITIVE | _POSITIONS and value < 1:
         raise BadValueError(f"{key} is {value}; it must be 1 or more")
-    most = _most(key)
-    if most is not None and value > most:
+    bounds = (
+        (key in _POSITIONS, MAX_POSITIONS),
+        (key in _LAYERS, _MAX_LAYERS),
+        (_EXPERTS.fullmatch(key), _MAX_EXPERTS),
+        (_SIZES.fullmatch(key), _MAX_SIZE),
+    )
+    most = next((bound for applies, bound in bounds if applies), value)
+    if value > most:
         raise BadValueError(f"{key} is {_shown(value)}; more than {most:,} cannot be run")
-
-
-def _most(key: str) -> int | None:
-    """The largest value that a number may have; None where it is no size."""
-    if key in _POSITIONS:
-        return MAX_POSITIONS
-    if key in _LAYERS:
-        return _MAX_LAYERS
-    if _EXPERTS.fullmatch(key):
-        return _MAX_EXPERTS
-    return _MAX_SIZE if _SIZES.fullmatch(key) else None
 
 
 def _check_depth(config: Mapping[str, Any]) -> None:

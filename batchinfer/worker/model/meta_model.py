@@ -1,7 +1,7 @@
-"""The model that a config.json describes, built without memory for its weights: can it be?
+"""Builds the model that a config.json describes without memory for its weights, to see if it can.
 
-What transformers' own code raises on values that it does not expect names nothing of the file. So
-the key is searched for: the one without which the model can be built.
+transformers' own errors about unexpected values do not name the key. So a search finds the key
+without which the model can be built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKENS = 4
 
 
 def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
-    """transformers' own causal model of the config, of a wrapper its text half, on the ``meta``
+    """transformers' own causal model of the config, or of its language model, on the ``meta``
     device: shapes without numbers."""
     with quiet_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
@@ -42,12 +42,8 @@ def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
 
 
 def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | None) -> None:
-    """Build the model of a folder's config, and compare its size with that of the weight files.
-
-    Args:
-        folder: the model's.
-        config: its config.
-        file_bytes: of all weight files; None: they are not there.
+    """Build the model of a folder's config, and compare its size with that of the weight files
+    (None: there are none).
 
     Raises:
         ModelError: naming config.json and, where it is found, the key.
@@ -88,21 +84,21 @@ def runs_on_meta(config: PreTrainedConfig) -> None:
 
 
 def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
-    """The key of config.json without which ``attempt`` goes well, and its value, to begin a message
-    with; "" where there is none, or it takes long to find."""
+    """The key of config.json without which ``attempt`` succeeds, and its value, as the start of a
+    message; "" where there is none, or the search takes long."""
     until = time.thread_time() + _SEARCH_S
     raw = read_config(folder)
-    if _goes_well(attempt, raw):  # the model's own code has no part in what failed
+    if _succeeds(attempt, raw):  # not the model's code failed
         return ""
     for name, value, changed in _changes(raw):
         if time.thread_time() > until:
             break
-        if _goes_well(attempt, changed):
+        if _succeeds(attempt, changed):
             return f"{name} is {json.dumps(value)[:40]}: "
     return ""
 
 
-def _goes_well(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, Any]) -> bool:
+def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, Any]) -> bool:
     try:
         with quiet_transformers():
             attempt(CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)))
@@ -112,7 +108,7 @@ def _goes_well(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, 
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each key, its value, and the config with another in its place: the family's own, or 1."""
+    """Each key, its value, and the config with the family's default, or 1, in its place."""
     for key, value in raw.items():
         others = {name: other for name, other in raw.items() if name != key}
         if key != "model_type":
@@ -125,6 +121,6 @@ def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 
 
 def described(error: Exception) -> str:
-    """An error of another library on one line; its kind as well, which is half of a short one."""
+    """The class and text of another library's error, on one line."""
     text = readable(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,9 +1,8 @@
-"""Quantized weights: quantized as they are loaded, loaded as they were saved, or dequantized.
+"""Quantized weights: quantized when loaded, loaded as torchao saved them, or dequantized.
 
-torchao quantizes, and multiplies by what it made: the modules stay transformers' own, with weights
-of another kind, so that logits are those of transformers' model with the same quantization. The
-embedding and the output head keep their dtype, as transformers has it. What torchao saved stays as
-it is; what others did is dequantized when it is loaded (``quantized``).
+torchao quantizes weights and multiplies by them; the modules stay transformers' own, so that logits
+are those of transformers' model with the same quantization. The embedding and the output head keep
+their dtype, as in transformers. Other formats are dequantized when loaded (``quantized``).
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao's configurations of checkpoints that are loaded; each was tried on a CPU."""
+"""torchao's configurations of checkpoints that can be loaded; each was tried on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
 _TORCHAO = "torchao"
 _MOST_SHOWN = 60
 TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
-"""Values of ``model.quantization`` that torchao does; the others are the project's own."""
+"""Values of ``model.quantization`` that torchao implements."""
 
 
 def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
-    """Check what a model's config.json says of quantization, before anything of it is made.
+    """Check a config.json's quantization before the model is built.
 
     Args:
         wanted: ``model.quantization``.
-        device_type: ``cpu`` or ``cuda``, where the model is to run.
+        device_type: ``cpu`` or ``cuda``, where the model will run.
 
     Raises:
-        ModelError: naming the method: weights were quantized in a way that is not loaded here, or
-            are to be quantized twice, or in a way that is not built for the device; or torchao is
-            not installed.
+        ModelError: naming the method: it cannot be loaded, weights would be quantized twice, or the
+            device does not support it; or torchao is not installed.
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
         raise ModelError(
@@ -59,8 +57,9 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     method = saved.get("quant_method")
     saved_as = choose_format(saved)
     if method != _TORCHAO and saved_as is None:
+        shown = str(method)[:_MOST_SHOWN] if method else "a method without a name"
         raise ModelError(
-            f"not yet: the model's weights are quantized by {_shown(method)} (quant_method of "
+            f"not yet: the model's weights are quantized by {shown} (quant_method of "
             "quantization_config in config.json); use the checkpoint they were made from, or one "
             f"quantized by one of {', '.join((*METHODS, _TORCHAO))}"
         )
@@ -74,12 +73,8 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
         _check_torchao(saved)
 
 
-def _shown(method: object) -> str:
-    return str(method)[:_MOST_SHOWN] if method else "a method without a name"
-
-
 def _check_torchao(saved: Mapping[str, Any]) -> None:
-    """Check what torchao saved, as ``check_quantization`` does."""
+    """Check a checkpoint of torchao, as ``check_quantization`` does."""
     kind = _default_type(saved)
     name = kind.get("_type")
     if name not in _SAVED_TYPES:
@@ -94,12 +89,8 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
 
 
 def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
-    """How a loaded model's weights are quantized, for people: the checkpoint's format and what
-    became of it, or torchao's name for it; None: not at all.
-
-    Args:
-        wanted: ``model.quantization``.
-    """
+    """A description of a loaded model's quantization: the checkpoint's format and ``wanted``
+    (``model.quantization``), or torchao's name; None: it is not quantized."""
     saved = saved_section(config)
     saved_as = choose_format(saved)
     if saved_as is not None:
@@ -122,12 +113,11 @@ def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantize a model's linear layers, all but the output head, one after the other.
+    """Quantize a model's linear layers, except the output head, one after the other on the device.
 
     Args:
-        model: its weights in the dtype that it is to compute in.
-        method: a name of ``model.quantization``.
-        device: where each is quantized, and stays.
+        model: its weights in the dtype that it will compute in.
+        method: one of ``TORCHAO_METHODS``.
 
     Raises:
         ModelError: the model has no such layers, or their shapes or dtype do not allow it.

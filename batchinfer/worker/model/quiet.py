@@ -16,7 +16,7 @@ def quiet_transformers(
     """Silence transformers below errors inside; restored after.
 
     Args:
-        show_share: told what its progress bars would show, from 0 to 1; by versions that say.
+        show_share: called with what its progress bars would show, from 0 to 1.
     """
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()

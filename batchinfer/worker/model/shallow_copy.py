@@ -1,7 +1,7 @@
 """A model of a few layers over the weights of a whole one, with windows that a few tokens leave.
 
-What a family's code does differently it does in every layer of a kind; so as few layers as show
-each kind tell what all would, at a hundredth of the cost.
+A family's code treats all layers of a kind alike, so the first layers of each kind are enough to
+compare it, at a hundredth of the cost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from batchinfer.worker.model.quantization import is_plain
 _FEWEST_LAYERS, _MOST_LAYERS = 2, 8
 _SHORT_WINDOW = 7
 _SHORT_CHUNK = 8
-"""Blocks of the comparison fill it evenly."""
+"""A multiple of the comparison's block size."""
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MOST_IDS = 4096
-"""Of the vocabulary: most of a shallow model's weights would be embeddings."""
+"""Tokens of the vocabulary: most of a shallow model's weights would be embeddings."""
 _MOST_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -36,8 +36,7 @@ class ShallowCopy:
 
     model: nn.Module
     windows: Mapping[str, int]
-    """Sliding windows of the whole model that a sequence leaves, by the key of its config; here
-    they are shorter."""
+    """Sliding windows of the whole model that are shorter here, by the key of its config."""
     in_float32: bool
     """Whether its weights are copies in float32; else they are the whole model's own."""
 
@@ -48,13 +47,12 @@ class ShallowCopy:
 
 
 def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) -> ShallowCopy:
-    """Build the copy; ``model`` stays as it is.
+    """Copy the first layers of a model as transformers loaded it.
 
     Args:
-        model: transformers' own, as it was loaded.
-        max_model_len: a window that a sequence of so many tokens never leaves stays as it is.
-        free_bytes: of the device's memory. With a quarter of that, and at most 2 GiB, the copy has
-            weights of its own in float32, where rounding hides nothing.
+        max_model_len: windows of at least so many tokens stay as they are.
+        free_bytes: of the device's memory. If a copy in float32, where rounding hides nothing, fits
+            a quarter of that and 2 GiB, it is made; else the copy shares the model's weights.
 
     Raises:
         Exception: whatever the model's own code raises where no such model can be built.
@@ -69,7 +67,8 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     made = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)
     copied_bytes = 4 * sum(tensor.numel() for _, tensor in _tensors(made))
     fits = copied_bytes <= min(_MOST_COPIED_BYTES, _SHARE_OF_FREE * free_bytes)
-    in_float32 = fits and _all_plain(model)
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    in_float32 = fits and all(map(is_plain, linears))
     _put(made, dict(_tensors(model)), torch.float32 if in_float32 else None)
     return ShallowCopy(made.eval().requires_grad_(False), windows, in_float32)
 
@@ -86,7 +85,7 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 
 
 def _keep_layers(text: Any, count: int) -> None:
-    """Cut the config to its first layers, and what it lists by layer; every type stays, unless
+    """Cut the config to its first layers, and its lists by layer. Every layer type stays, unless
     layers of each type have shapes of their own."""
     whole, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
@@ -113,7 +112,7 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """How many of the first layers show each kind."""
+    """The number of first layers that show each kind."""
     whole = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((found for found in lists if len(found) == whole), None)
@@ -123,24 +122,20 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _kind(layer: nn.Module) -> list[Any]:
-    """What two layers have in common that compute the same."""
+    """Values that are equal for layers that compute the same."""
     return [
         (
             name,
             type(module),
-            sorted((key, value) for key, value in vars(module).items() if _tells(key, value)),
+            sorted(
+                (key, value)
+                for key, value in vars(module).items()
+                if key != "layer_idx" and isinstance(value, bool | int | float | str)
+            ),
             [parameter.shape for parameter in module.parameters(recurse=False)],
         )
         for name, module in layer.named_modules()
     ]
-
-
-def _tells(key: str, value: Any) -> bool:
-    return key != "layer_idx" and isinstance(value, bool | int | float | str)
-
-
-def _all_plain(model: nn.Module) -> bool:
-    return all(is_plain(module) for module in model.modules() if isinstance(module, nn.Linear))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,7 +144,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _put(made: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Fill a model with the tensors of the same names; those that were one stay one."""
+    """Fill a model with the tensors of the same names; tied ones stay tied."""
     cast: dict[int, torch.Tensor] = {}
     for prefix, module in made.named_modules():
         for own in (module._parameters, module._buffers):

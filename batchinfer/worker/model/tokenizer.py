@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, taken apart for the text plane, and its end-of-sequence ids."""
+"""Loads a model folder's tokenizer for the text plane, and its end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TokenizerParts:
     special_tokens: Mapping[str, str]
     """Roles and their texts, e.g. ``{"bos_token": "<s>"}``; templates may name them."""
     control_tokens: frozenset[str]
-    """Texts of the added tokens that steer the model, wherever they are parsed."""
+    """Texts of the added tokens that steer the model."""
     clean_up_tokenization_spaces: bool
     tells_pairs_apart: bool
-    """Whether the model is told which tokens are of a pair's second text."""
+    """Whether token type ids mark the tokens of a pair's second text."""
 
 
 def load_tokenizer(
@@ -92,7 +92,7 @@ def lowers_case(name: str, revision: str | None) -> bool:
 
 
 def lower_cased(backend: Tokenizer) -> Tokenizer:
-    """A copy that lowers the case of texts before all else."""
+    """A copy that lowers the case of texts first."""
     copy = Tokenizer.from_str(backend.to_str())
     own = [] if copy.normalizer is None else [copy.normalizer]
     copy.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
@@ -104,7 +104,7 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
     tokenizer's.
 
     Raises:
-        ModelError: naming file and key, where they are no token ids of the model.
+        ModelError: naming file and key, where they are not token ids of the model.
     """
     sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
         ("generation_config.json: ", read_json(folder / "generation_config.json")),
@@ -131,14 +131,14 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
 
 
 def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
-    """Check that a model has embeddings for all that its tokenizer.json, if it has one, makes.
+    """Check that a model has embeddings for all ids of its tokenizer.json, if it has one.
 
     Args:
-        tokenizer: hub id or folder of the one named in its place.
+        tokenizer: hub id or folder of another tokenizer to use.
         vocab_size: of the model.
 
     Raises:
-        ModelError: it has not, or the tokenizer is not there.
+        ModelError: embeddings are missing, or the tokenizer is.
     """
     if tokenizer is not None:
         folder = resolve_folder(tokenizer, None, CONFIG_FILES, key="model.tokenizer")

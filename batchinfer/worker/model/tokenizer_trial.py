@@ -1,7 +1,7 @@
-"""A tokenizer file loaded in a process of its own first, where it may loop, grow, panic or abort.
+"""Loads a tokenizer file in a process of its own first, where it may loop, grow, panic or abort.
 
-Patterns and tables of a tokenizer file are worked on by native code as it is loaded, and by its
-decoder whenever tokens become text. What that dies of would else be the job's end, unexplained.
+Native code processes its patterns and tables when it is loaded, and its decoder whenever tokens
+become text. Without the trial a crash there would end the job without an explanation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from batchinfer.errors import ModelError, one_line
 
 _CPU_S = 60
 _WALL_S = 600
-"""Of a process that does nothing, or gets no processor."""
+"""For a process that sleeps, or gets no processor."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
-# The folder it is started in is the first of its path, until that is set: whatever is in there.
+# sys.path is set first: it begins with the current folder, which may hold anything.
 _CODE = f"""
 import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]
@@ -36,7 +36,7 @@ if sys.platform == "linux":
 try:
     tokenizer = Tokenizer.from_file(path)
 except Exception:
-    sys.exit()  # told of where it is loaded to be used
+    sys.exit()  # reported where it is loaded for use
 except BaseException as error:  # a panic
     print(error, file=sys.stderr)
     sys.exit({_PANICKED})
@@ -44,14 +44,14 @@ try:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     tokenizer.decode_batch([[id] for id in ids])
 except BaseException:
-    pass  # an error of the rows that it comes to
+    pass  # rows report it
 """
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
 
 def try_tokenizer(path: Path) -> None:
-    """Load a tokenizer.json, and decode each of its tokens, in a process with limits; once for what
-    it holds. Where no process can be had nothing is tried.
+    """Load a tokenizer.json, and decode each of its tokens, in a process with limits; once for the
+    same content. Does nothing where no process can be started.
 
     Raises:
         ModelError: the process died of it.
@@ -67,10 +67,10 @@ def try_tokenizer(path: Path) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _died_of(path: Path, content: bytes) -> str:
-    """The rest of a sentence; nothing where it has lived.
+    """How the process died, as the rest of a sentence; "" if it did not.
 
     Args:
-        content: hash of the file's.
+        content: hash of the file's, for the cache.
     """
     del content
     if not sys.executable or getattr(sys, "frozen", False):
@@ -89,10 +89,10 @@ def _died_of(path: Path, content: bytes) -> str:
         return f"takes over {_WALL_S} s"
     except OSError:
         return ""
-    return _told(done.returncode, done.stderr.decode(errors="replace"))
+    return _cause_of_death(done.returncode, done.stderr.decode(errors="replace"))
 
 
-def _told(code: int, stderr: str) -> str:
+def _cause_of_death(code: int, stderr: str) -> str:
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"takes over {_CPU_S} s of processor time, or all memory there is"
     if code < 0 and "memory allocation of" in stderr:

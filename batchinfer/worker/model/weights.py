@@ -67,6 +67,8 @@ def load_weights(
     max_model_len: int,
     quantization: str | None = None,
     show_share: Callable[[float], None] = lambda share: None,
+    *,
+    random: bool = False,
 ) -> torch.nn.Module:
     """Load transformers' own model of the config from the folder, onto the device.
 
@@ -74,57 +76,44 @@ def load_weights(
         max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
         quantization: a name of ``model.quantization``.
         show_share: called with the share of the weights that is read, from 0 to 1.
+        random: take the class's initial weights, the same each time on a device, and no files.
 
     Raises:
-        ModelError: the files cannot be read, or are not of the model that the config describes.
+        ModelError: the files cannot be read, or are not of the model that the config describes; or
+            random weights would be quantized.
         DeviceError: the weights do not fit the device.
     """
     register()
-    saved_as = choose_format(saved_section(config.to_dict()))
-    with _errors_named(folder, "the weights cannot be loaded"):
-        with quiet_transformers(show_share):
-            model, report, spare = _read(folder, config, dtype, saved_as)
-        check_loaded(folder, model, report, spare)
-        if quantization in TORCHAO_METHODS:
-            quantize(model, quantization, device)
-        model = model.to(device)
-    return _ready(model, max_model_len)
-
-
-def make_random_weights(
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
-    max_model_len: int,
-    quantization: str | None = None,
-    show_share: Callable[[float], None] = lambda share: None,
-) -> torch.nn.Module:
-    """Make transformers' own model of the config with its class's initial weights, the same each
-    time on a device. Arguments are those of ``load_weights``.
-
-    Raises:
-        ModelError: the config's weights are quantized, or transformers cannot make them.
-        DeviceError: the weights do not fit the device.
-    """
-    if saved_section(config.to_dict()):
+    saved = saved_section(config.to_dict())
+    if random and saved:
         raise ModelError(
             f"{folder}/config.json: its weights are saved quantized (quantization_config), and "
             "random ones are not; take quantization_config out of it"
         )
-    register()
-    devices = [device] if device.type == "cuda" else []
-    with _errors_named(folder, "no weights can be made"):
-        with quiet_transformers(show_share), torch.random.fork_rng(devices), device:
-            torch.manual_seed(_SEED)
-            model = AutoModelForCausalLM.from_config(
-                language_model_config(config),
-                dtype=getattr(torch, dtype),
-                attn_implementation=ATTENTION_NAME,
-            )
+    saved_as = choose_format(saved)
+    with _errors_named(folder, f"the weights cannot be {'made' if random else 'loaded'}"):
+        with quiet_transformers(show_share):
+            if random:
+                model = _make_random(config, dtype, device)
+            else:
+                model, report, spare = _read(folder, config, dtype, saved_as)
+                check_loaded(folder, model, report, spare)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
-    return _ready(model, max_model_len)
+        model = model.to(device)
+    assert isinstance(model, torch.nn.Module)
+    fix_longrope(model, max_model_len)
+    return model.eval().requires_grad_(False)
+
+
+def _make_random(config: PreTrainedConfig, dtype: str, device: torch.device) -> Any:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(_SEED)
+        return AutoModelForCausalLM.from_config(
+            language_model_config(config),
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+        )
 
 
 @contextmanager
@@ -143,12 +132,6 @@ def _errors_named(folder: Path, problem: str) -> Iterator[None]:
         raise
     except Exception as error:  # of any kind
         raise ModelError(f"{folder}: {problem}: {described(error)}") from error
-
-
-def _ready(model: Any, max_model_len: int) -> torch.nn.Module:
-    assert isinstance(model, torch.nn.Module)
-    fix_longrope(model, max_model_len)
-    return model.eval().requires_grad_(False)
 
 
 def _read(

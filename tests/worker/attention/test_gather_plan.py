@@ -49,21 +49,9 @@ def test_every_token_is_one_query_and_sees_its_window(
     assert seen.tolist() == expected.tolist()
 
 
-def test_decodes_and_chunks_do_not_share_a_bucket() -> None:
-    plan, _ = plan_of([(40, 1), (30, 1), (0, 16), (8, 70)])
-    sizes = [(bucket.tile_size, bucket.num_tiles) for bucket in plan.buckets]
-    assert sizes == [(1, 2), (16, 2), (64, 1)]
-
-
 def test_a_window_leaves_old_blocks_ungathered() -> None:
     plan, _ = plan_of([(200, 1)], window=6)
     assert plan.buckets[0].context == 3 * BLOCK_SIZE
-
-
-def test_small_blocks_share_a_bucket() -> None:
-    contexts = np.random.default_rng(0).integers(100, 400, 20).tolist()
-    plan, _ = plan_of([(context, 1) for context in contexts])
-    assert len(plan.buckets) == 1  # blocks this small are not worth a second bucket
 
 
 def test_large_blocks_are_cut_into_buckets_of_similar_contexts() -> None:

@@ -50,14 +50,6 @@ def test_a_pool_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line == f"attention by torch: there is no C kernel for {kind}"
 
 
-def test_a_run_that_goes_on_otherwise_says_so() -> None:
-    kernel = AttentionKernel("torch (no C kernels)")
-    assert kernel.line({"float32": "own AVX2"}) == "attention by torch (no C kernels)"
-    assert kernel.line({"attention": "own AVX2"}).endswith(
-        "; runs before had own AVX2, and bits may differ"
-    )
-
-
 def test_an_engine_says_what_attends(tmp_path: Path) -> None:
     model = ModelConfig(str(make_text_model(tmp_path)), dtype="float32")
     lines: list[str] = []

@@ -117,15 +117,3 @@ def test_a_layer_that_attends_again_gets_the_same() -> None:
     cuda, _, query = begun([(9, 1), (20, 1)])
     first, again = (cuda.attend(1, query, PLAIN) for _ in range(2))
     np.testing.assert_array_equal(first, again)
-
-
-def test_work_is_listed_once_a_window_and_only_for_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for parts, lists in (([(9, 1), (20, 1)], 2), ([(0, 7), (16, 20)], 0)):
-        cuda, _, query = begun(parts)
-        with traced(monkeypatch) as trace:
-            for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
-                cuda.attend(layer, query, variant)
-        assert trace.names.count("_plan_kernel") == lists
-        assert trace.names.count("_decode_kernel") == (3 if lists else 0)

@@ -75,12 +75,6 @@ def test_a_lost_size_leaves_its_steps_to_the_next() -> None:
     assert found.sequences > lost.sequences
 
 
-def test_there_are_few_sizes() -> None:
-    assert len(all_sizes(64, 8192)) < 70
-    assert len(all_sizes(1024, 8192)) < 140
-    assert len(all_sizes(1024, 100_000)) < 140
-
-
 def test_little_of_a_simulated_jobs_steps_is_padding() -> None:
     rng = np.random.default_rng(0)
     cost = ModelCost.from_config(SMALL_MODEL, "bfloat16")

@@ -22,8 +22,8 @@ from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.transfer import HostCopy
 from tests.lora import make_adapter
 from tests.models import tiny_model
-from tests.worker.cuda_graphs.graph_bench import MAX_SEQS, NUM_LAYERS, Bench
-from tests.worker.on_triton import Launch, pretend_cuda, traced
+from tests.worker.cuda_graphs.graph_bench import NUM_LAYERS, Bench
+from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import HandSequence
 from tests.worker.test_model_runner import greedy
 
@@ -100,14 +100,6 @@ def test_a_mixed_step_gives_the_plain_logits_and_touches_no_other_slot(
     bench.compare(step)
 
 
-def test_the_first_and_the_last_mixed_size_are_met() -> None:
-    bench = Bench()
-    sizes = [size for size in bench.graphs.sizes if size.kind == "mixed"]
-    assert bench.size_of(every_token(bench, [(0, 2)])) == sizes[-1]
-    full = [(17, 1)] * 4 + [(0, 32), (3, 2), (50, 2)]
-    assert bench.size_of(every_token(bench, full)) == sizes[0]
-
-
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
     bench = Bench(family, num_hidden_layers=2)
@@ -144,41 +136,6 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
         assert traces[0].names.count("_plan_kernel") == 1
 
 
-def test_a_step_is_one_copy_and_one_launch_before_the_sampler(
-    monkeypatch: pytest.MonkeyPatch, no_pinned_memory: None
-) -> None:
-    def captured(run: Run) -> Run:
-        results = run()
-
-        def replay() -> tuple[torch.Tensor, ...]:
-            trace.launches.append(Launch("graph"))
-            return results
-
-        return replay
-
-    bench = Bench(capture=captured)
-    runner = ModelRunner(bench.model, bench.cache, greedy, bench.graphs)
-    drawn = torch.arange(MAX_SEQS)
-    parts: dict[str, list[tuple[int, int]]] = {
-        "decode": [(20, 1), (3, 1), (40, 1)],
-        "mixed": [(20, 1), (0, 9), (40, 3)],
-    }
-    for kind, of in parts.items():
-        step = every_token(bench, of)
-        size = bench.size_of(step)
-        bench.graphs.capture(size)
-        assert size.kind == kind
-        for fed, copies in ((step, 1), (fed_by_samples(step, [1]), 2)):
-            with traced(monkeypatch) as trace:
-                logits = bench.graphs.logits(fed, size, drawn)
-            assert trace.names == ["copy_"] * copies + ["graph"]
-        with traced(monkeypatch) as sampling:
-            greedy(logits, step.sampling)
-        with traced(monkeypatch) as trace:
-            runner.submit(step)
-        assert trace.names == ["copy_", "graph", *sampling.names]
-
-
 def fed_by_samples(step: Step, samples: list[int]) -> Step:
     """The step, its first tokens what the step before drew."""
     previous = np.full(step.num_tokens, -1, dtype=np.int32)
@@ -191,14 +148,6 @@ def test_tokens_that_the_step_before_drew_are_put_in_on_the_device() -> None:
     for parts in ([(20, 1), (3, 1), (40, 1)], [(20, 1), (3, 1), (0, 9)]):
         step = fed_by_samples(every_token(bench, parts), [2, 0])
         bench.compare(step, torch.tensor([11, 5, 17]))
-
-
-def test_a_step_that_goes_on_with_more_samples_than_there_is_room_for_has_no_graph() -> None:
-    bench = Bench()
-    step = every_token(bench, [(20, 1), (3, 1)])
-    bench.graphs.capture(bench.size_of(step))
-    assert bench.graphs.size_for(fed_by_samples(step, [MAX_SEQS - 1])) is not None
-    assert bench.graphs.size_for(fed_by_samples(step, [MAX_SEQS])) is None
 
 
 def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,23 +239,6 @@ def test_a_step_of_more_chunks_than_are_launched_has_no_graph(
         assert (bench.graphs.size_for(step) is None) == (chunks == 3)
         if chunks == 2:
             bench.compare(step)
-
-
-def test_a_step_with_adapters_has_no_graph_where_the_model_has_none() -> None:
-    bench = Bench()
-    step = every_token(bench, [(5, 1)])
-    bench.graphs.capture(bench.size_of(step))
-    assert bench.graphs.size_for(step) is not None
-    assert bench.graphs.size_for(replace(step, adapters=np.ones(1, np.int32))) is None
-
-
-def test_logits_of_some_sequences_only() -> None:
-    bench = Bench()
-    sequences = bench.prefilled([9, 20, 33])
-    sequences[1].token_ids.append(4)  # its next token is not its last
-    step = bench.maker.step([(sequence, 1) for sequence in sequences])
-    assert step.logits_indices.tolist() == [0, 2]
-    bench.compare(step)
 
 
 def test_more_rows_of_logits_than_sequences_take_a_size_that_has_room() -> None:

@@ -118,9 +118,10 @@ def test_one_copy_brings_a_step_and_one_more_what_it_goes_on_with(
     assert trace.names == ["copy_", "copy_"]
 
 
-def test_tables_and_samples_that_are_too_many_do_not_fit() -> None:
+def test_steps_with_more_blocks_samples_or_adapters_than_planned_do_not_fit() -> None:
     inputs, step = make_inputs(), some_step()
     assert inputs.holds(step)
     assert not inputs.holds(replace(step, block_tables=np.zeros((3, 5), np.int32)))
     assert inputs.holds(replace(step, previous_sample=np.array([4], np.int32)))
     assert not inputs.holds(replace(step, previous_sample=np.array([5], np.int32)))
+    assert not inputs.holds(replace(step, adapters=np.ones(3, np.int32)))

@@ -143,17 +143,6 @@ def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -
         assert cost.weights_read(1) < plain.weights_read(1) / 2
 
 
-def test_what_is_not_quantized_is_packed_and_fused_as_ever(
-    checkpoint: Callable[[str], Path],
-) -> None:
-    loaded = load_model(
-        ModelConfig(str(checkpoint("llama")), quantization="int8_weight_only"), device=CPU
-    )
-    kinds = {type(module).__name__ for module in loaded.model.modules()}
-    assert {"PackedLinear", "FusedRMSNorm", "Linear"} <= kinds
-    assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayers"}
-
-
 def test_adapters_are_added_to_quantized_layers(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -77,30 +77,6 @@ def test_repetition_penalty_is_transformers() -> None:
     torch.testing.assert_close(edited(logits, [sample]), expected)
 
 
-def test_presence_and_frequency_look_at_the_output_only() -> None:
-    sample = Sample(presence=1.0, frequency=0.5, prompt=[3, 4], output=[4, 4, 5])
-    row = edited(torch.zeros(1, VOCAB), [sample])[0]
-    assert row[[3, 4, 5]].tolist() == [0.0, -2.0, -1.5]
-    assert row.count_nonzero() == 2
-
-
-def test_padding_penalises_no_token() -> None:
-    long = Sample(frequency=1.0, repetition=2.0, prompt=[5, 6, 7, 8], output=[1, 2, 3])
-    short = Sample(frequency=1.0, repetition=2.0, prompt=[9], output=[0])
-    nothing = Sample(frequency=1.0, repetition=2.0)
-    rows = edited(torch.ones(1, VOCAB), [long, short, nothing])
-    assert rows[1, [0, 9]].tolist() == [-0.5, 0.5]
-    assert (rows[1] != 1).sum() == 2
-    assert rows[2].equal(torch.ones(VOCAB))
-
-
-def test_a_ban_outlasts_bias_and_penalties() -> None:
-    sample = Sample(
-        bias={2: -np.inf}, presence=-2.0, frequency=-2.0, repetition=0.1, output=[2, 2, 3]
-    )
-    assert edited(torch.zeros(1, VOCAB), [sample])[0, 2] == -np.inf
-
-
 def test_edits_of_other_parts_are_passed_over() -> None:
     samples = [
         Sample(bias={1: 5.0}),

@@ -71,16 +71,6 @@ def test_no_step_of_samples_side_by_side_is_of_another_kind(
     assert in_steps <= compiled.ahead(SamplingParams(top_k=5, presence_penalty=1.0), **rows_own)
 
 
-def test_rows_that_may_have_grammars_of_their_own_have_the_kernel_of_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled = Compiled(monkeypatch)
-    request = constrained(make_request(1, [7, 8], max_tokens=4, temperature=0.0), Toy())
-    in_steps = compiled.in_steps([request])
-    assert in_steps <= compiled.ahead(SamplingParams(temperature=0.0), own=["structured_outputs"])
-    assert "_forbid_masked_kernel" in {name for name, *_ in in_steps}
-
-
 def test_tokens_that_are_given_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(make_request(1, [7, 8]), params=SCORING, given_token=9)
     compiled = Compiled(monkeypatch)

@@ -38,7 +38,7 @@ def read(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_weight_is_what_its_numbers_stand_for(case: str, tmp_path: Path) -> None:
+def test_each_format_dequantizes_to_its_weight(case: str, tmp_path: Path) -> None:
     section, writer = CASES[case]
     written = writer(WEIGHT)
     of_rows = {"input_scale": torch.ones(1), "k_scale": torch.ones(1)}
@@ -155,16 +155,11 @@ def flat(end: str) -> Change:
     return lambda parts: parts.update({end: parts[end].flatten()})
 
 
-def filled(end: str) -> Change:
-    """Several numbers where there should be one."""
-    return lambda parts: parts.update({end: torch.ones(3, dtype=parts[end].dtype)})
-
-
 def cast(end: str, dtype: torch.dtype) -> Change:
     return lambda parts: parts.update({end: parts[end].to(dtype)})
 
 
-def spoilt(end: str, value: float = float("nan")) -> Change:
+def damaged(end: str, value: float = float("nan")) -> Change:
     """One number that is none."""
     return lambda parts: parts[end].view(-1)[:1].fill_(value)
 
@@ -182,27 +177,23 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
     ("case", "change", "message"),
     [
         ("fp8 blocks", drop("weight_scale_inv"), r"weight files have no \*_scale_inv beside a.w"),
-        ("fp8 blocks", drop("weight"), "weight files have no a.weight beside a.weight_scale_inv"),
         ("fp8 blocks", cut("weight_scale_inv"), "scale_inv is 2 x 2 of F32; .* be 3 x 2 of F32"),
         ("fp8 blocks", cast("weight", torch.int8), "a.weight is 72 x 96 of I8; .* of F8_E4M3"),
         ("packed int4", drop("weight_shape"), r"weight files have no \*.weight_shape"),
         ("packed int4", cut("weight_packed"), "a.weight_packed is 71 x 12 of I32; .* be 72 x 12"),
-        ("packed int8", cut("weight_scale"), "a.weight_scale is 71 x 3 of F16; .* be 72 x 3 of"),
         ("packed int4 with zeros", cut("weight_zero_point"), "_zero_point is 8 x 3 .* be 9 x 3"),
         ("packed int4", in_group(3), "a.weight: g_idx puts .* groups 3 to 3, and there are 3"),
-        ("packed int4", in_group(-2), "a.weight: g_idx puts .* groups -2 to -2, and there are 3"),
         ("packed int4", narrowed, "rows of 80 do not fall into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale beside a.weight"),
-        ("fp8 blocks", spoilt("weight_scale_inv", float("inf")), "scale_inv holds NaN or infinity"),
+        (
+            "fp8 blocks",
+            damaged("weight_scale_inv", float("inf")),
+            "scale_inv holds NaN or infinity",
+        ),
         (
             "packed int4 with zeros",
             drop("weight_zero_point"),
             r"have no \*.weight_zero_point beside",
-        ),
-        (
-            "int8 with zeros",
-            drop("weight_zero_point"),
-            r"have no \*.weight_zero_point beside a.weight",
         ),
         ("int8 with zeros", cut("weight_zero_point"), "weight_zero_point is 71 x 1 .* be 72 x 1"),
         ("float8 rows", cut("weight_scale"), "a.weight_scale is 71 x 1 of F32; .* be 1 x 1"),
@@ -211,7 +202,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
         ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, and there are 3"),
-        ("gptq", spoilt("scales"), "a.scales holds NaN or infinity; fetch the model again"),
+        ("gptq", damaged("scales"), "a.scales holds NaN or infinity; fetch the model again"),
         ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx beside a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
@@ -220,13 +211,10 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("nf4 nested", drop("weight.nested_absmax"), r"weight files have no \*.nested_absmax"),
         ("llm.int8", lambda parts: parts["weight_format"].add_(2), "not yet: a.weight_format is 2"),
         ("llm.int8", cut("SCB"), "a.SCB is 71 of F32; .* must be 72"),
-        ("llm.int8", filled("weight_format"), "not yet: a.weight_format is 1"),
         ("float8 whole", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
-        ("modelopt", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
-        ("int8", flat("weight"), "a.weight is 6912 of I8; .* must be 1 x 6912 of"),
     ],
 )
-def test_tensors_that_do_not_go_together_are_refused(
+def test_tensors_that_do_not_match_are_refused(
     case: str, change: Change, message: str, tmp_path: Path
 ) -> None:
     section, writer = CASES[case]
@@ -259,11 +247,6 @@ _group = partial(compressed, "pack-quantized")
         (_group(strategy="tensor_group"), r"weights.strategy .* is tensor_group; tensor, channel"),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
-        (
-            {**_group(), "sparsity_config": "dense"},
-            "sparsity_config .* dense; it must be an object",
-        ),
-        ({**_group(), "transform_config": [1]}, "transform_config .* it must be an object"),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),
         (
             {**_group(), "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -271,7 +254,7 @@ _group = partial(compressed, "pack-quantized")
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_key(section: dict[str, Any], message: str) -> None:
+def test_unsupported_sections_are_refused_by_key(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"quantization_config.*{message}"):
         choose_format(section)
 
