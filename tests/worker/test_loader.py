@@ -147,7 +147,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_only_bin, r"only pytorch_model.bin.*as safetensors"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
         (_truncate, "bytes where its header says"),
-        (_garble, "no safetensors file"),
+        (_garble, "not a safetensors file"),
         (_missing_shard, "model-00002.safetensors is missing"),
         (_large_vocabulary, f"ids up to {VOCAB_SIZE} and the model {VOCAB_SIZE} embeddings"),
         (_config(model_type=None), "config.json has no model_type"),
