@@ -16,7 +16,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 
 def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
-    """What attends over a pool of a dtype that the kernels support (see ``NativeAttention``)."""
+    """Instruction set that attends over a pool of a supported dtype (see ``NativeAttention``)."""
     available = native.available(dtype)
     if like is not None and like.kind == "own" and like.instructions in available:
         return like.instructions
@@ -38,7 +38,7 @@ class NativeAttention:
         self.kernel = native.kernel_of(dtype, instructions_for(dtype, like))
         """The number of the C kernel."""
         self.joins_layers = dtype == cache.dtype
-        """Whether whole layers can run in C: what they write to the pool is as they compute it."""
+        """Whether whole layers can run in C: the pool has the dtype that they compute in."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
@@ -64,7 +64,7 @@ class NativeAttention:
         *,
         out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
     ) -> native.AttentionArgs:
-        """Arguments of the C function. They hold the addresses of ``out`` and ``query``."""
+        """Arguments of the C function, with the addresses of ``out`` and ``query``."""
         options = self._options(variant)
         return native.attention_args(query, *self._context(layer), out=out, **options)
 
@@ -79,7 +79,7 @@ class NativeAttention:
         arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Keys, values, and where each sequence's are."""
+        """Keys, values, block tables, query starts and context lengths."""
         tables = self._tables[self._cache.group(layer)]
         return self._cache.key(layer), self._cache.value(layer), tables, *self._lens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,10 +17,9 @@ from batchinfer.worker.kv_cache import KVCache
 class CpuAttention:
     """Attends over the pool's blocks for one step at a time.
 
-    Gathered keys, values and scores live in buffers that are kept from call to call: fresh ones
-    would be paid for in page faults. Scores are masked by selection, and values that no query may
-    see are zeroed, so that stale NaN in the pool reaches no output. What a pool of float8 holds is
-    widened to the queries' dtype when it has been gathered.
+    Buffers for gathered keys, values and scores are kept from call to call, as fresh ones cost page
+    faults. Scores are masked by selection, and values that no query may see are zeroed, so that
+    stale NaN in the pool reaches no output. A float8 pool is widened after gathering.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -64,13 +64,13 @@ class CpuAttention:
         return attended.index_select(0, plan.rows)
 
     def _keys(self, bucket: Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """[R * Hkv, C, Dk], to be read until the next are gathered."""
+        """[R * Hkv, C, Dk], valid until the next are gathered."""
         units = self._cache.units(layer, values=False)
         gathered = self._gather("keys", units, bucket.key_rows).to(dtype)
         return gathered.view(-1, bucket.context, self._cache.shape(layer).key_width)
 
     def _values(self, bucket: Bucket, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """[R * Hkv, C, Dv], of which no query sees a NaN; ``keys`` are not read any more."""
+        """[R * Hkv, C, Dv] without stale NaN; may overwrite ``keys``."""
         shape = self._cache.shape(layer)
         values = keys
         if not shape.values_in_keys:
@@ -109,10 +109,8 @@ class CpuAttention:
         return torch.index_select(source, 0, rows, out=out)
 
     def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A reused, uninitialised tensor of this shape."""
-        size = 1
-        for extent in shape:
-            size *= extent
+        """A reused, uninitialized tensor of this shape."""
+        size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
             buffer = self._buffers[name] = torch.empty(size + size // 4, dtype=dtype)
@@ -123,7 +121,7 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """The share of the softmax that a sink, one more logit without a value, leaves the others.
+    """The share of the softmax that a sink, one more logit without a value, leaves to the others.
 
     exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     """

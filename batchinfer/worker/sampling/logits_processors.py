@@ -146,17 +146,14 @@ takes the row of each sample, [K]; -1 = it has none."""
 
 
 def _rewrite(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, change: Callable[[Tensor, Tensor], Tensor]
+    logits: Tensor,  # float32 [D, V]
+    rows: Tensor,  # int64 [P, 1], all different
+    token_ids: Tensor,  # int64 [P, n], padded with -1
+    change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Replace logits by ``change(ids, logits at the ids)``.
+    """Replace logits by ``change(ids, logits at the ids)``, both [P, n].
 
     A token listed twice is written twice with the same value, so the order of writes is free.
-
-    Args:
-        logits: float32 [D, V].
-        rows: int64 [P, 1], all different.
-        token_ids: int64 [P, any length], padded with -1.
-        change: takes and gives [P, any length].
     """
     if token_ids.shape[1] == 0:
         return

@@ -61,12 +61,10 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 def _draw_in_workspace(
     logits: Tensor, batch: SamplingBatch, group: SampleGroup, bits: Int64
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [k] drawn from copies of the rows, and why none could be drawn [k] (0 = drawn).
+    """Draw a group that all takes the most likely token, or all draws, from copies of its rows.
 
-    Args:
-        logits: [R, V]; left as they are.
-        group: samples that all take the most likely token, or all draw.
-        bits: [K] uniform in [0, 2**RANDOM_BITS).
+    Returns:
+        Token ids [k], and why none could be drawn [k] (0 = drawn).
     """
     own = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
     edit_logits(own, batch, group.heads)
@@ -83,11 +81,8 @@ def _draw_in_workspace(
 
 
 def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
-    """Why nothing can be drawn from rows with these largest logits [R]; 0 = it can.
-
-    Args:
-        of_nothing: the reason where all logits are -inf.
-    """
+    """Why nothing can be drawn from rows with these largest logits [R]; 0 = it can. ``of_nothing``
+    is the reason where all logits are -inf."""
     failing = torch.where(maximum.isneginf(), of_nothing, NONFINITE)
     return failing.masked_fill_(maximum.isfinite(), 0)
 
@@ -106,23 +101,17 @@ def _random_bits(batch: SamplingBatch) -> Int64:
 
 
 def _draw_natively(
-    logits: Tensor,
-    maximum: Tensor,
-    rows: Int32,
+    logits: Tensor,  # [R, V]
+    maximum: Tensor,  # [R]
+    rows: Int32,  # [D] row of each distribution
     batch: SamplingBatch,
     group: SampleGroup,
-    bits: Int64,
+    bits: Int64,  # [K] uniform in [0, 2**RANDOM_BITS)
 ) -> Tensor:
     """Token ids [k], drawn in C, one row at a time.
 
     They are those of ``_weights`` and ``_draw``, in a tenth of the time. ``exp`` differs in its
     last bit, which moves one token in some millions.
-
-    Args:
-        logits: [R, V].
-        maximum: [R] of each row.
-        rows: [D] which of the R each distribution is of.
-        bits: [K] uniform in [0, 2**RANDOM_BITS).
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}
@@ -133,13 +122,8 @@ def _draw_natively(
 
 
 def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64) -> Tensor:
-    """Probabilities as integers, int64 [D, V], at temperature and with the filters applied.
-
-    Args:
-        logits: float32 [D, V].
-        maximum: [D, 1] of each row.
-        heads: [D] a sample of each distribution.
-    """
+    """Probabilities as integers, int64 [D, V], at temperature and with the filters applied, of
+    ``logits`` [D, V] whose ``maximum`` is [D, 1] and whose first samples are ``heads`` [D]."""
     min_p = batch.min_p[heads]
     shifted = logits - maximum
     # A row without a finite maximum is drawn from as if flat; its token is dropped later.
@@ -157,15 +141,8 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
 def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
     """The first token, in id order, whose cumulative weight is over u times the total.
 
-    Exact in integers, so a token of weight 0 is never drawn.
-
-    Args:
-        weights: int64 [D, V].
-        distributions: int64 [k] row of ``weights`` of each sample.
-        bits: [K] u in units of 2**-RANDOM_BITS.
-
-    Returns:
-        int64 [k].
+    Exact in integers, so a token of weight 0 is never drawn. ``distributions`` [k] are the rows of
+    ``weights``; ``bits`` [K] are u in units of 2**-RANDOM_BITS.
     """
     uniform = torch.from_numpy(bits[group.samples])
     place = torch.arange(len(uniform)) - torch.from_numpy(group.starts)[distributions]

@@ -116,7 +116,7 @@ def test_other_block_sizes_match_eager(family: str, block_size: int) -> None:
     parity.check([(second, 1), (first, 1)])
 
 
-def test_a_neighbours_nan_stays_with_it() -> None:
+def test_nan_in_one_sequence_leaves_others_alone() -> None:
     parity = Parity("llama", block_size=16)
     good, bad = parity.sequences(21, 30)
     parity.step([(good, 20), (bad, 29)])
@@ -156,7 +156,7 @@ def test_sixteen_bit_models_stay_near_eager(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
-def test_a_pool_of_float8_is_one_of_rounded_keys_and_values(
+def test_fp8_cache_equals_rounded_keys_and_values(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One way to attend for both: what differs in its last bit rounds to another eighth.
@@ -182,9 +182,7 @@ def test_a_pool_of_float8_is_one_of_rounded_keys_and_values(
 
 @pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler here")
 @pytest.mark.parametrize("block_size", [5, 16])
-def test_a_pool_of_float8_is_read_natively(
-    block_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c_kernels_read_an_fp8_cache(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by torch's operations, but for keys and values that round to another eighth."""
     monkeypatch.undo()
     own = Parity("llama", block_size, fp8=True)

@@ -59,7 +59,7 @@ def test_each_token_sees_its_chunk_up_to_itself(parts: list[tuple[int, int]]) ->
     assert crosses_chunks(step, CHUNK) == (cut.num_sequences > step.num_sequences)
 
 
-def test_what_is_shared_of_a_chunk_begins_with_it() -> None:
+def test_shared_prefixes_are_cut_at_the_start_of_a_chunk() -> None:
     """Two share 20 tokens, 8 of them in the second chunk; the third is in another chunk."""
     maker = StepMaker(32, BLOCK)
     first = maker.sequence([1] * 24)

@@ -23,7 +23,7 @@ def cache(
 
 
 @pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
-def test_the_c_kernels_are_named_by_what_they_are_written_for() -> None:
+def test_c_kernels_are_named_by_their_instructions() -> None:
     fastest = f"own {native.available(torch.float32)[0]}"
     for one in (cache(), cache(fp8=True), cache(latent=True)):
         assert AttentionKernel.of(one).line({}) == f"attention by {fastest}"
@@ -32,7 +32,7 @@ def test_the_c_kernels_are_named_by_what_they_are_written_for() -> None:
         assert name == (kernel.name if kernel.kind == "own" else fastest)
 
 
-def test_where_they_are_not_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_why_no_c_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
     monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
     assert AttentionKernel.of(cache()).line({}) == (
@@ -40,7 +40,7 @@ def test_where_they_are_not_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_pool_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_names_caches_without_a_c_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "why_not", lambda: "")
     for one, kind in (
         (cache(torch.float16), "a cache of float16"),
@@ -50,7 +50,7 @@ def test_a_pool_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line == f"attention by torch: there is no C kernel for {kind}"
 
 
-def test_an_engine_says_what_attends(tmp_path: Path) -> None:
+def test_an_engine_logs_and_records_its_attention_kernel(tmp_path: Path) -> None:
     model = ModelConfig(str(make_text_model(tmp_path)), dtype="float32")
     lines: list[str] = []
     context = build_engine(

@@ -93,7 +93,7 @@ def test_layers_of_two_windows_equal_the_cpus(
 
 
 @pytest.mark.parametrize("piece", [64, 512])
-def test_shared_pieces_are_read_once_where_no_window_is(
+def test_shared_prefixes_are_read_once_without_a_window(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_work, "DECODE_PIECE", piece)

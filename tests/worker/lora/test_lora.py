@@ -389,7 +389,7 @@ def test_names_match_as_peft_matches_them(config: dict[str, Any]) -> None:
     assert list(ours.targets(NAMES, "lm_head")) == wanted
 
 
-def test_a_pattern_of_numbers_goes_by_the_first_that_matches() -> None:
+def test_the_first_matching_pattern_gives_rank_and_alpha() -> None:
     config = LoraConfig(
         {
             "peft_type": "LORA",

@@ -48,7 +48,7 @@ def nested(depth: int) -> Any:
         ({"anything": nested(32)}, "anything is nested more than 32 levels deep"),
     ],
 )
-def test_a_value_that_no_model_has(values: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_refused_by_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(BadValueError, match=message):
         check_values(values)
 
@@ -75,19 +75,19 @@ def test_what_published_configs_hold_is_fine() -> None:
     )
 
 
-def test_heads_that_do_not_fall_into_groups() -> None:
+def test_heads_must_be_a_multiple_of_kv_heads() -> None:
     layout = KVLayout(1, 3, 8, 8, block_size=1, element_bytes=4)
     with pytest.raises(BadValueError, match="num_attention_heads is 4; it must be a multiple"):
         check_derived(4, layout, None)
 
 
-def test_more_positions_than_can_be_counted() -> None:
+def test_positions_beyond_32_bits_are_refused() -> None:
     layout = KVLayout(1, 2, 8, 8, block_size=1, element_bytes=4)
     check_derived(4, layout, 2**31 - 1)
     with pytest.raises(BadValueError, match=r"rope_parameters\.factor"):
         check_derived(4, layout, 2**31)
 
 
-def test_what_others_say_is_made_readable() -> None:
+def test_readable_text_is_one_short_printable_line() -> None:
     assert readable("a\n  b\x1b[31m\u202e") == "a b?[31m?"
     assert readable("x" * 1000, most=3) == "xxx..."

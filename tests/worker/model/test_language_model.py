@@ -30,14 +30,14 @@ def test_greedy_equals_the_whole_model(family: str, tmp_path: Path) -> None:
         assert_greedy(whole, completions)
 
 
-def test_nothing_of_the_towers_is_built_or_read(tmp_path: Path) -> None:
+def test_towers_are_neither_built_nor_read(tmp_path: Path) -> None:
     make_wrapper("qwen3_vl", tmp_path)
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
     assert {name for name, _ in loaded.model.named_children()} == {"model", "lm_head"}
     assert loaded.facts["family"] == "qwen3_vl"
 
 
-def test_an_adapter_of_the_whole_model_changes_its_text_half(tmp_path: Path) -> None:
+def test_an_adapter_of_a_multimodal_model_changes_its_language_model(tmp_path: Path) -> None:
     whole = make_wrapper("qwen3_vl", tmp_path / "model")
     make_adapter(whole, tmp_path / "adapter", seed=1, target_modules=["q_proj", "down_proj"])
     choice = ModelConfig(str(tmp_path / "model"), adapters={"one": str(tmp_path / "adapter")})
@@ -55,7 +55,9 @@ def test_an_adapter_of_the_whole_model_changes_its_text_half(tmp_path: Path) -> 
         ("paligemma", "it attends both ways over its prompt"),
     ],
 )
-def test_says_why_a_wrapper_is_refused(family: str, message: str, tmp_path: Path) -> None:
+def test_unsupported_multimodal_models_are_refused_with_the_reason(
+    family: str, message: str, tmp_path: Path
+) -> None:
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
         load_config(tmp_path)

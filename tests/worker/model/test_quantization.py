@@ -213,7 +213,7 @@ def _not_reached(*_: Any) -> None:
     raise AssertionError("weights are loaded")
 
 
-def test_models_and_widths_that_do_not_go_are_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2")
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantized"):
         load_model(ModelConfig(str(tmp_path / "gpt2"), quantization="int8_weight_only"), device=CPU)
@@ -222,7 +222,9 @@ def test_models_and_widths_that_do_not_go_are_refused(tmp_path: Path) -> None:
         load_model(ModelConfig(str(tmp_path / "odd"), quantization="int4_weight_only"), device=CPU)
 
 
-def test_without_torchao_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_message_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     saved: Mapping[str, Any] = {
         "quantization_config": {

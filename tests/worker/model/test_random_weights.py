@@ -19,7 +19,7 @@ from tests.wrappers import make_wrapper
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_they_are_those_that_the_class_begins_with(family: str, tmp_path: Path) -> None:
+def test_random_weights_are_the_initial_weights_of_the_class(family: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     config.save_pretrained(tmp_path)
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU, random_weights=True)
@@ -29,7 +29,7 @@ def test_they_are_those_that_the_class_begins_with(family: str, tmp_path: Path) 
     assert_greedy(reference, completions)
 
 
-def test_files_of_weights_are_not_looked_at(tmp_path: Path) -> None:
+def test_random_weights_need_no_weight_files_and_keep_the_random_state(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     state = torch.random.get_rng_state()
@@ -41,7 +41,7 @@ def test_files_of_weights_are_not_looked_at(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), state), "the program's own numbers are its own"
 
 
-def test_a_wrapper_has_those_of_its_text_half(tmp_path: Path) -> None:
+def test_a_multimodal_model_gets_random_weights_for_its_language_model(tmp_path: Path) -> None:
     make_wrapper("qwen3_vl", tmp_path)
     loaded = load_model(ModelConfig(str(tmp_path)), device=CPU, random_weights=True)
     assert {name for name, _ in loaded.model.named_children()} == {"model", "lm_head"}
@@ -55,7 +55,7 @@ def test_weights_that_would_be_quantized_are_refused(tmp_path: Path) -> None:
         load_model(ModelConfig(str(tmp_path)), device=CPU, random_weights=True)
 
 
-def test_an_llm_has_them_by_vllms_name(tmp_path: Path) -> None:
+def test_load_format_dummy_takes_random_weights(tmp_path: Path) -> None:
     make_text_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_takes_the_tokenizer_apart(folder: Path) -> None:
+def test_loads_the_parts_of_a_tokenizer(folder: Path) -> None:
     parts = load_tokenizer(str(folder))
     assert parts.backend.token_to_id("world") == 2
     assert parts.chat_template == "{{ messages[0]['content'] }}"
@@ -35,7 +35,7 @@ def test_takes_the_tokenizer_apart(folder: Path) -> None:
     assert "plain" not in parts.control_tokens
 
 
-def test_the_ids_of_the_folder(folder: Path) -> None:
+def test_eos_ids_come_from_config_or_tokenizer(folder: Path) -> None:
     assert eos_token_ids(folder, {}, 7) == {4}
     assert eos_token_ids(folder, {"eos_token_id": 1}, 7) == {1}
     assert eos_token_ids(folder, {"text_config": {"eos_token_id": [1, 2]}}, 7) == {1, 2}

@@ -28,7 +28,9 @@ def logits(model: torch.nn.Module, positions: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("max_model_len", "reference_length"), [(64, 8), (200, 200)])
-def test_the_set_follows_max_model_len(max_model_len: int, reference_length: int) -> None:
+def test_longrope_frequencies_follow_max_model_len(
+    max_model_len: int, reference_length: int
+) -> None:
     short, long = [0, 1, 2], [0, 1, reference_length - 1]
     reference = tiny_model("phi3", **LONGROPE)
     expected = logits(reference, long)
@@ -38,7 +40,7 @@ def test_the_set_follows_max_model_len(max_model_len: int, reference_length: int
     torch.testing.assert_close(logits(model, long), expected)
 
 
-def test_company_no_longer_matters() -> None:
+def test_longrope_positions_do_not_depend_on_the_batch() -> None:
     model = tiny_model("phi3", **LONGROPE)
     rotary = model.model.rotary_emb
     like = torch.zeros(1)
@@ -55,7 +57,7 @@ def test_company_no_longer_matters() -> None:
     assert torch.equal(alone, beside)
 
 
-def test_a_model_that_chooses_by_itself_is_refused() -> None:
+def test_rotary_classes_that_cannot_be_fixed_are_refused() -> None:
     class Chooser(torch.nn.Module):
         rope_type = "longrope"
 

@@ -43,7 +43,7 @@ def test_forbidden_logits_are_minus_infinity(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_samples_are_drawn_among_what_is_allowed(dtype: torch.dtype, temperature: float) -> None:
+def test_samples_are_drawn_among_allowed_tokens(dtype: torch.dtype, temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 300).to(dtype)
     allowed = np.random.default_rng(0).random((3, 300)) < 0.05

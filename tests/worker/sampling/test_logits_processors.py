@@ -77,7 +77,7 @@ def test_repetition_penalty_is_transformers() -> None:
     torch.testing.assert_close(edited(logits, [sample]), expected)
 
 
-def test_edits_of_other_parts_are_passed_over() -> None:
+def test_edits_of_other_groups_are_ignored() -> None:
     samples = [
         Sample(bias={1: 5.0}),
         Sample(allowed=[2]),

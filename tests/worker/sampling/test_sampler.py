@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def test_a_given_token_is_judged_and_others_are_drawn() -> None:
+def test_a_given_token_is_scored_and_others_are_drawn() -> None:
     logits = normal(3, 1003)
     logits[2, 5] = torch.nan
     samples = [Sample(row=row, temperature=0, logprobs=2) for row in (0, 1, 0, 2)]
@@ -170,7 +170,7 @@ class TestDistribution:
     ids=lambda change: next(iter(change)),
 )
 @pytest.mark.parametrize("usual", [Sample(), Sample(top_k=50)], ids=["plain", "filtered"])
-def test_neighbours_that_differ_in_one_thing_share_nothing(
+def test_neighbors_that_differ_in_one_parameter_share_no_distribution(
     change: dict[str, Any], usual: Sample
 ) -> None:
     logits = normal(2, 67, scale=1.0)

@@ -35,7 +35,7 @@ EDITED = {"_sample_kernel", "_edit_logits_kernel"}
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_no_step_is_of_another_kind(
+def test_no_step_launches_another_variant(
     params: dict[str, Any], kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request(1, [7, 8, 9], max_tokens=6, **params)
@@ -59,7 +59,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_no_step_of_samples_side_by_side_is_of_another_kind(
+def test_no_step_of_mixed_samples_launches_another_variant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = [make_request(at, [7, 8], max_tokens=6, **row) for at, row in enumerate(ROWS)]
@@ -77,7 +77,7 @@ def test_tokens_that_are_given_are_not_drawn(monkeypatch: pytest.MonkeyPatch) ->
     assert compiled.in_steps([request]) == compiled.ahead(SCORING, forced_tokens=True)
 
 
-def test_kinds_are_drawn_once_and_prompts_are_judged_where_asked(
+def test_variants_are_compiled_once_and_prompt_scores_where_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[SamplingBatch] = []
