@@ -47,11 +47,7 @@ from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
-from batchinfer.worker.model.weights import (
-    choose_dtype,
-    load_weights,
-    uses_longrope,
-)
+from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.verify import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()
