@@ -6,7 +6,7 @@ python benchmarks/gpu.py --dry-run                       # the same code on a CP
 
 Each task (a stage, or a stage on one model) is a process of its own with a time limit: one that
 hangs or breaks the device takes nothing along. FOLDER has cells.jsonl, results.json and logs/, and
-keeps what earlier calls have put there.
+keeps the results of earlier calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Task:
-    """A process: its stage, its name among the logs, and what ``gpu_task.py`` is told."""
+    """A process of ``gpu_task.py``: its stage, its name among the logs, and its arguments."""
 
     stage: str
     name: str

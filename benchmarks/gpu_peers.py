@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_attention import Pool
 from gpu_models import random_model, shape_of
+from gpu_operators import Pool, seconds
 from gpu_results import Results
-from gpu_timing import seconds
 from gpu_workloads import gpu_workload, prompts
 
 LIMIT_S = 20.0

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from gpu_results import Results
-from gpu_timing import measure_ceilings
 from roofline import Ceilings
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
@@ -23,6 +22,8 @@ def ceilings(results: Results, device: torch.device) -> Ceilings:
     known = results.read().get("machine", {}).get(name, {})
     if "ceilings" not in known:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        from gpu_operators import measure_ceilings
+
         known = {**_versions(), "ceilings": vars(measure_ceilings(device, dtype))}
         results.add("machine", name, known)
     return Ceilings(**known["ceilings"])
@@ -62,15 +63,15 @@ def main() -> None:
 
         kernels(results, ends, dry_run=dry)
     elif args.stage == "parity":
-        from gpu_parity import parity
+        from gpu_bench import parity
 
         parity(results, device, dry_run=dry)
     elif args.stage == "attention":
-        from gpu_attention import attention
+        from gpu_operators import attention
 
         attention(results, device, ceilings(results, device), args.model, dry_run=dry)
     elif args.stage == "linears":
-        from gpu_linears import linears
+        from gpu_operators import linears
 
         linears(results, device, ceilings(results, device), args.model, dry_run=dry)
     elif args.stage == "bench":

@@ -1,4 +1,4 @@
-"""Edited logits: biases, allowed tokens and penalties, of the tokens they are for alone.
+"""Edited logits: biases, allowed tokens and penalties, at the tokens they apply to.
 
 For the logit x of a token, in this order, each in float32 and rounded by itself:
 
@@ -8,12 +8,12 @@ For the logit x of a token, in this order, each in float32 and rounded by itself
     x - frequency * count - presence     if it is `count` times in the output
 
 (Repetition: Keskar et al. 2019, arXiv:1909.05858; the others are those of the OpenAI API; the order
-is vLLM's, v1/sample/sampler.py.) The model's logits are left as they are. What is written are
-float32 values at the places of edited tokens, in rows of which nothing else is touched, and bits
-that say which places these are. So an edited row costs its readers an eighth of a byte a logit.
+is vLLM's, v1/sample/sampler.py.) The model's logits are not changed. The kernel writes float32
+values at the places of edited tokens alone, and bits that mark these places: an edited row costs
+its readers an eighth of a byte a logit.
 
-A program takes a distribution. A token may be listed often: every value is worked out from what was
-there before any is written, and occurrences are counted in the place of the value.
+A program takes a distribution. A token may be listed several times: all values are computed before
+any is written, and occurrences are counted in the place of the value.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def edit_logits(
     allowed_starts: torch.Tensor,  # [D + 1] int32; none: all are allowed
     allowed_ids: torch.Tensor,  # [A] int32
     prompt_starts: torch.Tensor,  # [D + 1] int32
-    prompt_ids: torch.Tensor,  # [P] int32, to be penalised
+    prompt_ids: torch.Tensor,  # [P] int32, to be penalized
     output_starts: torch.Tensor,  # [D + 1] int32
     output_ids: torch.Tensor,  # [O] int32
     repetition: torch.Tensor,  # [D] float32

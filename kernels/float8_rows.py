@@ -1,4 +1,4 @@
-"""Weights of float8 e4m3fn for a processor's own products, with scales for each output."""
+"""Weights of float8 e4m3fn for a CPU's products, with scales for each output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Float8Rows:
         """One weight whose outputs are those of ``weights``, side by side.
 
         Raises:
-            ValueError: they have groups of other sizes.
+            ValueError: their group sizes differ.
         """
         sizes = {weight.group_size for weight in weights}
         if len(sizes) > 1:
@@ -74,6 +74,6 @@ class Float8Rows:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32: what products are of, rounded once more where rows are bfloat16."""
+        """[out, in] float32; a product rounds it once more where rows are bfloat16."""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread

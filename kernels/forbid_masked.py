@@ -1,6 +1,6 @@
-"""Masks of grammars over logits: -inf in place of what may not come.
+"""Token bitmasks over logits: -inf for tokens that a grammar forbids.
 
-Read is the mask alone, a bit a token; logits that may come are not touched.
+Only the mask is read, a bit a token; logits of allowed tokens are not touched.
 """
 
 import torch
@@ -15,7 +15,7 @@ _BLOCK = 4096
 def forbid_masked(
     logits: torch.Tensor,  # [R, V], last dimension contiguous; changed in place
     rows: torch.Tensor,  # [M] int32, all different, of the R
-    masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i may come
+    masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i is allowed
 ) -> None:
     """Set the logits of tokens that are not in their row's mask to -inf; beyond it none is."""
     check_launchable("forbid_masked", logits, rows, masks)

@@ -1,6 +1,6 @@
-"""Keys and values of one byte each: float8 e4m3fn, as the cache holds them, and back.
+"""Keys and values as float8 e4m3fn: written to the cache, and read back.
 
-Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what lies past +-448
+Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what is beyond +-448
 becomes +-448, and NaN stays NaN (a NaN among transposed values moves to its key). Writing is
 arithmetic on bits, the same on every device. Reading is the device's own conversion from compute
 capability 8.9 on, and elsewhere (where the kernels are given the cache as bytes) arithmetic again;
@@ -55,7 +55,7 @@ def narrow(
         # 20 of the 23 bits of the mantissa go: half of what goes is added, a tie goes to even. The
         # exponent's bias goes from 127 to 7.
         normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 the numbers lie 2^-9 apart, as those after 2^14 do in float32.
+        # Below 2^-6 the numbers are 2^-9 apart, as those after 2^14 do in float32.
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, small, normal)
         code = tl.where(x != x, 0x7F, code)
@@ -86,8 +86,8 @@ def without_nan(
     key,  # [HEADS, WIDTH] of a token
     value,  # [HEADS, WIDTH] float
 ):
-    # Tensor cores take values as they lie in the cache, those of dead tokens by a weight of 0, and
-    # 0 * NaN is NaN. A NaN goes to the head's key instead: whoever sees the token gets NaN by that.
+    # Tensor cores multiply values as they are stored, those of dead tokens by a weight of 0, and
+    # 0 * NaN is NaN. A NaN moves to the head's key instead: a row that sees the token becomes NaN.
     lost = value != value
     some = tl.max(lost.to(tl.int32), 1)
     return tl.where(some[:, None] > 0, float("nan"), key), tl.where(lost, 0.0, value)
@@ -98,7 +98,7 @@ def in_float16(
     x,  # [ROWS, WIDTH] float32, of bfloat16
 ):  # [ROWS, WIDTH] float16 and [ROWS] float32, whose product is x
     # float16 has all the bits of a bfloat16 but not its range: a power of two brings a row's
-    # largest to 2^14 or above, so that what is rounded away lies below 2^-24 beside it.
+    # largest to 2^14 or above, so that rounding errors are below 2^-24, relative to it.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)

@@ -14,12 +14,12 @@ BLOCK = 128
 MOST = 448.0
 """The largest number of the format."""
 LEAST = 1e-10
-"""What a block's largest number is taken for if it is less: its scale is no zero then. The same as
+"""The least that a block's largest number counts as, so that its scale is not zero. The same as
 vLLM's (`per_token_group_quant_fp8`)."""
 
 
 def num_blocks(size: int) -> int:
-    """Blocks along so many rows or columns; the last one may be shorter."""
+    """Blocks along `size` rows or columns; the last one may be shorter."""
     return -(-size // BLOCK)
 
 
@@ -51,7 +51,7 @@ def scales_of(
     """Scales of blocks or groups with such largest numbers, and what takes a number to its code."""
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
-    # Not by a Python number, for which torch multiplies by a reciprocal.
+    # Torch divides by a tensor; for a Python number it multiplies by the reciprocal.
     most = torch.full_like(largest, MOST)
     return largest / most, most / largest
 
@@ -61,14 +61,14 @@ def dequantize_blocks(
     scales: torch.Tensor,  # [ceil(N / 128), ceil(K / 128)] float32
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # [N, K]
-    """The numbers that a weight of blocks stands for: exact products, rounded to `dtype` once."""
+    """The numbers that the codes represent: exact products, rounded to `dtype` once."""
     rows, columns = codes.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (codes.double() * spread).to(dtype)
 
 
 def check_blocks(name: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raise ValueError unless scales are those of a weight of blocks."""
+    """Raise ValueError unless scales have the shape and dtype for these codes."""
     expected = tuple(map(num_blocks, codes.shape))
     if codes.dtype != FP8 or scales.dtype != torch.float32 or tuple(scales.shape) != expected:
         raise ValueError(

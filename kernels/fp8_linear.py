@@ -12,7 +12,7 @@ Accumulation: the products of a group from zero, on tensor cores; they are scale
 float32, group after group. (For float8 an H100 keeps some 14 bits of what it adds up, so that a
 longer chain would lose more.) Where there are few tiles the groups are cut into pieces, whose sums
 a second kernel adds up in order. So the same call gives the same bits; up to 64 rows there are as
-many pieces whatever their number, and above that `pieces` may say how many.
+many pieces for any number, and above that `pieces` may set how many.
 
 Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is that of DeepGEMM
 (deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and of vLLM's `w8a8_block_fp8_matmul`
@@ -37,7 +37,7 @@ from batchinfer.kernels.launch import (
 )
 
 _GROUPED = 8  # tiles of rows that take a weight's tile one after the other: it is in L2 then
-_FEW_ROWS = 64  # up to so many, reading the weights decides
+_FEW_ROWS = 64  # up to this number, reading the weights takes most of the time
 _PIECE_GROUPS = 2  # at least, of a piece
 _SUMMED = 1024  # outputs of a program that adds up pieces
 _STAGES = 5  # at most: 40 KiB on their way to a program of few rows
@@ -53,7 +53,7 @@ _TRITON_DTYPES = {
 
 @dataclass(frozen=True)
 class _Tile:
-    """What a program computes, and how it is compiled."""
+    """The shape of a program, and how it is compiled."""
 
     rows: int
     outputs: int
@@ -78,11 +78,11 @@ def fp8_linear(
     """Write rows times a weight's transpose to `out`, or add it to what `out` holds.
 
     Args:
-        adds: to what `out` holds, before it is rounded.
-        pieces: at most so many that the width is cut into; None: as many as keep the device busy.
+        adds: the product to `out`, before rounding.
+        pieces: the most that the width is cut into; None: as many as keep the device busy.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together.
+        ValueError: shapes or dtypes do not match.
     """
     check_launchable("fp8_linear", x, weight, weight_scales, out, x_scales, bias)
     check_blocks("fp8_linear", weight, weight_scales)
@@ -144,7 +144,7 @@ def fp8_linear(
 
 
 def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
-    """Pieces that the width is cut into where nobody says how many."""
+    """The default number of pieces that the width is cut into."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     # A program of few rows takes a fraction of a multiprocessor.
@@ -153,13 +153,13 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
 
 
 def _even_pieces(groups: int, wanted: int) -> int:
-    """At most so many pieces, none of them without a group."""
+    """The number of pieces, at most `wanted`, such that none is empty."""
     most = max(1, min(wanted, groups // _PIECE_GROUPS))
     return int(triton.cdiv(groups, triton.cdiv(groups, most)))
 
 
 def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
-    """The tile for so many rows, of x of so many bytes an element."""
+    """The tile for a number of rows, and bytes of an element of x."""
     widens_in_registers = x_bytes == 2 and capability >= 90
     if rows <= 32:
         size, outputs, num_warps, weight_first = 16 if rows <= 16 else 32, 64, 4, True

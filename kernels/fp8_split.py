@@ -30,7 +30,7 @@ def split_float8(
     x,  # [ROWS, WIDTH] float32, of bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 that stands for it
 ):  # [ROWS, WIDTH] codes of the upper and of the lower terms, and [ROWS] float32, their scale
-    # A power of two brings a row's largest to 128 or above: what is below 2^-10 beside it is lost.
+    # A power of two brings a row's largest to 128 or above: what is below 2^-10 then is lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -179,7 +179,7 @@ def _load_values(
 
 
 # Of 64 rows of a product a thread has two, 8 apart, and of all those of a tile every 64th two. Keys
-# are read in such an order that these are neighbours: their weights are then stored together, as
+# are read in such an order that these are neighbors: their weights are then stored together, as
 # tokens of the other product.
 @triton.jit
 def _by_rows(tokens):  # [TILE], into the order of rows

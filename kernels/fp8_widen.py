@@ -19,7 +19,7 @@ def widen_cache(
     DTYPE: tl.constexpr,
     NANS: tl.constexpr,  # whether any may be NaN
 ):
-    """What `widen` gives, of bytes that become float16 four at a time."""
+    """`widen`, where bytes become float16 four at a time."""
     if (tl.uint8 == stored.dtype) & (tl.float16 == DTYPE) & (not _INTERPRETED):
         # A byte and its sign, moved to where float16 has its fields.
         wide = tl.inline_asm_elementwise(
@@ -66,7 +66,7 @@ def widen_words(
     stored,  # [...] float8, or uint8 that stands for it: not NaN then
     DTYPE: tl.constexpr,  # float16 or bfloat16
 ):
-    # Four at a time, which lie in one register.
+    # Four at a time, which fill one register.
     if tl.float8e4nv == stored.dtype and tl.bfloat16 == DTYPE:
         # By way of float32: single conversions to bfloat16, which Triton 3.9 asks for, are slow.
         wide = tl.inline_asm_elementwise(
@@ -89,8 +89,8 @@ def widen_words(
             pack=2,
         )
     elif tl.bfloat16 == DTYPE:
-        # Sign, exponent and mantissa go where bfloat16 has them. A power of two mends the exponent,
-        # whose biases differ; what float8 holds as subnormal becomes normal by it.
+        # Sign, exponent and mantissa move to their bfloat16 places. A power of two corrects the
+        # exponent, whose biases differ, and makes subnormal numbers normal.
         wide = tl.inline_asm_elementwise(
             """
             {

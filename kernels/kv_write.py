@@ -29,7 +29,7 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], any strides
     slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset; negative: skip the token
 ) -> None:
-    """Scatter `key` and `value` into the caches, in place. Destinations are distinct."""
+    """Scatter `key` and `value` into the caches. Destinations are distinct."""
     check_launchable("kv_write", key, value, key_cache, value_cache, slot_mapping)
     num_tokens, num_heads, key_width = key.shape
     value_width = value.shape[2]

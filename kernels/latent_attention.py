@@ -191,7 +191,7 @@ def _attend_latents(
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,  # elements, of where a token lies
+    UNIT: tl.constexpr,  # elements, that places of tokens are multiples of
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # maximum [ROWS] and sum [ROWS] float32, and the halves of the output [ROWS, RANK / 2] float32,

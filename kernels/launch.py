@@ -1,4 +1,4 @@
-"""Launches of this folder's kernels: where one can run, and how it is compiled."""
+"""Launches of this folder's kernels: where a kernel can run, and how it is compiled."""
 
 import functools
 
@@ -10,8 +10,8 @@ from triton.runtime import driver
 # launched. Reading the setting here, at import too, keeps this answer the same as Triton's.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# Given with every launch. Multiply-adds are fused whatever Triton's default is: it changes after
-# 3.9, which warns where the option is left out.
+# Passed to every launch: multiply-adds are fused. Triton's default changes after 3.9, which warns
+# where the option is missing.
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
 _PERSISTENT_EACH = 4  # programs for each multiprocessor
@@ -51,7 +51,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that holds a tile of so many elements: eight or more to a thread."""
+    """Warps of a program that holds a tile of `elements`: eight or more to a thread."""
     return min(16, max(1, elements // 256))
 
 

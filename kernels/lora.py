@@ -1,4 +1,4 @@
-"""Low-rank products of several adapters, each added to the rows that run through it.
+"""Low-rank products of several adapters, each added to its own rows.
 
 Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t = rows[i]:
 
@@ -33,7 +33,7 @@ _WIDTH = 64  # of a tile, of what is added up or written
 
 
 def num_splits(width: int) -> int:
-    """Pieces that a product over rows of so many elements is added up from."""
+    """Pieces of the sum over rows of `width` elements."""
     return -(-width // SPLIT)
 
 
@@ -129,7 +129,7 @@ def _rows_of_tile(
     num_adapters,
     TOKENS: tl.constexpr,
 ):
-    # The tile's adapter, its rows' places in the order of adapters, and which of them there are.
+    # The tile's adapter, its rows' places in the order of adapters, and which places are used.
     # Adapter a owns the tiles from starts[a] // TOKENS + a on: enough for its rows, and no tile
     # depends on how those before are divided up.
     low = tl.full([], 0, tl.int32)

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits, and products by them in torch: what the C kernels compute, to the bit.
+"""Weights of 8 and 4 bits, and products by them in torch, with the bits of the C kernels.
 
 A row of x is rounded to int8 when it is multiplied, its largest number becoming 127. Sums of
 products are integers, so that they are the same on every processor and in every order; the few
@@ -19,7 +19,7 @@ _STEP = 8  # codes that are read together: a group has a multiple of it
 _MOST = 1 << 16  # columns of a group: 255 * 127 times more would not fit into 32 bits
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # smaller ones have no inverse
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range that are tried: what is beyond it is cut off."""
+"""Shares of a group's range that are tried; numbers beyond it are clipped."""
 _ELEMENTS_AT_ONCE = 1 << 20  # a few of such float tensors fit into a processor's last cache
 
 
@@ -56,7 +56,7 @@ class GroupedWeight:
     ``(codes - zeros) * scales``."""
 
     codes: torch.Tensor
-    """[out, in] uint8, of so many ``bits``; columns in the order of ``order``."""
+    """[out, in] uint8, codes of ``bits``; columns in the order of ``order``."""
     scales: torch.Tensor
     """[out, groups] float32; the last group may be shorter."""
     zeros: torch.Tensor
@@ -102,11 +102,11 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What weights have in common that can be joined: group size, and order."""
+        """Weights can be joined if these are equal: group size, and order."""
         return self.group_size, _bytes(self.order)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16: what codes stand for, before zeros and scales."""
+        """[out, in] int16: the numbers of the codes, before zeros and scales."""
         return self.codes.short()
 
     def dequantized(self) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Int4Weight(GroupedWeight):
     a table."""
 
     table: torch.Tensor | None = None
-    """[16] int8, from -127 to 127: what codes stand for; None: for themselves."""
+    """[16] int8, from -127 to 127: the number of each code; None: the code itself."""
 
     bits = 4
 
@@ -154,11 +154,11 @@ class Int4Weight(GroupedWeight):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """As of any weight in groups, and the table."""
+        """Group size, order, and table."""
         return *super().layout, _bytes(self.table)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16: what codes stand for, before zeros and scales."""
+        """[out, in] int16: the numbers of the codes, before zeros and scales."""
         return super().values() if self.table is None else self.table[self.codes.int()].short()
 
 
@@ -166,7 +166,7 @@ LowBitWeight = Int8Weight | GroupedWeight
 
 
 def can_group(group_size: int) -> bool:
-    """Whether the kernels take groups of so many columns."""
+    """Whether the kernels take groups of ``group_size`` columns."""
     return group_size % _STEP == 0 and group_size <= _MOST
 
 
@@ -193,7 +193,7 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
         inverse, zeros = _grid(low * clip, high * clip)
         exact = values * inverse
         wrong = exact.round().clamp_(-zeros, _INT4_MOST - zeros).sub_(exact).square_()
-        # So exact that the order of a sum, which processors differ in, decides nothing.
+        # In float64, so that the order of the sum, which processors differ in, decides nothing.
         error = wrong.sum(-1, keepdim=True, dtype=torch.float64)
         error *= (high.double() - low).mul_(clip).square_()
         clips = torch.where(error < least, clip, clips)

@@ -1,4 +1,4 @@
-"""Matrix product whose rows have the same bits however many there are, by any weight of a model.
+"""Batch-invariant matrix product: a row has the same bits, whatever the number of rows.
 
 Formula, for every row t and output n:
 
@@ -41,9 +41,8 @@ class ProductConfig:
 def product_config(weight: torch.Tensor) -> ProductConfig:
     """Launch shape of products by a weight [N, K]. It must not depend on the rows.
 
-    A tile of weights is read for 128 rows, of which each of two warp groups has half. Few outputs
-    are cut into narrow tiles, since the sum, which would make more work of a small product, is not
-    cut. float32 has no tensor cores.
+    A tile of weights is read for 128 rows, half of them for each of two warp groups. Few outputs
+    are cut into narrow tiles, since the sum is not cut. float32 has no tensor cores.
     """
     if weight.element_size() == 4:
         return ProductConfig(rows=64, outputs=64, depth=16, num_warps=8, num_stages=3)
@@ -117,7 +116,7 @@ def _matmul_kernel(
     rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
 
-    # What lies outside is not masked but read twice: no row's sum has anything of another row's.
+    # Rows and outputs past the end are not masked but read twice: no sum mixes rows.
     x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
     weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride

@@ -15,7 +15,7 @@ device, so that a launch can be replayed with others as long as the shapes of it
 list and "is max_query_len over 1" stay the same.
 
 Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
-query's dtype for the product with V. Beside a float8 cache that is float16, or float32 beside
+query's dtype for the product with V. With a float8 cache that is float16, or float32 for
 float32 queries (`README.md`). float32 products are exact float32 (no TF32). Exponentials are base
 2, with log2(e) folded into the scale.
 

@@ -1,4 +1,4 @@
-"""Rows in float8 e4m3fn with a scale for every 128 columns, as they are at run time.
+"""Quantize rows to float8 e4m3fn at run time, with a scale for every 128 columns.
 
 Formula, for a row's group g of 128 columns, the last one shorter where need be:
 
@@ -76,7 +76,7 @@ def _quantize_groups_kernel(
     there = columns < WIDTH
     x = tl.load(x_ptr + row * x_stride + columns, mask=there, other=0.0).to(tl.float32)
     size = tl.abs(x)
-    # A maximum leaves NaN out: what is not finite is found by itself.
+    # A maximum ignores NaN: what is not finite is found separately.
     unlike = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1)
     largest = tl.maximum(tl.max(size, 1), LEAST)
     largest = tl.where(unlike == 0, largest, float("nan"))

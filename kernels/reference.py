@@ -35,7 +35,7 @@ def paged_attention(
 ) -> None:
     """Causal attention over a paged KV cache, one sequence after the other.
 
-    The arguments from `order` on tell the kernel how to launch. They change nothing here.
+    The arguments from `order` on decide how the kernel is launched. They change nothing here.
     """
     del order, shared_lens, max_query_len, max_context_len, min_query_len, num_splits, work, launch
     del chunks
@@ -118,7 +118,7 @@ def kv_write(
 ) -> None:
     """Scatter keys and values into their slots; a negative mapping skips the token.
 
-    Values of float8 that lie in their blocks by columns are never NaN: the head's key is, instead.
+    Transposed float8 values are never NaN: the head's key is, instead.
     """
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
@@ -144,8 +144,7 @@ def unpack_tables(
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values as the cache holds them: what float8 e4m3fn cannot hold is its largest number, with
-    the sign, where older versions of torch would make it NaN."""
+    """Values in the cache's dtype. float8 e4m3fn saturates; old versions of torch make NaN."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -199,7 +198,7 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Queries normalised (where there is a norm) and rotated in place; keys likewise into their
+    """Queries normalized (where there is a norm) and rotated in place; keys likewise into their
     slots, values as they are. Rotary positions as in GPT-NeoX: element i turns with i + R / 2 (Su
     et al. 2021, arXiv:2104.09864)."""
     _, num_kv_heads, _, width = key_cache.shape

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467).
+"""Root mean square normalization (Zhang & Sennrich 2019, arXiv:1910.07467).
 
 Formula, for every row:
 
@@ -23,7 +23,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Normalise every row of `x` into `out`."""
+    """Normalize every row of `x` into `out`."""
     check_launchable("rms_norm", x, weight, out)
     num_rows, width = x.shape
     if num_rows == 0:

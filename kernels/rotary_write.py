@@ -1,7 +1,7 @@
 """Norms, rotary positions and the KV write of a q/k/v product, in one launch.
 
 Formula, for every token and every query and key head x (Su et al. 2021, arXiv:2104.09864, in the
-arrangement of GPT-NeoX), where R is the rotated width and x is first normalised as in `rms_norm` if
+arrangement of GPT-NeoX), where R is the rotated width and x is first normalized as in `rms_norm` if
 there is a norm:
 
     out[i]         = x[i]         * cos[i]         - x[i + R / 2] * sin[i]          i < R / 2
@@ -33,7 +33,7 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Normalise and rotate queries in place, and keys on their way into the cache."""
+    """Normalize and rotate queries in place, and keys on their way into the cache."""
     check_launchable("rotary_write", qkv, cos, sin, key_cache, value_cache, slot_mapping)
     _, num_kv_heads, block_size, width = key_cache.shape
     num_heads = qkv.shape[1] // width - 2 * num_kv_heads

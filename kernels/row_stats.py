@@ -1,4 +1,4 @@
-"""Statistics that sampling asks for of every row of logits, in one pass over them.
+"""Statistics of rows of logits for sampling, in one pass.
 
 Formula, for every row x:
 
@@ -79,7 +79,7 @@ def add_logits(
     best_at,  # [...] int32
     total,  # [...] float32, 0 at first
 ):
-    """One more logit for each lane's maximum, its place and its sum."""
+    """Add a logit to each lane's maximum, its place and its sum."""
     # Of the old maximum and x one is the new maximum, and the term of the other shrinks by
     # this factor. (-inf - -inf would be NaN.)
     seen = tl.where(x == float("-inf"), 0.0, x)

@@ -8,8 +8,8 @@ A program takes a distribution (a row of logits and the parameters that its samp
 3. for each sample a draw (`sampling_draw`), which reads one tile.
 
 So 16-bit logits cost 4 bytes each, greedy rows 2. A second, small launch has work for flat rows
-alone, whose last kept token was not found in one pass (`sampling_search`). No bit depends on the
-rows beside a row: weights are integers, whose sums are exact in any order.
+alone, whose last kept token was not found in one pass (`sampling_search`). No bit depends on
+other rows: weights are integers, whose sums are exact in any order.
 """
 
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def sample(
     edits: EditedLogits | None = None,
     draws: bool = True,  # whether any distribution is drawn from: has a temperature
     filters: bool = True,  # whether any has top-k or top-p
-    maximum: torch.Tensor,  # [R] float32, as of `row_stats`
+    maximum: torch.Tensor,  # [R] float32, as `row_stats` gives it
     max_logprob: torch.Tensor,  # [R] float32
     token_ids: torch.Tensor,  # [K] int64
     logprobs: torch.Tensor,  # [K] float32, of the token by the model's logits

@@ -1,14 +1,14 @@
 """Top-k and top-p of a row of logits, exactly, without sorting it.
 
 The most likely tokens are a prefix of one total order: larger logits first, equal logits by
-ascending id (-0 equals 0). What is kept is said by its last token, a key and an id. Top-k is the
+ascending id (-0 equals 0). The tokens kept are given by the last one, a key and an id. Top-k is the
 prefix of k tokens. Top-p is its shortest prefix with
 
     float64(mass of the prefix) >= float64(top_p) float64(mass of what top-k keeps)
 
 in integer weights, so that ties and sums are as on a CPU (Holtzman et al. 2020, arXiv:1904.09751).
 
-A pass over the row adds up what is above an interval of keys and writes down the tokens inside it
+A pass over the row adds up the weights above an interval of keys and writes the tokens inside it
 ("found"). If the prefix ends inside and all of it was written, its end is searched there, by
 halving the interval. The first interval holds the k largest of the lanes' maxima, 1,024 for top-p
 alone, and so k tokens at least: one pass is enough unless a row is flat. Those rows are left to

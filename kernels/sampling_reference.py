@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, in plain torch: their references, simple and slow."""
+"""References of the sampling kernels in plain torch, simple and slow."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Spread block tables that came packed to rows that stay where they are.
+"""Spread packed block tables to rows at fixed places.
 
 Formula, for every group g, sequence s < count and block b < width, with (count, width) = shape:
 
     tables[g, s, b] = packed[(g * count + s) * width + b]
 
-The shape is read on the device, so that one captured launch serves steps of every shape. What lies
-past it is left as it is.
+The shape is read on the device, so that one captured launch serves steps of every shape. What is
+past it stays.
 """
 
 import torch

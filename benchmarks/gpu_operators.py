@@ -1,7 +1,13 @@
-"""The attention kernels alone: bandwidth of decodes, FLOP/s of prefills, and what sharing saves."""
+"""Attention kernels and linear layers alone, beside what the device itself can do.
+
+Bandwidth of decodes, FLOP/s of prefills, what shared prefixes save; float8 in blocks beside cuBLAS
+in bfloat16.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,13 +15,15 @@ from typing import Any
 import torch
 from gpu_models import shape_of
 from gpu_results import Results
-from gpu_timing import seconds
-from roofline import Ceilings
+from roofline import Ceilings, Shape
+from torch import nn
 
 from batchinfer.kernels import decode_work
 from batchinfer.kernels.decode_work import plan_decode
 from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.worker.linear.fp8 import Fp8Linear
 
+_COPY_BYTES, _MATRIX = 4 * 2**30, 8192
 _BLOCK, _WIDTH, _KV_HEADS = 16, 128, 8
 _ROTATED_BYTES = 2**30  # layers in turn, so that none is found in a cache
 _DECODES = ((64, 256), (64, 1024), (256, 300), (256, 1000), (1024, 1000), (16, 8000))
@@ -26,6 +34,60 @@ _OWN = 100  # tokens of a sequence that no other has
 _PIECES = (256, 512)
 _MOST_POOL_BYTES, _SHARE_OF_FREE = 100e9, 0.85
 _STRIDED = (256, 800)  # sequences, tokens of each
+_ROWS = (1, 64, 256, 4096)
+_ROTATED_CODES = 2**28  # of codes; weights in turn, so that none is found in a cache
+_MOST_WEIGHTS = 32
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median of replays of a CUDA graph, so that launches do not count; on a CPU of one run."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times)
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Copy bandwidth and matrix rate, on random data."""
+    if device.type == "cpu":
+        return Ceilings(_copy_rate(device, 2**22), _matrix_rate(device, dtype, 128), 8 * 2**30)
+    properties = torch.cuda.get_device_properties(device)
+    return Ceilings(
+        _copy_rate(device, _COPY_BYTES),
+        _matrix_rate(device, dtype, _MATRIX),
+        properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def _copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes read plus bytes written, a second."""
+    source = torch.randint(0, 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds(lambda: target.copy_(source), device)
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a square product."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), device)
 
 
 def attention(
@@ -245,3 +307,69 @@ def _prefill(
         "flop_per_s": rate,
         "share_of_product": rate / ceilings.flop_per_s,
     }
+
+
+def linears(
+    results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
+) -> None:
+    """A cell for each linear layer and number of rows."""
+    for name, (outputs, width) in weights_of(shape_of(model)).items():
+        for rows in (3,) if dry_run else _ROWS:
+            measure = partial(_linear_cell, device, ceilings, rows, outputs, width)
+            results.measure("linears", f"{model} {name} [{outputs}, {width}] x {rows}", measure)
+
+
+def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's merged products."""
+    queries = shape.heads * shape.width
+    return {
+        "qkv": (queries + 2 * shape.kv_heads * shape.width, shape.hidden),
+        "o": (shape.hidden, queries),
+        "gate_up": (2 * shape.inner, shape.hidden),
+        "down": (shape.hidden, shape.inner),
+    }
+
+
+@torch.inference_mode()
+def _linear_cell(
+    device: torch.device, ceilings: Ceilings, rows: int, outputs: int, width: int
+) -> dict[str, Any]:
+    """Microseconds of a product; what float8 reads of the weights, and multiplies, a second."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    num = 1 if device.type == "cpu" else min(_MOST_WEIGHTS, _ROTATED_CODES // (outputs * width))
+    x = torch.randn(rows, width, device=device).to(dtype)
+    plain = [_linear(outputs, width, device, dtype) for _ in range(max(2, num))]
+    ways = {"bf16": plain} | {
+        f"fp8, rows of {8 if rows_too else 16} bits": [
+            Fp8Linear.quantized(linear, rows_too=rows_too) for linear in plain
+        ]
+        for rows_too in (True, False)
+    }
+    found: dict[str, Any] = {}
+    for name, layers in ways.items():
+        each = seconds(partial(_run_all, layers, x), device) / len(layers)
+        found |= {
+            f"{name} us": each * 1e6,
+            f"{name} TFLOP/s": 2e-12 * rows * outputs * width / each,
+        }
+        if name != "bf16":
+            found[f"{name} share of copy"] = outputs * width / each / ceilings.bytes_per_s
+            found[f"{name} error"] = _difference(layers[0](x), plain[0](x))
+    found["ok"] = all(found[f"{name} error"] < 0.1 for name in ways if name != "bf16")
+    return found
+
+
+def _linear(outputs: int, width: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    linear = nn.Linear(width, outputs, bias=False, device=device, dtype=dtype)
+    linear.weight.normal_(std=width**-0.5)
+    return linear
+
+
+def _run_all(layers: list[Any], x: torch.Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the norm: that of rounding is 0.03 to 0.04, of weights and rows."""
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
