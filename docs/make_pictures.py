@@ -1,9 +1,9 @@
 """Draw the memory charts of a finished job: ``python docs/make_pictures.py OUT FOLDER``.
 
-Writes ``memory.svg`` (memory that the rows took, and would have taken) and ``pool.svg`` (blocks of
-the pool that they held), in the colors of the report's light theme. The pictures in
-``docs/gallery`` were taken by hand: reports in Chromium, 1,200 pixels wide, and output of runs on
-pseudo-terminals, as SVG.
+Writes ``memory.svg`` (memory that the rows used, and that reserving would have taken) and
+``pool.svg`` (blocks of the pool that the rows held), in the colors of the report's light theme. The
+pictures in ``docs/gallery`` were made by hand: screenshots of reports in Chromium, 1,200 pixels
+wide, and terminal output of runs, as SVG.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchinfer.report.svg import NARROW, WIDE, over_time
 
 
 def main(out: str, folder: str) -> None:
-    """Draw the job in ``out`` into ``folder``."""
+    """Draw the charts of the job in ``out`` into ``folder``."""
     timeline = from_output(output_at(out), time.time()).timeline
     drawn = {
         "memory.svg": over_time(charts.memory(timeline), WIDE),

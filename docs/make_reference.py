@@ -1,4 +1,4 @@
-"""Write what is generated from the code: the schema's file, and the job file's reference.
+"""Generate the JSON Schema of the job file, and its reference page, from the code.
 
 .venv/bin/python docs/make_reference.py
 """
@@ -20,12 +20,12 @@ REFERENCE = ROOT / "docs" / "job-file.md"
 _HEAD = """\
 # The job file
 
-A job is one YAML 1.2 file. A key that is not known is an error that names its line and the nearest
-known key. Paths are relative to the job file. `{{ }}` in `name` and in paths takes names in `vars`;
-in `prompt` it takes the row's columns. Keys under "not yet" are refused, nothing is ignored.
+A job is one YAML 1.2 file. An unknown key is an error that names its line and the nearest known
+key. Paths are relative to the job file. `{{ }}` in `name` and in paths refers to names in `vars`;
+in `prompt` it refers to the row's columns. Keys under "not yet" are refused; no key is ignored.
 
-`batchinfer schema > job.schema.json` writes the schema for your editor, and this first line wires
-it to the file (`batchinfer init` writes both):
+`batchinfer schema > job.schema.json` writes the schema for your editor. This first line of a job
+file points the editor to it (`batchinfer init` writes both):
 
 ```yaml
 # yaml-language-server: $schema=job.schema.json
@@ -34,12 +34,12 @@ it to the file (`batchinfer init` writes both):
 
 
 def schema_text() -> str:
-    """``configs/job.schema.json``, as ``batchinfer schema`` prints it."""
+    """Return ``configs/job.schema.json``, as ``batchinfer schema`` prints it."""
     return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def reference_text() -> str:
-    """``docs/job-file.md``."""
+    """Return the text of ``docs/job-file.md``."""
     end = "Generated from the JSON Schema by `docs/make_reference.py`."
     return "\n".join([_HEAD, *_sections(json_schema()), end]) + "\n"
 
@@ -63,7 +63,7 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from _table(record, names, records)
         if key == "sampling":
             same = ", ".join(f"`{alias}` ({name})" for alias, name in SAMPLING_ALIASES.items())
-            yield f"Other tools' names that are taken too: {same}.\n"
+            yield f"Aliases used by other tools: {same}.\n"
 
 
 def _table(
@@ -81,7 +81,7 @@ def _table(
 
 
 def _resolved(value: Mapping[str, Any], records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a ``$ref`` stands for, with what is said beside it; of a choice the record."""
+    """Resolve a ``$ref``, also one inside ``anyOf``; the keys next to it override the record's."""
     for choice in value.get("anyOf", ()):
         if "$ref" in choice:
             return {**value, **_resolved(choice, records)}
@@ -123,7 +123,7 @@ def _is_required(schema: Mapping[str, Any], key: str) -> str:
 
 
 def _default(value: Mapping[str, Any]) -> Any:
-    """Made anew for each record, an empty mapping is no constant, and the schema leaves it out."""
+    """Return a key's default; the schema omits that of mappings, which is empty."""
     return value.get("default", {} if value.get("type") == "object" else None)
 
 
@@ -132,7 +132,7 @@ def _json(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """A description on one line of a table."""
+    """Format a description for one line of a table."""
     text = " ".join(text.split()).replace("``", "`")
     for special in ("|", "<", "{{"):
         if special in text and "`" not in text:

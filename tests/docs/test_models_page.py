@@ -43,7 +43,7 @@ def test_what_runs_is_run_by_a_test(generator: ModuleType) -> None:
 
 
 def test_encoders_are_all_named_and_their_heads_are_run_by_a_test(generator: ModuleType) -> None:
-    rows = PAGE.partition("read a text whole")[2].splitlines()
+    rows = PAGE.partition("## Encoders")[2].splitlines()
     tasks = {row.split("|")[2].strip(" `"): row.split("|")[3] for row in rows if "| `" in row}
     assert set(tasks) == set(ENCODER_FAMILIES)
     classify = {family for family, text in tasks.items() if "classify" in text}
