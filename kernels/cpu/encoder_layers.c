@@ -12,7 +12,7 @@
 
 #include "ahead.h"
 #include "encoder.h"
-#include "put_sums.h"
+#include "epilogue.h"
 #include "small_product.h"
 
 #define TASK_ROWS 256      /* their activations fill most of a core's second cache */

@@ -20,7 +20,7 @@
 #include "ahead.h"
 #include "arguments.h"
 #include "gemm_low_bit.h"
-#include "put_sums.h"
+#include "epilogue.h"
 #include "product_rows.h"
 #include "tiles.h"
 #include "vectors.h"

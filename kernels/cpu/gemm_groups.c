@@ -19,7 +19,7 @@
 #include "gemm_low_bit.h"
 
 #include "ahead.h"
-#include "put_sums.h"
+#include "epilogue.h"
 #include "quads.h"
 #include "product_rows.h"
 
@@ -239,8 +239,8 @@ INLINE void one_panel(
         any_tile(rows, form, x, first, s, table, w, sums, &next);
         for (int r = 0; r < rows; r++)
             for (int n = 0; n < PANEL; n++) sums[r * PANEL + n] *= x->scales[first + r];
-        if (is_bf16) put_bf16(a, first, rows, panel * PANEL, PANEL, sums);
-        else put_f32(a, first, rows, panel * PANEL, PANEL, sums);
+        if (is_bf16) epilogue_bf16(a, first, rows, panel * PANEL, PANEL, sums);
+        else epilogue_f32(a, first, rows, panel * PANEL, PANEL, sums);
     }
 }
 

@@ -11,7 +11,7 @@
 #include "gemm_low_bit.h"
 
 #include "ahead.h"
-#include "put_sums.h"
+#include "epilogue.h"
 #include "quads.h"
 #include "product_rows.h"
 #include "tiles.h"
@@ -138,8 +138,8 @@ INLINE void one_panel(
         const int64_t first = t * a->num_rows / tiles;
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
         any_tile(rows, x, first, depth, w, scales + panel * PANEL, results, &next);
-        if (is_bf16) put_bf16(a, first, rows, panel * PANEL, PANEL, results);
-        else put_f32(a, first, rows, panel * PANEL, PANEL, results);
+        if (is_bf16) epilogue_bf16(a, first, rows, panel * PANEL, PANEL, results);
+        else epilogue_f32(a, first, rows, panel * PANEL, PANEL, results);
     }
 }
 
@@ -159,8 +159,8 @@ static void one_tiled_panel(
             for (int n = 0; n < TILED_PANEL; n++)
                 results[r * TILED_PANEL + n] =
                     (float)sums[r * TILED_PANEL + n] * (x->scales[first + r] * scales[column + n]);
-        if (is_bf16) put_bf16(a, first, rows, column, TILED_PANEL, results);
-        else put_f32(a, first, rows, column, TILED_PANEL, results);
+        if (is_bf16) epilogue_bf16(a, first, rows, column, TILED_PANEL, results);
+        else epilogue_f32(a, first, rows, column, TILED_PANEL, results);
     }
 }
 #endif

@@ -1,8 +1,8 @@
 /* A product's sums[rows][width] to where they belong, from output `column` on: with the bias, onto
    what is there where it says so, rounded once. */
 
-#ifndef BATCHINFER_PUT_SUMS_H
-#define BATCHINFER_PUT_SUMS_H
+#ifndef BATCHINFER_EPILOGUE_H
+#define BATCHINFER_EPILOGUE_H
 
 #include "arguments.h"
 #include "elements.h"
@@ -27,8 +27,8 @@ INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */
     *(halves *)to = __builtin_convertvector(whole, halves);
 }
 
-#define PUT(type, ELEMENT, LOAD, STORE, LOAD_LANES, STORE_LANES)                                  \
-    INLINE void put_lanes_##type(                                                                 \
+#define EPILOGUE(type, ELEMENT, LOAD, STORE, LOAD_LANES, STORE_LANES)                             \
+    INLINE void epilogue_lanes_##type(                                                            \
         const int adds, ELEMENT *to, const ELEMENT *bias, const float *sum, const int width) {    \
         for (int n = 0; n < width; n += LANES) {                                                  \
             vec x = load(sum + n);                                                                \
@@ -37,7 +37,7 @@ INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */
             STORE_LANES(to + n, x);                                                               \
         }                                                                                         \
     }                                                                                             \
-    INLINE void put_##type(                                                                       \
+    INLINE void epilogue_##type(                                                                  \
         const gemm_args *a, int64_t first, int rows, int64_t column, const int width,             \
         const float *sums) {                                                                      \
         const int64_t out = a->out_features, left = out - column;                                 \
@@ -45,7 +45,7 @@ INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */
         for (int r = 0; r < rows; r++) {                                                          \
             ELEMENT *to = (ELEMENT *)a->out + (first + r) * out + column;                         \
             const float *sum = sums + r * width;                                                  \
-            if (left >= width) put_lanes_##type(a->adds, to, bias, sum, width);                   \
+            if (left >= width) epilogue_lanes_##type(a->adds, to, bias, sum, width);              \
             for (int64_t n = 0; left < width && n < left; n++) {                                  \
                 float x = sum[n];                                                                 \
                 if (bias) x += LOAD(bias[n]);                                                     \
@@ -56,7 +56,7 @@ INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */
     }
 
 #define AS_IT_IS(x) (x)
-PUT(f32, float, AS_IT_IS, AS_IT_IS, load, store)
-PUT(bf16, uint16_t, from_bf16, to_bf16, load_bf16, store_bf16)
+EPILOGUE(f32, float, AS_IT_IS, AS_IT_IS, load, store)
+EPILOGUE(bf16, uint16_t, from_bf16, to_bf16, load_bf16, store_bf16)
 
 #endif
