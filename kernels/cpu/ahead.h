@@ -19,7 +19,7 @@ INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t tim
                    times ? (int)((bytes / LINE + times - 1) / times) : 0};
 }
 
-INLINE void ask(ahead *next) {
+INLINE void prefetch_share(ahead *next) {
     for (int line = 0; line < next->lines && next->at < next->end; line++, next->at += LINE)
         __builtin_prefetch(next->at, 0, 2);
 }

@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     const tile *tile;
     int32_t piece, kv_head;
-} following;
+} next_tile;
 
 /* What is asked for while something else is computed, line by line: positions [from, to) of one KV
    head's keys or values. Blocks lie apart, and no hardware prefetcher looks past a page. Asked for
@@ -32,11 +32,11 @@ typedef struct {
     const int32_t *table;
     int64_t slot_bytes, token_bytes;
     int32_t from, to, block_size;
-} stream;
+} prefetch_stream;
 
 #define LINE 64 /* bytes of a cache line */
 
-INLINE void ask_for(stream *s, int lines) {
+INLINE void prefetch_lines(prefetch_stream *s, int lines) {
     for (; lines > 0; lines--, s->at += LINE) {
         if (s->at >= s->end) {
             if (s->from >= s->to) return;
@@ -62,7 +62,7 @@ INLINE void ask_for(stream *s, int lines) {
 typedef struct {
     const tile *tiles;
     int32_t num_tiles, num_rows, kv_head;
-    following after; /* what its thread begins with next */
+    next_tile after; /* what its thread begins with next */
     part *parts; /* [tiles] */
     float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */

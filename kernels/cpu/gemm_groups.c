@@ -191,7 +191,7 @@ INLINE void tile(
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
         }
-        ask(next);
+        prefetch_share(next);
         if (PAIRS_DEPTH && form == NIBBLES)
             add_by_pairs(rows, rows_at, stride, codes, begin, end, sum);
         else add_by_quads(rows, form, entries, rows_at, stride, codes, begin, end, sum);

@@ -63,7 +63,7 @@ INLINE void tile(
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] = -OFFSET * x->sums[first + r] - (ints){0};
     for (int64_t from = 0; from < depth; from += 4 * CHUNK) {
-        ask(next);
+        prefetch_share(next);
         for (int64_t k = from; k < from + 4 * CHUNK; k += 4) {
             ints weights[PANEL_VECTORS];
 #pragma GCC unroll 4
