@@ -14,7 +14,7 @@ import torch
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu import row_ops as cpu
-from batchinfer.kernels.cpu.gemm import rows_apart
+from batchinfer.kernels.cpu.gemm import padded_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
         triton_silu_mul(gate_up, out=out)
     else:
-        out = rows_apart(len(gate_up), gate_up.shape[1] // 2, gate_up)
+        out = padded_rows(len(gate_up), gate_up.shape[1] // 2, gate_up)
         _cpu(gate_up.dtype).silu_mul(gate_up, out=out)
     return out
 

@@ -28,15 +28,16 @@ _KINDS = {1: "int8", 2: "groups"}
 _MEMORY = HugePages()
 
 
-def is_crowded(row_bytes: int) -> bool:
+def aliases_cache_sets(row_bytes: int) -> bool:
     """Whether rows so far apart crowd each other out of the cache when read side by side."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
-def rows_apart(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
+def padded_rows(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
     """Uninitialised [count, width] that is good to multiply: rows do not crowd each other."""
-    more = _CACHE_LINE // like.element_size() if is_crowded(width * like.element_size()) else 0
-    return like.new_empty(count, width + more)[:, :width]
+    size = like.element_size()
+    padding = _CACHE_LINE // size if aliases_cache_sets(width * size) else 0
+    return like.new_empty(count, width + padding)[:, :width]
 
 
 class GemmArgs(ctypes.Structure):
@@ -201,8 +202,8 @@ def gemm(
         adds: onto what ``out`` holds, rounded once.
     """
     row_bytes = x.stride(0) * x.element_size()
-    if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and is_crowded(row_bytes)):
-        x = rows_apart(len(x), x.shape[1], x).copy_(x)
+    if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and aliases_cache_sets(row_bytes)):
+        x = padded_rows(len(x), x.shape[1], x).copy_(x)
     arguments = gemm_args(x, packed, bias, out=out, adds=adds)
     if getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments)):
         raise MemoryError("no memory for the rows of a product as int8")

@@ -171,16 +171,16 @@ def test_smaller_steps_ask_for_less(
     tmp_path: Path, model: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layers' workspace, once as large as the largest step, must not stay so."""
-    rows_apart, start = gemm.rows_apart, ModelRunner._start
+    padded_rows, start = gemm.padded_rows, ModelRunner._start
 
     def allocate(num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
         if num_rows > MOST // 4:
             raise RuntimeError(TORCH_SAYS)
-        return rows_apart(num_rows, width, like)
+        return padded_rows(num_rows, width, like)
 
     def starts(self: ModelRunner, step: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(gemm, "rows_apart", allocate)
+            patch.setattr(gemm, "padded_rows", allocate)
             return start(self, step)
 
     monkeypatch.setattr(ModelRunner, "_start", starts)

@@ -207,9 +207,9 @@ class Workspace:
         return self._buffers[name, width]
 
     def take_factor(self, name: str, width: int) -> torch.Tensor:
-        """A buffer as of ``take``, laid out to be multiplied by a weight (``rows_apart``)."""
+        """A buffer as of ``take``, laid out to be multiplied by a weight (``padded_rows``)."""
         if (name, width) not in self._buffers:
-            self._buffers[name, width] = gemm.rows_apart(self._num_rows, width, self._empty)
+            self._buffers[name, width] = gemm.padded_rows(self._num_rows, width, self._empty)
         return self._buffers[name, width]
 
 
