@@ -27,7 +27,7 @@
 #define MIDDLE 128 /* of codes of 8 bits */
 #define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs fit; 0: pairs are not added up */
 
-enum { NIBBLES, PLACES, BYTES }; /* codes of 4 bits, those of a table, codes of 8 bits */
+enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4 bits, places in a lookup table */
 
 /* By what a kernel computes such products; a name for people. NULL: it does not work here. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
@@ -90,7 +90,7 @@ void pack_groups(const pack_args *a) {
 
 /* What the codes of a form are more than what is multiplied. */
 INLINE int middle_of(const int form) {
-    return form == BYTES ? MIDDLE - OFFSET : form == PLACES ? -OFFSET : 0;
+    return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
 
 /* The codes of 4 bits in one half of the bytes of STEP k from k on, of one vector of outputs. */
@@ -102,19 +102,19 @@ INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
 /* The codes of STEP k from k on, of one vector of outputs: of the first four, and the others. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
-    if (form == BYTES) {
+    if (form == INT8_CODES) {
         *low = load_ints(codes + k * PANEL + v * 4 * LANES);
         *high = load_ints(codes + (k + 4) * PANEL + v * 4 * LANES);
         return;
     }
     *low = half_of(codes, k, v, 0);
     *high = half_of(codes, k, v, 1);
-    if (form == PLACES) *low = look_up(entries, *low);
-    if (form == PLACES) *high = look_up(entries, *high);
+    if (form == LUT4_CODES) *low = look_up(entries, *low);
+    if (form == LUT4_CODES) *high = look_up(entries, *high);
 }
 
 INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
-    return form == NIBBLES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
+    return form == INT4_CODES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
 }
 
 /* Adds the products of k from `begin` to `end`, four in a lane. */
@@ -139,7 +139,7 @@ INLINE void add_by_quads(
     }
 }
 
-/* The same of NIBBLES: pairs to pairs, for as long as these fit. */
+/* The same of INT4_CODES: pairs to pairs, for as long as these fit. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -180,7 +180,7 @@ INLINE void tile(
     const int8_t *rows_at = x->codes + first * x->stride;
     const int32_t *sums_of_x = x->sums + first * x->groups;
     const int64_t stride = x->stride;
-    const ints entries = form == PLACES ? all_tables(table) : (ints){0};
+    const ints entries = form == LUT4_CODES ? all_tables(table) : (ints){0};
     for (int64_t g = 0; g < s->groups; g++) {
         const int64_t begin = g * s->group, left = s->depth - begin;
         const int64_t end = begin + (left < s->group ? left : s->group);
@@ -192,7 +192,7 @@ INLINE void tile(
             for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
         }
         prefetch_share(next);
-        if (PAIRS_DEPTH && form == NIBBLES)
+        if (PAIRS_DEPTH && form == INT4_CODES)
             add_by_pairs(rows, rows_at, stride, codes, begin, end, sum);
         else add_by_quads(rows, form, entries, rows_at, stride, codes, begin, end, sum);
 #pragma GCC unroll 14
@@ -210,11 +210,14 @@ INLINE void tile(
 static void any_tile(
     int rows, int form, const product_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
-#define CASE(count)                                                                        \
-    case count:                                                                            \
-        if (form == BYTES) tile(count, BYTES, x, first, s, table, panel, sums, next);      \
-        else if (form == PLACES) tile(count, PLACES, x, first, s, table, panel, sums, next); \
-        else tile(count, NIBBLES, x, first, s, table, panel, sums, next);                   \
+#define CASE(count)                                                          \
+    case count:                                                              \
+        if (form == INT8_CODES)                                              \
+            tile(count, INT8_CODES, x, first, s, table, panel, sums, next);  \
+        else if (form == LUT4_CODES)                                         \
+            tile(count, LUT4_CODES, x, first, s, table, panel, sums, next);  \
+        else                                                                 \
+            tile(count, INT4_CODES, x, first, s, table, panel, sums, next);  \
         break;
     switch (rows) { EACH_COUNT_OF_ROWS(CASE) }
 #undef CASE
@@ -222,7 +225,7 @@ static void any_tile(
 
 /* Rows of a tile: sums of pairs take registers beside those of the group. */
 static int64_t tile_rows(int form) {
-    return PAIRS_DEPTH && form == NIBBLES && LANES == 8 ? 4 : TILE_ROWS;
+    return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }
 
 /* All rows times one panel. */
@@ -250,7 +253,7 @@ void gemm_groups(const gemm_args *a, int is_bf16, const product_rows *x) {
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;
     const uint8_t *weights
         = (const uint8_t *)(from + 1) + order_bytes(from->has_order, a->in_features);
-    const int form = from->bits == 8 ? BYTES : from->has_table ? PLACES : NIBBLES;
+    const int form = from->bits == 8 ? INT8_CODES : from->has_table ? LUT4_CODES : INT4_CODES;
 #pragma omp for schedule(guided) nowait
     for (int64_t panel = 0; panel < panels; panel++) {
         const int is_last = panel + 1 == panels;
