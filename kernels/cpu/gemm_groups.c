@@ -14,7 +14,7 @@
 
 #include "in_order.h"
 
-#include "unfused.h"
+#include "no_fma_contract.h"
 
 #include "gemm_low_bit.h"
 

@@ -2,7 +2,7 @@
 
 #include "in_order.h"
 
-#include "unfused.h"
+#include "no_fma_contract.h"
 
 #include "product_rows.h"
 
