@@ -1,4 +1,4 @@
-/* What a tile of a product asks for while it computes: a share of the panel that comes next. */
+/* Prefetches the next panel of a packed weight, one share each time a tile computes a part. */
 
 #ifndef BATCHINFER_AHEAD_H
 #define BATCHINFER_AHEAD_H
@@ -9,10 +9,11 @@
 
 typedef struct {
     const char *at, *end;
-    int lines; /* each time */
+    int lines; /* of a share */
 } ahead;
 
-/* Of what follows `bytes` at `panel`, where it is not the last, in `times` shares. */
+/* The panel after the one of `bytes` bytes at `panel`, in `times` shares; nothing after the last.
+   */
 INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t times) {
     const char *after = (const char *)panel + bytes;
     return (ahead){after, is_last ? after : after + bytes,

@@ -1,4 +1,4 @@
-/* What the kernels are called with. The Python files of this folder say the same to ctypes. */
+/* Arguments of the kernels. The Python files of this folder declare the same structs for ctypes. */
 
 #ifndef BATCHINFER_ARGUMENTS_H
 #define BATCHINFER_ARGUMENTS_H
@@ -11,14 +11,14 @@ enum { FLOATS, INT8, GROUPS, FLOAT8 }; /* kinds of packed weights: gemm._KINDS *
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
     void *out;         /* [T, Hq, Dv], the last two contiguous */
-    const void *keys;  /* [slot, Hkv] blocks; how they lie inside: blocks.h */
+    const void *keys;  /* [slot, Hkv] blocks with the layout of blocks.h */
     const void *values;
     const int32_t *block_tables; /* [S, table_width] */
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
-    const int32_t *order;        /* [S] sequences, those with a common prefix side by side */
-    const int32_t *shared_lens;  /* [S] tokens each in `order` shares with the one before it */
+    const int32_t *order;        /* [S] sequences, those with a common prefix adjacent */
+    const int32_t *shared_lens;  /* [S] tokens each in `order` shares with the previous one */
     int64_t query_token_stride, query_head_stride; /* in elements, as all strides here */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
@@ -67,23 +67,23 @@ typedef struct {
 
 typedef struct {
     const void *x;      /* [rows, in] */
-    const void *packed; /* as pack_args made it */
+    const void *packed; /* written by a pack function */
     const void *bias;   /* [out] or NULL */
     void *out;          /* [rows, out], contiguous */
     int64_t num_rows, row_stride, in_features, out_features;
-    int32_t num_threads, adds; /* adds: onto what out holds */
+    int32_t num_threads, adds; /* adds: whether to add to what `out` holds */
 } gemm_args;
 
 typedef struct {
-    const void *weight; /* [out, in], contiguous: floats, or codes of int8, or from 0 on */
-    const float *scales;  /* of codes: [out], or [out, groups] */
+    const void *weight; /* [out, in], contiguous: floats or codes; GROUPS: unsigned codes */
+    const float *scales;  /* of codes: [out] or [out, groups] */
     const uint8_t *zeros; /* of GROUPS: [out, groups] */
-    const int8_t *table;  /* of 4 bits: [16] what codes stand for, or NULL: for themselves */
-    const int32_t *order; /* of GROUPS: [in] the k of x at each place of a row, or NULL: in order */
-    void *packed;         /* packed_bytes */
-    int64_t in_features, out_features, group; /* group: of k, that have a scale in common; GROUPS */
+    const int8_t *table;  /* of 4-bit codes: [16] their values; NULL: the codes themselves */
+    const int32_t *order; /* of GROUPS: [in] column of x for each packed k; NULL: in order */
+    void *packed;         /* the output, of packed_bytes bytes */
+    int64_t in_features, out_features, group; /* group: columns that share a scale */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
-    int32_t bits; /* of GROUPS: of a code, 4 or 8 */
+    int32_t bits; /* of GROUPS: bits of a code, 4 or 8 */
 } pack_args;
 
 typedef struct {
@@ -96,23 +96,23 @@ typedef struct {
 
 typedef struct {
     void *logits;         /* [rows, width] */
-    const int32_t *rows;  /* [num_masked] of these, each once */
-    const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: token i may come */
+    const int32_t *rows;  /* [num_masked] the rows to mask, all different */
+    const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: i is allowed */
     int64_t num_masked, row_stride, width, words;
     int32_t num_threads;
 } mask_args;
 
 typedef struct {
     const void *logits;    /* [R, vocab] */
-    const int64_t *rows;   /* [D] which of the R each distribution is of */
-    const float *maximum;  /* [R] of each row; one that is not finite is skipped */
+    const int64_t *rows;   /* [D] row of logits of each distribution */
+    const float *maximum;  /* [R] largest logit; rows where it is not finite are skipped */
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */
     const int64_t *starts; /* [D + 1] first sample of each distribution */
     const int64_t *bits;   /* [samples] uniform in [0, 2^24) */
     int64_t *token_ids;    /* [samples] */
     int64_t num_distributions, row_stride, vocab;
-    int32_t num_threads, is_bf16; /* the logits are: else float */
+    int32_t num_threads, is_bf16; /* whether logits are bfloat16, else float */
 } draw_args;
 
 typedef struct {
@@ -135,7 +135,7 @@ typedef struct {
     gemm_args down;
 } layer_args;
 
-typedef struct { /* what layer_args holds of the step, which all layers have in common */
+typedef struct { /* the fields of layer_args that depend on the step; all layers share them */
     void *hidden; /* [num_tokens, hidden width], contiguous */
     const void *cos, *sin;
     const int64_t *slot_mapping;
@@ -160,15 +160,16 @@ void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
 
-/* Bytes for the rows of a product as it takes them; 0 where that is as they are. */
+/* Bytes of the rows that a product needs in another form; 0 if it takes them as they are. */
 int64_t product_rows_bytes(const gemm_args *);
-/* Room for the rows, in so many bytes. */
+/* Lays out those rows in `memory`, which has product_rows_bytes bytes. */
 product_rows product_rows_in(void *memory, const gemm_args *);
 void make_row_f32(const product_rows *, const float *x, int64_t row);
 void make_row_bf16(const product_rows *, const uint16_t *x, int64_t row);
 
-/* The same as the functions above, for all threads of a team (a parallel region), each of which
-   takes a part; none waits for the others. Rows are made as the next product takes them, too. */
+/* The same as the functions above, called by all threads of a team (a parallel region). Each thread
+   computes a part and does not wait for the others. Given `product_rows`, a function also writes
+   its rows in the form that the next product needs. */
 void rms_norm_team_f32(const rms_norm_args *, const product_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const product_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const product_rows *);
@@ -179,10 +180,10 @@ void make_rows_f32(const product_rows *, const gemm_args *);
 void make_rows_bf16(const product_rows *, const gemm_args *);
 void gemm_team_f32(const gemm_args *, const product_rows *);
 void gemm_team_bf16(const gemm_args *, const product_rows *);
-/* How attention is cut, which steps of equal shape have in common; NULL: no memory. */
+/* The tasks of a step's attention; layers of equal shape can share a plan. NULL: out of memory. */
 attention_plan *attention_plan_of(const attention_args *);
 void free_attention_plan(attention_plan *);
-/* 0, or 1 where there is no memory for the thread. */
+/* Returns 0, or 1 if the thread runs out of memory. */
 int attend_team_f32(const attention_args *, const attention_plan *);
 int attend_team_bf16(const attention_args *, const attention_plan *);
 

@@ -1,32 +1,32 @@
-/* How a step's attention is cut into tasks, and what a task works in. */
+/* Cuts a step's attention into tasks, and allocates the memory that a task works in. */
 
 typedef struct {
-    int32_t sequence, first, count; /* tokens [first, first + count) of those the step computes */
-    int32_t position;               /* of the first */
-    int32_t shared; /* leading positions whose blocks are also those of the tile before */
-    int32_t row;    /* number of its first row: rows of all tiles are counted through */
+    int32_t sequence, first, count; /* tokens [first, first + count) of the sequence's new ones */
+    int32_t position;               /* of the first token */
+    int32_t shared; /* leading positions in the same blocks as the previous tile's */
+    int32_t row;    /* number of its first row, counting the rows of all tiles */
 } tile;
 
 struct attention_plan {
-    tile *tiles;     /* one more than there are */
+    tile *tiles;     /* followed by an empty one that holds the number of rows */
     int64_t *starts; /* [num_tasks + 1] first tile of each task */
     int64_t num_tasks;
-    int32_t max_tiles, max_rows; /* of a task */
+    int32_t max_tiles, max_rows; /* of the largest task */
 };
 
 typedef struct {
-    int32_t low, high, piece; /* tiles of a task that still share, and where they are */
+    int32_t low, high, piece; /* tiles of a task that share `piece`, the next to attend to */
 } part;
 
-/* What is read after a piece: of a tile's blocks, from a position on. No tile: nothing. */
+/* The piece of a tile's blocks that is read after the current one. NULL tile: none. */
 typedef struct {
     const tile *tile;
     int32_t piece, kv_head;
 } next_tile;
 
-/* What is asked for while something else is computed, line by line: positions [from, to) of one KV
-   head's keys or values. Blocks lie apart, and no hardware prefetcher looks past a page. Asked for
-   all at once, they hold up the loads of what is computed (measured: 1.5 times the time). */
+/* Keys or values of one KV head, positions [from, to), prefetched line by line while another piece
+   is computed. Blocks are scattered, and no hardware prefetcher crosses a page. Prefetching all
+   lines at once delays the loads of the computation (measured: 1.5 times the time). */
 typedef struct {
     const char *base, *at, *end;
     const int32_t *table;
@@ -62,18 +62,18 @@ INLINE void prefetch_lines(prefetch_stream *s, int lines) {
 typedef struct {
     const tile *tiles;
     int32_t num_tiles, num_rows, kv_head;
-    next_tile after; /* what its thread begins with next */
+    next_tile after; /* first piece of the thread's next task */
     part *parts; /* [tiles] */
-    float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
+    float *keys, *values;          /* copies of a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
-    float *half;                   /* [HALF_ROWS][acc_stride] values that are seen in part */
-    int32_t *configured;           /* [2] what the thread's tiles are shaped for: attend_tiles.inc */
-    int32_t acc_stride;            /* between rows of acc: whole vectors */
+    float *half;                   /* [HALF_ROWS][acc_stride] values, 0 where not seen */
+    int32_t *configured;           /* [2] shapes of the thread's tiles: attend_tiles.inc */
+    int32_t acc_stride;            /* elements between rows of acc: whole vectors */
     float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
-    int32_t *from, *to;                /* [rows] positions of the piece that each sees */
+    int32_t *from, *to;                /* [rows] positions of the piece that each row sees */
 } task;
 
-/* Whether values are the first elements of their keys, as latents are, and lie nowhere else. */
+/* Whether values are the first elements of their keys (latents) and are not stored separately. */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
 /* First position that a token sees. */
@@ -82,8 +82,8 @@ static inline int32_t seen_from(const attention_args *a, int32_t position) {
     return window && position >= window ? position + 1 - window : 0;
 }
 
-/* Tiles next to each other that share their first piece come into one task, as far as enough
-   tasks are left for all threads. NULL: no memory. */
+/* Puts adjacent tiles that share their first piece into one task, as long as that leaves enough
+   tasks for all threads. NULL: out of memory. */
 attention_plan *attention_plan_of(const attention_args *a) {
     const int32_t group = a->num_heads / a->num_kv_heads, num_sequences = a->num_sequences;
     const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
@@ -101,7 +101,7 @@ attention_plan *attention_plan_of(const attention_args *a) {
     if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
-    /* With a window, tiles see the same of a piece only where all see it whole. */
+    /* With a window, tiles see the same part of a piece only if all of them see it whole. */
     int shares = a->order != NULL;
     for (int32_t i = 0; a->sliding_window && i < num_sequences; i++)
         shares &= a->context_lens[i] <= a->sliding_window;
@@ -138,8 +138,8 @@ void free_attention_plan(attention_plan *p) {
     free(p);
 }
 
-/* Number of KV heads of a task that one thread computes in turns: at most `most`, with at most 64
-   rows together, and only where enough runs are left for all threads. */
+/* Number of KV heads of a task that one thread interleaves: at most `most`, with at most 64 rows
+   together, and only if that leaves enough runs for all threads. */
 static int heads_at_once(const attention_args *a, const attention_plan *p, int most) {
     int heads = 1;
     while (2 * heads <= most && a->num_kv_heads % (2 * heads) == 0 && 2 * heads * p->max_rows <= 64
@@ -148,8 +148,8 @@ static int heads_at_once(const attention_args *a, const attention_plan *p, int m
     return heads;
 }
 
-/* Allocate what a thread's tasks compute in, for each of `num_heads`. The caller frees it. NULL: no
-   memory. */
+/* Allocates the memory of a thread's tasks, one for each of `num_heads`; the caller frees it. NULL:
+   out of memory. */
 static float *make_scratch(
     const attention_args *a, const attention_plan *p, task *heads, int num_heads) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
@@ -160,7 +160,7 @@ static float *make_scratch(
         (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
     float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
     if (!scratch) return NULL;
-    memset(scratch, 0, bytes); /* what is computed and not used should at least be numbers */
+    memset(scratch, 0, bytes); /* some results are computed and never used: make them numbers */
     task shared = {.acc_stride = (int32_t)dv};
     shared.keys = at, at += PIECE * dk;
     shared.values = at, at += PIECE * dv;
@@ -185,10 +185,10 @@ static float *make_scratch(
     return scratch;
 }
 
-/* Of `start` and a piece's scores; NaN does not count. */
+/* The largest of `start` and a piece's scores, ignoring NaN. */
 INLINE float largest(const float *s, float start) {
 #if defined(__AVX512F__)
-    __m512 top = _mm512_set1_ps(start); /* of two, the second where the first is NaN */
+    __m512 top = _mm512_set1_ps(start); /* max returns its second operand if the first is NaN */
     for (int p = 0; p < PIECE; p += 16) top = _mm512_max_ps(_mm512_loadu_ps(s + p), top);
     return _mm512_reduce_max_ps(top);
 #else
@@ -201,9 +201,9 @@ INLINE float largest(const float *s, float start) {
 #endif
 }
 
-/* One piece of online softmax: scores become weights, sums and outputs are scaled to the new
-   maximum. Row r sees [from[r], to[r]) of the piece; what it does not see gets weight 0. Every row
-   takes the same steps in the same order. */
+/* One piece of online softmax: turns scores into weights, and scales sums and outputs to the new
+   maximum. Row r sees positions [from[r], to[r]) of the piece; others get weight 0. Every row takes
+   the same steps in the same order. */
 static __attribute__((noinline)) void weigh(
     const task *t, int first, int rows, int partial, float softcap) {
     float *s = t->s, *m = t->m + first, *l = t->l + first;
@@ -220,7 +220,7 @@ static __attribute__((noinline)) void weigh(
         top[r] = largest(s + r * PIECE, m[r]);
         if (top[r] == -INFINITY) top[r] = 0.0f; /* every score is -inf or NaN */
     }
-    /* Always 16 at a time: the compiler may round what is left over in another way. */
+    /* Always 16 at a time: the compiler may round a remainder differently. */
     for (int r = 0; r < rows; r += 16)
         for (int i = r; i < r + 16; i++)
             keep[i] = m[i] == -INFINITY ? 0.0f : exp_negative(m[i] - top[i]);
@@ -241,14 +241,14 @@ static __attribute__((noinline)) void weigh(
 }
 
 #if HAS_PAIRS || HAS_TILES
-/* Weights to bfloat16, each row at the beginning of its scores. */
+/* Rounds weights to bfloat16, in place: each row at the beginning of its scores. */
 static void round_weights(const task *t, int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PIECE; p += LANES)
             store_rounded((uint16_t *)(t->s + r * PIECE) + p, load(t->s + r * PIECE + p));
 }
 
-/* Values of positions [from, to) of one block, out of its keys, to values[PIECE / 2][stride][2]. */
+/* Copies values [from, to) of one block from its keys to values[PIECE / 2][stride][2]. */
 static __attribute__((noinline)) void pairs_of_keys(
     const attention_args *a, const uint16_t *block, int32_t from, int32_t to, uint16_t *values,
     int stride) {
@@ -256,7 +256,7 @@ static __attribute__((noinline)) void pairs_of_keys(
     const int in_pairs = width % 2 == 0 && a->key_width % 2 == 0 && size % 2 == 0;
     for (int32_t p = from / 2 * 2; in_pairs && p < to; p += 2) {
         uint16_t *row = values + p % PIECE * stride;
-        for (int d = 0; d < width; d += 2) { /* two of each of two positions change places */
+        for (int d = 0; d < width; d += 2) { /* transpose 2 x 2: width and position */
             uint64_t both;
             memcpy(&both, block + key_at(1, a->key_width, size, d, p % size), 8);
             both = (both & 0xffff00000000ffffu) | (both >> 16 & 0xffff0000u)

@@ -1,18 +1,18 @@
-/* Whole decoder layers in one call: what their parts cost in Python is a tenth of a decode step.
+/* Whole decoder layers in one call: calling their parts from Python takes a tenth of a decode step.
 
-   All threads go through them together, in one parallel region: to begin and end one for each part
-   is to wait for each other twice as often. A row is made what the next product takes where it is
-   computed (product_rows.h). */
+   All threads run the layers together in one parallel region; one region per part would double the
+   number of barriers. The thread that computes a row also converts it to the form that the next
+   product needs (product_rows.h). */
 
 #include <stdlib.h>
 
 #include "arguments.h"
 #include "product_rows.h"
 
-typedef struct { /* what the layers of a step work in */
-    attention_plan **plans; /* of each layer; equal ones beside each other are the same */
+typedef struct { /* memory for the layers of a step */
+    attention_plan **plans; /* of each layer; adjacent equal layers share one */
     int64_t count;
-    void *rows; /* of one product after the other, as it takes them */
+    void *rows; /* converted rows of the current product */
 } room;
 
 static void of_step(const step_args *s, layer_args *a) {
@@ -46,7 +46,7 @@ static void leave(room *r) {
     free(r->rows);
 }
 
-/* 0, or 1 where there is no memory. */
+/* Returns 0, or 1 if out of memory. */
 static int make_room(room *r, const layer_args *layers, int64_t count) {
     int64_t bytes = 0;
     *r = (room){.plans = calloc(count, sizeof(*r->plans))};

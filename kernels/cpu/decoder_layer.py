@@ -34,7 +34,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """Arguments of a step: the C function puts them into those of every layer."""
+    """Arguments of a step, which the C function copies into those of every layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "cos", "sin", "slot_mapping", "block_tables")),
@@ -45,7 +45,7 @@ class StepArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether there is a compiler, and kernels for ``dtype``."""
+    """Whether the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 
@@ -55,7 +55,7 @@ def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
 
 
 def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
-    """Steps as ``decoder_layers`` takes them: pointers, so that what is changed later counts."""
+    """Steps as ``decoder_layers`` takes them: pointers, so that it sees later changes of a step."""
     return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
 
 
@@ -65,4 +65,4 @@ def decoder_layers(
     """Run layers one after the other, each with its step; every tensor is of ``dtype``."""
     function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
     if function(layers, steps, INT64(len(layers))):
-        raise MemoryError("no memory for what a decoder layer works in")
+        raise MemoryError("no memory for the workspace of decoder layers")

@@ -1,4 +1,4 @@
-/* What the kernels of this folder share: element types and an exp that vectorises. */
+/* Element types, and an exp that vectorizes, for all kernels of this folder. */
 
 #ifndef BATCHINFER_ELEMENTS_H
 #define BATCHINFER_ELEMENTS_H
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* exp for x <= 0, to 2 ulp; NaN stays NaN. Written out so that it vectorises everywhere. */
+/* exp for x <= 0, to 2 ulp; NaN stays NaN. Written out so that every compiler vectorizes it. */
 static inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504f);
@@ -19,7 +19,7 @@ static inline float exp_negative(float x) {
     p = p * r + 1.6666665e-1f;
     p = p * r + 5.0000001e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* of NaN, and beyond it, any */
+    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined for NaN, which p carries */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale;

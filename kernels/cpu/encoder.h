@@ -1,4 +1,4 @@
-/* What encoder_layers is called with. encoder_layers.py says the same to ctypes. */
+/* Arguments of encoder_layers. encoder_layers.py declares the same structs for ctypes. */
 
 #ifndef BATCHINFER_ENCODER_H
 #define BATCHINFER_ENCODER_H
@@ -15,17 +15,17 @@ typedef struct {
 /* A post-norm layer: hidden = norm(hidden + attention(hidden)), then
    hidden = norm(hidden + down(activation(up(hidden)))). */
 typedef struct {
-    gemm_args qkv; /* to queries, keys and values of all heads, side by side */
-    gemm_args o;   /* adds */
+    gemm_args qkv; /* output: queries, keys and values of all heads, concatenated */
+    gemm_args o;   /* adds to hidden */
     layer_norm_args attention_norm;
-    gemm_args up, down; /* down adds */
+    gemm_args up, down; /* down adds to hidden */
     layer_norm_args mlp_norm;
 } encoder_layer_args;
 
 typedef struct {
     const encoder_layer_args *layers;
     void *hidden;          /* [T, width], contiguous: in and out */
-    void *qkv;             /* [T, 3 * heads * head_width], to work in */
+    void *qkv;             /* [T, 3 * heads * head_width], workspace */
     const int64_t *starts; /* [S + 1] first token of each sequence, and T */
     int64_t num_layers, num_sequences;
     int32_t num_heads, head_width, num_threads, activation;

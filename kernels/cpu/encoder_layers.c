@@ -1,12 +1,12 @@
-/* Encoder layers in one call: attention both ways within each sequence of a packed row, post-norm as
-   BERT has it (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+/* Encoder layers in one call: bidirectional attention within each sequence of a packed row,
+   post-norm like BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
 
-   A task is some neighbouring sequences, and a thread computes all layers of it: threads wait for
-   each other once a step, and what lies between two layers stays in a core's cache. A step of few
-   tasks is one, whose parts are computed by all threads.
+   A task is a few adjacent sequences, and one thread computes all layers of it: threads wait for
+   each other once a step, and activations between layers stay in a core's cache. If there are fewer
+   tasks than threads, all threads compute the whole step together, part by part.
 
-   What a token is computed from, and in which order, depends on its own sequence alone, so that its
-   bits do not depend on tasks, threads or the other sequences. */
+   The numbers that a token is computed from, and their order, depend on its own sequence alone, so
+   its bits do not depend on tasks, threads or other sequences. */
 
 #include <stdlib.h>
 
@@ -15,24 +15,25 @@
 #include "epilogue.h"
 #include "small_product.h"
 
-#define TASK_ROWS 256      /* their activations fill most of a core's second cache */
-#define LEAST_ROWS 64      /* of a task at the end of a step, when threads should end together */
-#define QUERIES 48         /* whose scores are computed at once */
-#define CHUNK 64           /* elements an activation is computed of at once */
+#define TASK_ROWS 256      /* their activations fill most of a core's second-level cache */
+#define LEAST_ROWS 64      /* of a task at the end of a step, so that threads finish together */
+#define QUERIES 48         /* queries whose scores are computed at once */
+#define CHUNK 64           /* elements to activate at once */
 #define CACHE_PERIOD 4096  /* gemm._CACHE_PERIOD */
 #define MANY_ROWS 8        /* gemm._MANY_ROWS */
 #define WORTH_A_THREAD 16384 /* elements; below it, waking a thread costs more than it saves */
 
 static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-/* What a task works in. */
+/* Memory of a task. */
 typedef struct {
     void *attended, *inner; /* [rows, heads * head_width], [rows, inner width] */
-    void *apart;            /* [rows, the wider of both and a cache line] */
+    void *apart;            /* [rows, the wider of both plus a cache line] padded copies */
     float *attention;       /* attention_floats for each thread */
 } workspace;
 
-/* Keys, values, scores, results and queries as floats, of one head; at most. */
+/* Upper bound of the floats that attention of one head needs: keys, values, scores, sums, queries.
+   */
 static int64_t attention_floats(const encoder_args *a, int64_t length) {
     const int64_t places = whole_vectors(length), width = whole_vectors(a->head_width);
     return 2 * width * places + QUERIES * (places + 2 * width);
@@ -44,8 +45,8 @@ static float lanes_sum(vec x) {
     return x[0];
 }
 
-/* Scores of a row [places] to weights that are not divided by their sum, which is returned; places
-   beyond `length` get 0. */
+/* Turns the scores of a row [places] into weights, not divided by their sum, and returns the sum.
+   Places beyond `length` get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
@@ -56,7 +57,8 @@ static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t p
     return lanes_sum(sum);
 }
 
-/* By Eigen's rational approximation (Eigen/src/SpecialFunctions, generic_fast_erf_float), to 2e-7. */
+/* erf to 2e-7: Eigen's rational approximation (Eigen/src/SpecialFunctions, generic_fast_erf_float).
+   */
 static inline float erf_of(float x) {
     x = x < -4.0f ? -4.0f : x;
     x = x > 4.0f ? 4.0f : x;
@@ -86,8 +88,8 @@ static inline float gelu_tanh(float x) {
 
 static inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-/* Tasks of neighbouring sequences, smaller ones towards the end; their number. Task t is sequences
-   [firsts[t], firsts[t + 1]). */
+/* Cuts sequences into tasks, smaller ones towards the end, and returns their number. Task t has the
+   sequences [firsts[t], firsts[t + 1]). */
 static int64_t cut(const encoder_args *a, int64_t *firsts) {
     int64_t count = 0, first = 0;
     while (first < a->num_sequences) {

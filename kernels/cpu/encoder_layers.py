@@ -11,7 +11,7 @@ from batchinfer.kernels.cpu.gemm import GemmArgs
 from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
-"""What goes between the products of an MLP; places are numbers of encoder.h."""
+"""Activations of an MLP; their indices are the numbers in encoder.h."""
 
 
 class LayerNormArgs(ctypes.Structure):
@@ -21,8 +21,7 @@ class LayerNormArgs(ctypes.Structure):
 class EncoderLayerArgs(ctypes.Structure):
     """Arguments of a layer's parts, in the order in which they run.
 
-    The products ``o`` and ``down`` add onto the hidden state. Rows of products, and where they are,
-    are of the step.
+    The products ``o`` and ``down`` add to the hidden state. The step sets rows and addresses.
     """
 
     _fields_ = (
@@ -45,7 +44,7 @@ class _EncoderArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether there is a compiler, and kernels for ``dtype``."""
+    """Whether the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 
@@ -57,10 +56,10 @@ def product_args(
     *,
     adds: bool = False,
 ) -> GemmArgs:
-    """A layer's product; what is of a step is left open.
+    """Arguments of a layer's product, without those that the step sets.
 
     Args:
-        adds: onto the hidden state.
+        adds: add to the hidden state.
     """
     return GemmArgs(
         packed=packed.data_ptr(),
@@ -72,7 +71,7 @@ def product_args(
 
 
 def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> LayerNormArgs:
-    """A norm over the last dimension; both tensors [width], contiguous."""
+    """Arguments of a layer norm over the last dimension; both tensors are [width], contiguous."""
     return LayerNormArgs(weight.data_ptr(), bias.data_ptr(), eps)
 
 
@@ -83,8 +82,8 @@ def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderL
 
 def encoder_layers(
     layers: ctypes.Array[EncoderLayerArgs],
-    hidden: torch.Tensor,  # [T, width], contiguous; in and out
-    qkv: torch.Tensor,  # [T, 3 * num_heads * head_width], contiguous; to work in
+    hidden: torch.Tensor,  # [T, width], contiguous; changed in place
+    qkv: torch.Tensor,  # [T, 3 * num_heads * head_width], contiguous; workspace
     starts: torch.Tensor,  # [S + 1] int64 first token of each sequence, and T
     *,
     num_heads: int,
@@ -96,11 +95,11 @@ def encoder_layers(
     A token's bits depend on its own sequence alone.
 
     Args:
-        activation: of ``ACTIVATIONS``.
-        scale: of scores.
+        activation: one of ``ACTIVATIONS``.
+        scale: multiplies attention scores.
 
     Raises:
-        MemoryError: there is none for what the layers work in.
+        MemoryError: no memory for the workspace.
     """
     library = load()
     assert library is not None
@@ -110,4 +109,4 @@ def encoder_layers(
         *(torch.get_num_threads(), ACTIVATIONS.index(activation), scale),
     )
     if getattr(library, f"encoder_layers_{SUFFIX[hidden.dtype]}")(ctypes.byref(arguments)):
-        raise MemoryError("no memory for what encoder layers work in")
+        raise MemoryError("no memory for the workspace of encoder layers")

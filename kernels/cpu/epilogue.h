@@ -1,5 +1,5 @@
-/* A product's sums[rows][width] to where they belong, from output `column` on: with the bias, onto
-   what is there where it says so, rounded once. */
+/* Epilogue of a product: adds the bias to sums[rows][width], and the previous output if the product
+   adds, rounds once, and stores the result from output `column` on. */
 
 #ifndef BATCHINFER_EPILOGUE_H
 #define BATCHINFER_EPILOGUE_H
@@ -13,14 +13,14 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 INLINE vec load_bf16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (vec)((words)_mm512_cvtepu16_epi32((__m256i)*(const halves *)from) << 16);
-#elif LANES == 8 /* compilers take three instructions to do this */
+#elif LANES == 8 /* compilers need three instructions for the generic form */
     return (vec)((words)_mm256_cvtepu16_epi32((__m128i)*(const halves *)from) << 16);
 #else
     return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
 #endif
 }
 
-INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */
+INLINE void store_bf16(uint16_t *to, vec x) { /* rounds like to_bf16 */
     const words bits = (words)x, is_nan = (words)((bits & 0x7fffffffu) > 0x7f800000u);
     const words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     const words whole = (is_nan & (bits >> 16 | 0x40u)) | (~is_nan & rounded);

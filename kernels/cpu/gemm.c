@@ -1,19 +1,20 @@
-/* Matrix products with weights packed once, compiled on first use.
+/* Matrix products by weights that are packed once.
 
-   out = x @ weight^T (+ bias) for few rows x and many: weights are packed in panels of PANEL outputs,
-   [panel][k][output], that are read from memory once, each while the one before is computed with.
-   At the 16 to 256 rows of a step, reading the weights and multiplying take about as long; a
-   product that does one after the other reaches two thirds of one that does both at once.
+   out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
+   outputs, [panel][k][output]. Each panel is read from memory once, prefetched while the previous
+   one is multiplied. At the 16 to 256 rows of a step, reading the weights and multiplying take
+   about equally long; doing one after the other reaches two thirds of the speed of doing both at
+   once.
 
-   A tile of up to TILE_ROWS rows and one panel is kept in registers over all of k (Goto & van de
+   The sums of up to TILE_ROWS rows and one panel stay in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
-   multiply-adds in the order of k, so that a row's bits do not depend on the other rows. bfloat16 is
-   multiplied by tiles where the processor has them (gemm_tiles.inc), int8 in gemm_int8.c, codes
-   with a scale for each group of k in gemm_groups.c, float8 in gemm_float8.inc.
+   multiply-adds in the order of k, so a row's bits do not depend on the other rows. gemm_tiles.inc
+   multiplies bfloat16 by AMX tiles, gemm_int8.c int8, gemm_groups.c codes with a scale for each
+   group of columns, and gemm_float8.inc float8.
 
-   A packed weight begins with what it was packed for, and is multiplied by that. */
+   The header of a packed weight names the kernel that multiplies by it. */
 
-#include "in_order.h" /* a chain stays one, also where nothing is fused */
+#include "in_order.h" /* no reordering of a chain, even without FMA instructions */
 
 #include <stdlib.h>
 
@@ -28,7 +29,7 @@
 #define CHUNK 8 /* steps of k between prefetches */
 
 #define ELEMENT float
-#define FACTOR float /* of rows */
+#define FACTOR float /* type of the elements of x */
 #define NAME(function) function##_f32
 #define PER_STEP 1
 #define FACTORS 1
@@ -58,13 +59,13 @@
 #define NAME(function) function##_bf16
 #define PER_STEP 2
 #define DOTS HAS_PAIRS
-#define HALVES !HAS_PAIRS /* rows are bfloat16 that is multiplied as floats */
+#define HALVES !HAS_PAIRS /* bfloat16 rows are multiplied as floats */
 #if HAS_PAIRS
 #define FACTOR uint16_t
 #define FACTORS 1
 #define LOAD_WEIGHTS(factor, w) load((const float *)(w))
 #define BROADCAST(factor, x) all_lanes_of_four(x)
-#else /* the first of each pair, then the second */
+#else /* multiply the first of each pair, then the second */
 #define FACTOR float
 #define FACTORS 2
 #define LOAD_WEIGHTS(factor, w) widened(factor, load((const float *)(w)))
@@ -84,7 +85,7 @@
 #include "gemm_tiles.inc"
 #endif
 
-/* By what instructions a kernel computes products; a name for people. NULL: it does not work here. */
+/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
 const char *gemm_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *gemm_instructions_bf16(int kernel) {
@@ -138,11 +139,11 @@ void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
     else panels_gemm_bf16(a, x, (const uint16_t *)(from + 1));
 }
 
-/* Whether one thread makes the rows before the others begin: to wait for each other takes longer. */
+/* Whether one thread converts the rows before the others start, which is faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
-/* 0, or 1 where there is no memory. The rows of a few are no work of a team: who calls may be in one,
-   each of whose threads has a product of its own. */
+/* gemm_##type returns 0, or 1 if out of memory. A few rows are converted outside the parallel
+   region, by plain calls: the caller may be a thread of a team, with a product of its own. */
 #define GEMM(type, ELEMENT)                                                                    \
     static void make_row_at_##type(const product_rows *to, const gemm_args *a, int64_t row) {  \
         make_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \

@@ -21,20 +21,20 @@ from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.low_bit import GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
 
 _MANY_ROWS = 8
-_CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
+_CACHE_PERIOD = 4096  # bytes after which addresses map to the same set of the first-level cache
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
-"""Of packed weights whose rows are rounded as well, as in ``arguments.h``."""
+"""Kinds of packed weights whose rows are rounded as well, by their numbers in ``arguments.h``."""
 _MEMORY = HugePages()
 
 
 def aliases_cache_sets(row_bytes: int) -> bool:
-    """Whether rows so far apart crowd each other out of the cache when read side by side."""
+    """Whether rows with this stride map to the same cache sets and evict each other."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
 def padded_rows(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised [count, width] that is good to multiply: rows do not crowd each other."""
+    """Return an uninitialized [count, width] whose rows do not alias cache sets."""
     size = like.element_size()
     padding = _CACHE_LINE // size if aliases_cache_sets(width * size) else 0
     return like.new_empty(count, width + padding)[:, :width]
@@ -57,28 +57,28 @@ class _PackArgs(ctypes.Structure):
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether there is a compiler, and a kernel for such a weight [out, in]."""
+    """Whether the C kernels can be compiled and multiply by a weight [out, in]."""
     if load() is None or weight.dtype not in SUFFIX:
         return False
     return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits come in pairs
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """The instructions that can compute products of ``dtype`` here, the fastest first.
+    """Names of the instructions that can compute products of ``dtype`` here, the fastest first.
 
-    Names for people ("AMX", "AVX-512 BF16", "NEON", "plain C"); equal names give equal bits.
+    For example "AMX", "AVX-512 BF16", "NEON" or "plain C"; equal names give equal bits.
     """
     return tuple(kernels_of(load(), "gemm", dtype))
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """Instructions of products of ``dtype``, unless ``pack`` is given others."""
+    """The default instructions for products of ``dtype``: the fastest."""
     return available(dtype)[0]
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Instructions that a packed weight is for; "int8" or "groups" for all of its kind, as their
-    bits are the same."""
+    """The instructions that a weight was packed for; "int8" or "groups" for such weights, which
+    give the same bits with all instructions."""
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
         return _KINDS[kind]
@@ -87,10 +87,10 @@ def instructions_of(packed: torch.Tensor) -> str:
 
 
 def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
-    """Pack [out, in] into a flat tensor: panels of outputs, and by what they are multiplied.
+    """Pack [out, in] into a flat tensor: a header that names the kernel, then panels of outputs.
 
     Args:
-        instructions: of those ``available``; the fastest where it is None.
+        instructions: one of those ``available``; None: the fastest.
 
     Raises:
         ValueError: ``instructions`` are not available.
@@ -108,19 +108,18 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
 
 def available_low_bit(kind: type[LowBitWeight]) -> tuple[str, ...]:
-    """The instructions that can multiply by such weights here, the fastest first; names as of
-    ``available``. All give the same bits."""
+    """Names of the instructions that can multiply by weights of a kind here, the fastest first, as
+    for ``available``. All give the same bits."""
     return tuple(_low_bit_kernels(kind))
 
 
 def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch.Tensor:
-    """Pack a weight of codes of 8 or 4 bits as ``pack`` does; ``gemm`` rounds rows to int8, too.
+    """Pack a weight of 8-bit or 4-bit codes like ``pack``; ``gemm`` also rounds rows to int8.
 
-    Sums are exact, so that all instructions give the same bits, those of
-    ``low_bit.low_bit_product``.
+    Sums are exact, so all instructions give the same bits as ``low_bit.low_bit_product``.
 
     Args:
-        instructions: of those ``available_low_bit``; the fastest where it is None.
+        instructions: one of those in ``available_low_bit``; None: the fastest.
 
     Raises:
         ValueError: ``instructions`` are not available.
@@ -146,10 +145,10 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
 
 
 def pack_float8(weight: Float8Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Pack a weight of float8 as ``pack`` does, for rows of ``dtype``, which are not rounded.
+    """Pack a float8 weight like ``pack``, for rows of ``dtype``, which are not rounded.
 
-    Products have the bits of those by the weight that the codes stand for, rounded to ``dtype`` and
-    packed for vectors (``vector_instructions``).
+    Products have the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
+    vectors (``vector_instructions``).
     """
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     arguments = _PackArgs(
@@ -164,7 +163,7 @@ def pack_float8(weight: Float8Rows, dtype: torch.dtype) -> torch.Tensor:
 
 
 def vector_instructions(dtype: torch.dtype) -> str:
-    """The instructions of products of ``dtype`` without tiles."""
+    """The instructions for products of ``dtype`` without tiles."""
     return available(dtype)[-1]
 
 
@@ -195,11 +194,14 @@ def gemm(
     out: torch.Tensor,  # [M, out], contiguous
     adds: bool = False,
 ) -> None:
-    """``out = x @ weight.T + bias``; float32 sums, or those of int8. A row's bits do not depend on
-    the others.
+    """``out = x @ weight.T + bias``, summed in float32, or exactly for int8. A row's bits do not
+    depend on the other rows.
 
     Args:
-        adds: onto what ``out`` holds, rounded once.
+        adds: add to what ``out`` holds, rounding once.
+
+    Raises:
+        MemoryError: no memory for the rows rounded to int8.
     """
     row_bytes = x.stride(0) * x.element_size()
     if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and aliases_cache_sets(row_bytes)):

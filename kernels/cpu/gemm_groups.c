@@ -1,16 +1,15 @@
-/* Products of codes of 4 or 8 bits and rows of int8. Of a group of k each output has a scale and a
-   zero, a row of x has a scale of its own, taken when it is multiplied:
-   out = (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias,
-   + what is there, in float; groups one after the other, sums within them exact. Codes stand for
-   themselves, or those of 4 bits for the bytes of a table: numbers of NF4 or FP4 as near as int8
-   comes to them. The k of a group may lie anywhere in x: rows are put into an order of k when they
-   are rounded.
+/* Products of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero for each group
+   of columns k; each row of x has a scale, computed when the row is converted: out = (sum over
+   groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias, + previous output, in
+   float. Groups are added in order; sums within a group are exact. 4-bit codes may be indices into
+   a table of int8 instead, which approximates NF4 or FP4. The columns of a group may lie anywhere
+   in x: they are put into order when rows are converted.
 
-   Packed: that order, where there is one, filled up to a cache line; then panels of PANEL outputs,
-   each scales [group][output] (float), zeros [group][output] (uint8), filled up to a cache line, and
-   codes. Those of 8 bits are [k / 4][vector][lane][4], as int8 is multiplied here: 128 less than they
-   are, or OFFSET more than that. Those of 4 bits are [k / 8][vector][lane][4]: the lower half of a
-   byte is of the first four of eight k, the upper half of the others. */
+   Packed: that order, if any, padded to a cache line; then panels of PANEL outputs. Each has scales
+   [group][output] (float) and zeros [group][output] (uint8), together padded to a cache line, and
+   codes. 8-bit codes are [k / 4][vector][lane][4], with 128 subtracted and OFFSET added, as signed
+   int8 is multiplied here. 4-bit codes are [k / 8][vector][lane][4]: the lower half of a byte
+   belongs to the first four of eight k, the upper half to the others. */
 
 #include "in_order.h"
 
@@ -23,17 +22,17 @@
 #include "quads.h"
 #include "product_rows.h"
 
-#define STEP 8     /* k at a time: those in a byte's two halves, or in two quads */
-#define MIDDLE 128 /* of codes of 8 bits */
-#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs fit; 0: pairs are not added up */
+#define STEP 8     /* k at a time: two quads */
+#define MIDDLE 128 /* of 8-bit codes */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs fit into 16 bits; 0: do not add pairs */
 
-enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4 bits, places in a lookup table */
+enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
 
-/* By what a kernel computes such products; a name for people. NULL: it does not work here. */
+/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* of a panel: before its codes, and all */
+    int64_t group, groups, depth, head_bytes, bytes; /* of a panel: scales and zeros; all */
 } shape;
 
 static shape shape_of(int64_t in_features, int64_t group, int bits) {
@@ -88,18 +87,18 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* What the codes of a form are more than what is multiplied. */
+/* The difference between the codes of a form and the numbers that are multiplied. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
 
-/* The codes of 4 bits in one half of the bytes of STEP k from k on, of one vector of outputs. */
+/* 4-bit codes of one vector of outputs: one half of the bytes of the STEP k from k on. */
 INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
     const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
     return (ints)(both >> 4 * half & 0x0f0f0f0fu);
 }
 
-/* The codes of STEP k from k on, of one vector of outputs: of the first four, and the others. */
+/* Codes of one vector of outputs for STEP k from k on: the first four, and the last four. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
     if (form == INT8_CODES) {
@@ -117,7 +116,7 @@ INLINE ints add_codes(const int form, ints sum, ints codes, ints quads) {
     return form == INT4_CODES ? add_quads(sum, codes, quads) : add_int8_quads(sum, codes, quads);
 }
 
-/* Adds the products of k from `begin` to `end`, four in a lane. */
+/* Adds the products of k from `begin` to `end`, four to a lane. */
 INLINE void add_by_quads(
     const int rows, const int form, ints entries, const int8_t *x, int64_t stride,
     const uint8_t *codes, int64_t begin, int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -139,7 +138,7 @@ INLINE void add_by_quads(
     }
 }
 
-/* The same of INT4_CODES: pairs to pairs, for as long as these fit. */
+/* The same for INT4_CODES, adding pairs to pairs for as long as they fit into 16 bits. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -152,7 +151,7 @@ INLINE void add_by_pairs(
             for (int v = 0; v < PANEL_VECTORS; v++) pairs[r][v] = (ints){0};
         for (int64_t k = from; k < to; k += STEP)
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; half++) { /* one after the other: registers are few */
+            for (int half = 0; half < 2; half++) { /* one half at a time, to save registers */
                 ints weights[PANEL_VECTORS];
 #pragma GCC unroll 4
                 for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = half_of(codes, k, v, half);
@@ -171,7 +170,7 @@ INLINE void add_by_pairs(
     }
 }
 
-/* sums[rows][PANEL] = rows times one panel, but for the scales of the rows. */
+/* sums[rows][PANEL] = rows times one panel, without the scales of the rows. */
 INLINE void tile(
     const int rows, const int form, const product_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
@@ -223,7 +222,7 @@ static void any_tile(
 #undef CASE
 }
 
-/* Rows of a tile: sums of pairs take registers beside those of the group. */
+/* Rows of a tile; sums of pairs need registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }

@@ -1,8 +1,10 @@
-/* Products of int8: a weight has a scale for each output, a row of x one of its own, taken when it
-   is multiplied. out = (float)sum * (row scale * output scale), + bias, + what is there, in float.
+/* Products of int8. A weight has a scale for each output; each row of x has a scale, computed when
+   the row is converted. out = (float)sum * (row scale * output scale), + bias, + previous output,
+   in float.
 
-   Packed: scales [outputs] and panels [panel][k / 4][output][4], k filled up with zeros to whole
-   tiles. By tiles a panel has two of them side by side; else codes may be 128 more (quads.h). */
+   Packed: scales [outputs] and panels [panel][k / 4][output][4], k padded with zeros to whole
+   tiles. For tiles, a panel is two adjacent ones; for vectors, codes have OFFSET added (quads.h).
+   */
 
 #include "in_order.h"
 
@@ -16,11 +18,11 @@
 #include "product_rows.h"
 #include "tiles.h"
 
-#define MOST_ROWS 32 /* of x, at once */
+#define MOST_ROWS 32 /* rows of x at once, by tiles */
 #define TILED_PANEL 32
 #define CHUNK 8 /* quads of k between prefetches */
 
-/* By what a kernel computes products of int8; a name for people. NULL: it does not work here. */
+/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
 const char *gemm_instructions_int8(int kernel) {
     if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
     return QUADS_NAME;
@@ -173,7 +175,7 @@ void gemm_int8(const gemm_args *a, int is_bf16, const product_rows *x) {
     const int8_t *weights = (const int8_t *)(scales + whole(a->out_features, TILED_PANEL));
 #if HAS_TILES
     if (from->kernel == TILES) {
-        int shaped = 0; /* the thread's tiles, for so many rows */
+        int shaped = 0; /* rows that the thread's tiles are configured for */
 #pragma omp for schedule(guided) nowait
         for (int64_t panel = 0; panel < panels; panel++)
             one_tiled_panel(a, is_bf16, x, scales, weights, panel, &shaped);

@@ -1,8 +1,8 @@
-"""Memory in huge pages, where Linux gives them: weights are read from one end to the other.
+"""Allocates weights in huge pages if Linux has them, since products read weights from end to end.
 
-With pages of 4 KiB every 64 lines wait for a walk of the page table, which is long on a virtual
-machine: products of 8 to 64 rows take 10 to 20 % less time with pages of 2 MiB, which Linux gives
-to memory that asks for them (``MADV_HUGEPAGE``); torch does not.
+With 4 KiB pages, every 64 cache lines wait for a page table walk, which is long on a virtual
+machine. With 2 MiB pages, products of 8 to 64 rows take 10 to 20 % less time. Linux gives them to
+memory that requests them (``MADV_HUGEPAGE``), which torch does not.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 _LINE = 64  # bytes of a cache line
 _CHUNK = 16 << 20
 _OF_ITS_OWN = 4 << 20
-"""Bytes from which on a tensor has memory of its own: what goes leaves little behind."""
+"""From this many bytes on, a tensor gets its own mapping, so that freeing it frees its memory."""
 
 
 class HugePages:
-    """Tensors one after the other in chunks of memory, which go with the last tensor in them."""
+    """Allocates tensors in chunks of memory; a chunk is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._chunk: weakref.ref[mmap.mmap] | None = None
         self._used = 0
-        self._lock = threading.Lock()  # models may be loaded beside each other
+        self._lock = threading.Lock()  # models may be loaded concurrently
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor [count] that begins at a cache line.
+        """Return an uninitialized tensor [count] that begins at a cache line.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: not enough memory.
         """
         size = count * dtype.itemsize
         if size >= _OF_ITS_OWN:
@@ -53,7 +53,7 @@ def _chunk(size: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"no memory for {size} bytes of weights") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             chunk.madvise(mmap.MADV_HUGEPAGE)
     return chunk
 

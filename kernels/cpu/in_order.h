@@ -1,5 +1,5 @@
-/* Sums in the file that includes this first stay in the order in which they are written, though the
-   library is compiled with that free. With GCC zeros keep their signs there, too. */
+/* Keeps sums in the order in which they are written, in a file that includes this first; elsewhere
+   the compiler may reorder them (library.FLAGS). With GCC, zeros also keep their signs. */
 
 #ifndef BATCHINFER_IN_ORDER_H
 #define BATCHINFER_IN_ORDER_H

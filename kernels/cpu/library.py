@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-_log = logging.getLogger(__name__)  # a warning, so that it shows: the first start takes longer
+_log = logging.getLogger(__name__)  # warnings, so that users see why the first start takes longer
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-"""What the names of the functions for a dtype end in."""
+"""Suffix of a function's name for a dtype."""
 _OTHER_SUFFIX = {torch.float8_e4m3fn: "e4m3"}
-"""Of what the pool holds, which is not computed in."""
+"""Suffixes for dtypes of the KV pool that nothing is computed in."""
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = tuple(sorted(path.name for path in _FOLDER.glob("*.c")))
@@ -46,7 +46,7 @@ _why_not = ""
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None where it cannot be built; that is said, and kept."""
+    """Return the compiled library, cached; None, with a warning, if it cannot be built."""
     global _why_not
     _why_not = ""
     compiler = shutil.which(os.environ.get("CC", "cc"))
@@ -66,7 +66,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str:
-    """Why ``load`` gives no library; "" where it gives one."""
+    """The reason why ``load`` returns None; "" if it returns a library."""
     load()
     return _why_not
 
@@ -77,7 +77,7 @@ def source_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """The user's own folder that compiled kernels are kept in; None: there is none to write to."""
+    """The user's cache folder for compiled kernels; None: no folder is writable."""
     return next((folder for folder in _own_folders() if os.access(folder, os.W_OK)), None)
 
 
@@ -85,13 +85,13 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 
 
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
-    """Kernels of "gemm" or "attend" by instructions, the fastest first: names for people, and the
-    numbers they have in C. Equal names give equal bits."""
+    """The kernels of "gemm" or "attend", the fastest first: instructions, and numbers in C. Equal
+    names give equal bits."""
     return kernels_by_suffix(library, operation, _OTHER_SUFFIX.get(dtype) or SUFFIX[dtype])
 
 
 def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) -> dict[str, int]:
-    """The same, by what the function's name ends in."""
+    """``kernels_of`` by the suffix of the C function's name."""
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
@@ -99,16 +99,16 @@ def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) 
 
 
 def chosen(kernels: dict[str, int], instructions: str | None) -> int:
-    """The number of ``instructions``; of the fastest where they are None.
+    """The number of the kernel for ``instructions``; None: the fastest one's.
 
     Raises:
-        ValueError: they are not among ``kernels``.
+        ValueError: ``kernels`` has no such instructions.
     """
     if instructions is None:
         return next(iter(kernels.values()))
     if instructions not in kernels:
         here = ", ".join(kernels)
-        raise ValueError(f"this machine does not compute by {instructions} here, but by {here}")
+        raise ValueError(f"{instructions} cannot be used here; this machine has {here}")
     return kernels[instructions]
 
 
@@ -116,7 +116,7 @@ def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     flags = (*FLAGS, *for_this_processor())
-    # The path as well: a wrapper that adds flags tells the version of the compiler it calls.
+    # The path as well: a wrapper that adds flags prints the version of the compiler it calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
@@ -142,12 +142,12 @@ def _built(compiler: str) -> Path:
 
 
 def for_this_processor() -> tuple[str, ...]:
-    """Compiler flags for all that this processor has."""
+    """Compiler flags that enable all instructions of this processor."""
     return _FOR_THIS_PROCESSOR.get(platform.machine(), ())
 
 
 def _openmp_libraries() -> list[str]:
-    """The OpenMP runtime that torch has loaded: a second one would fight it for the cores."""
+    """The OpenMP runtime that torch has loaded; a second one would compete for the cores."""
     return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
 
 
@@ -156,7 +156,7 @@ def _source() -> list[bytes]:
 
 
 def _own_folders() -> Iterator[Path]:
-    """Folders to keep libraries in that nobody else can write to, made where they are missing."""
+    """Yield folders for libraries that only this user can write to; missing ones are created."""
     for folder in _cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -177,13 +177,13 @@ def _cache_folders() -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can put a library there."""
+    """Whether only this user can write to a folder."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def processor() -> bytes:
-    """The processor as the compiler sees it with ``native``."""
+    """A description of the processor that determines what the compiler makes of ``native``."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

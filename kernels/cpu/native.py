@@ -1,10 +1,10 @@
 """The C kernels of this folder, called through ctypes: paged attention, and the KV pool it reads.
 
-Inside a block of the pool keys and values lie as the processor multiplies them (``blocks.h``): only
-``kv_write`` and ``row_ops.rotary_write`` put them there, and ``read_keys`` and ``read_values`` tell
-them by position.
+Blocks of the pool store keys and values in the order that the processor multiplies them
+(``blocks.h``): only ``kv_write`` and ``row_ops.rotary_write`` write them, and ``read_keys`` and
+``read_values`` return them by position.
 
-Where there is no C compiler ``supports`` says no, and the worker takes torch operations.
+Without a C compiler ``supports`` returns False, and the worker uses torch operations.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ class _WriteArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for ``dtype`` and a compiler that can build them."""
+    """Whether the C kernels can be compiled and support ``dtype``."""
     return dtype in _ATTEND and load() is not None
 
 
 def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether there are kernels that attend with queries of ``dtype`` over such a pool, and a
-    compiler that can build them."""
+    """Whether the C kernels can be compiled and attend with queries of ``dtype`` over a pool of
+    ``pool_dtype``."""
     return pool_dtype in (dtype, torch.float8_e4m3fn) and supports(dtype)
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Instructions that can attend in ``dtype`` here, the fastest first; names as of ``gemm``."""
+    """Names of the instructions that can attend in ``dtype``, the fastest first (see ``gemm``)."""
     return tuple(kernels_of(load(), "attend", dtype))
 
 
 def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
-    """The number of the kernel that attends in ``dtype`` by ``instructions``; None: by the fastest.
+    """The number of the kernel that attends in ``dtype`` with ``instructions``; None: the fastest.
 
-    All of them read the same pool. Other instructions give other bits.
+    All kernels read the same pool, but give different bits.
 
     Raises:
-        ValueError: they are not ``available``.
+        ValueError: the instructions are not ``available``.
     """
     return chosen(kernels_of(load(), "attend", dtype), instructions)
 
@@ -102,14 +102,14 @@ def paged_attention(
     """Causal attention over a paged KV cache on the CPU; reference: ``reference.paged_attention``.
 
     float32 or bfloat16, over a pool of the same or of float8 e4m3fn, float32 accumulation. A row's
-    bits depend on its own context alone. Keys of float8 are strided: ``[width][size]`` in a block.
+    bits depend on its own context alone. float8 keys are stored as ``[width][size]`` in a block.
 
     Args:
-        order: the sequences, such that those with a common prefix stand side by side.
-        shared_lens: leading tokens that each sequence of ``order`` has in common with the one
-            before it, in the same blocks, and that come before the query tokens of both. They are
-            read once for many rows; the result is the same without.
-        kernel: as ``kernel_of`` tells; None: the fastest.
+        order: the sequences, such that those with a common prefix are adjacent.
+        shared_lens: leading tokens that each sequence of ``order`` shares with the previous one, in
+            the same blocks and before the query tokens of both. They are read once for many rows;
+            the result is the same without.
+        kernel: from ``kernel_of``; None: the fastest.
     """
     library = load()
     assert library is not None
@@ -199,7 +199,7 @@ def kv_write(
 def read_keys(
     cache: torch.Tensor,  # [..., block_size, Dk], as ``kv_write`` wrote it
 ) -> torch.Tensor:
-    """The keys by position, [..., block_size, Dk]: a copy."""
+    """Return a copy of the keys by position, [..., block_size, Dk]."""
     *blocks, size, width = cache.shape
     if width % 2 or not _in_pairs(cache.dtype):
         return cache.reshape(*blocks, width, size).transpose(-1, -2).contiguous()
@@ -209,7 +209,7 @@ def read_keys(
 def read_values(
     cache: torch.Tensor,  # [..., block_size, Dv], as ``kv_write`` wrote it
 ) -> torch.Tensor:
-    """The values by position, [..., block_size, Dv]: a copy."""
+    """Return a copy of the values by position, [..., block_size, Dv]."""
     *blocks, size, width = cache.shape
     if size % 2 or not _in_pairs(cache.dtype):
         return cache.clone()

@@ -1,5 +1,5 @@
-/* In the file that includes this first products are rounded before anything is added to them, and a
-   division is one: bits are the same on every processor. */
+/* Forbids the compiler to fuse multiplications with additions or to divide by a reciprocal, in a
+   file that includes this first: its results have the same bits on every processor. */
 
 #ifndef BATCHINFER_NO_FMA_CONTRACT_H
 #define BATCHINFER_NO_FMA_CONTRACT_H

@@ -1,18 +1,19 @@
 /* Paged attention for CPUs, compiled on first use by native.py.
 
-   attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them all.
-   One task is some tiles and one KV head; a tile is a few neighbouring tokens of one sequence, and
-   its rows are the query heads of that KV head for each of its tokens. Scores are taken PIECE
-   positions at a time and merged as in online softmax (Milakov & Gimelshein 2018,
+   attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them first. A
+   task is one KV head and a few tiles; a tile is a few consecutive tokens of one sequence, and its
+   rows are the query heads of the KV head for each token. Scores are computed for PIECE positions
+   at a time and merged by online softmax (Milakov & Gimelshein 2018,
    https://arxiv.org/abs/1805.02867); pieces begin at multiples of PIECE. A piece's keys and values
-   are read once for all rows that read them: while the tiles of a task read the
-   same blocks, as the step says, the rows of all of them (the idea of Hydragen, Juravsky et al.
-   2024, https://arxiv.org/abs/2402.05099, and of ChunkAttention, Ye et al. 2024,
-   https://arxiv.org/abs/2402.15220; as a row goes on from its own sum, nothing is merged after).
+   are read once for all rows that attend to them: the rows of a tile, or of all tiles of a task as
+   long as these share blocks (the idea of Hydragen, Juravsky et al. 2024,
+   https://arxiv.org/abs/2402.05099, and of ChunkAttention, Ye et al. 2024,
+   https://arxiv.org/abs/2402.15220). Each row continues its own sum, so nothing is merged
+   afterwards.
 
-   What a row is summed from, and in which order, depends on its own position alone: not on the
-   tile, the task, the step or the thread it is computed in, nor on who shares its blocks. What
-   positions hold that a token does not see cannot matter to it. Accumulation is in float32. */
+   The numbers that a row is summed from, and their order, depend on its own position alone: not on
+   its tile, task, step or thread, nor on the sequences that share its blocks. Positions that a
+   token does not see never affect it, even if they hold NaN. Accumulation is in float32. */
 
 #include <stdlib.h>
 
@@ -53,7 +54,7 @@
 #define TAKEN "attend_plain.inc"
 #include "attend.inc"
 
-#if HAS_PAIRS || !HAS_TILES /* else values lie in pairs, as tiles take them */
+#if HAS_PAIRS || !HAS_TILES /* else the pool stores pairs, for tiles */
 #define ELEMENT uint16_t
 #define NAME attend_vectors_bf16
 #define LOAD(x) from_bf16(x)
@@ -75,7 +76,7 @@
 #include "attend.inc"
 #endif
 
-/* By what instructions a kernel attends; a name for people. NULL: it does not work here. */
+/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
 const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *attend_instructions_e4m3(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
@@ -98,7 +99,7 @@ int attend_team_bf16(const attention_args *a, const attention_plan *p) {
 #endif
 }
 
-/* 0, or 1 where there is no memory. */
+/* Returns 0, or 1 if out of memory. */
 #define ATTEND(name, team)                                                          \
     int name(const attention_args *a) {                                             \
         attention_plan *p = attention_plan_of(a);                                   \
@@ -115,5 +116,5 @@ ATTEND(attend_bf16, attend_team_bf16)
 ATTEND(attend_f32_e4m3, attend_f32_e4m3_team)
 ATTEND(attend_bf16_e4m3, attend_bf16_e4m3_team)
 
-/* Whether 16-bit elements lie in pairs, as blocks.h says. */
+/* Whether blocks store 16-bit elements in pairs (blocks.h). */
 int lies_in_pairs(void) { return PAIRED(uint16_t); }

@@ -1,4 +1,4 @@
-/* Rows as products take them (product_rows.h); int8 is the same on every processor. */
+/* Converts rows for products (product_rows.h); int8 rows are the same on every processor. */
 
 #include "in_order.h"
 
@@ -12,7 +12,7 @@
 
 #define INFINITY_BITS 0x7f800000
 
-/* An odd number of cache lines of elements that a line has `each` of. */
+/* Elements in an odd number of cache lines that hold `in` elements, `each` to a line. */
 static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
 static product_rows shape_of(const gemm_args *a) {
@@ -48,14 +48,14 @@ INLINE float element_of(const void *x, const int is_bf16, int64_t at) {
     return is_bf16 ? from_bf16(((const uint16_t *)x)[at]) : ((const float *)x)[at];
 }
 
-INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* in the order of |x| */
+INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* ordered like |x| */
     const float value = element_of(x, is_bf16, at);
     int32_t bits;
     memcpy(&bits, &value, 4);
     return bits & 0x7fffffff;
 }
 
-/* Rounds the numbers of a group; returns the sum of their codes. */
+/* Rounds the numbers of a group, and returns the sum of their codes. */
 INLINE int32_t round_group(
     int8_t *codes, const int is_bf16, const void *x, const int32_t *order, int64_t begin,
     int64_t count, float inverse) {
@@ -82,7 +82,7 @@ INLINE void round_row(const product_rows *to, const int is_bf16, const void *x, 
     to->scales[row] = is_finite ? most * (1.0f / 127.0f) : NAN;
     int8_t *codes = to->codes + row * to->stride;
     int32_t *sums = to->sums + row * to->groups;
-    if (!is_finite || most <= 127.0f * 0x1p-126f) { /* smaller ones have no inverse */
+    if (!is_finite || most <= 127.0f * 0x1p-126f) { /* the inverse of a smaller number overflows */
         memset(codes, 0, to->stride);
         memset(sums, 0, to->groups * sizeof(*sums));
         return;

@@ -1,4 +1,4 @@
-/* Products of four bytes each, added up in the lanes of a vector. */
+/* Dot products of four bytes each, added up in the 32-bit lanes of a vector. */
 
 #ifndef BATCHINFER_QUADS_H
 #define BATCHINFER_QUADS_H
@@ -9,7 +9,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Whether the instruction takes bytes without a sign on its left: int8 is 128 more there. */
+/* Added to int8 on the left if the instruction takes unsigned bytes there. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define OFFSET 128
 #else
@@ -40,14 +40,14 @@ INLINE ints widened_bytes(const uint8_t *from) {
 
 INLINE ints all_quads(const int8_t *from) { return (ints)all_lanes_of_four(from); }
 
-/* A table of 16 bytes for each 16 lanes of bytes. */
+/* Repeats a table of 16 bytes in each 16 bytes of a vector. */
 INLINE ints all_tables(const uint8_t *table) {
     uint8_t bytes[4 * LANES];
     for (int at = 0; at < 4 * LANES; at += 16) memcpy(bytes + at, table, 16);
     return load_ints(bytes);
 }
 
-/* Of each byte from 0 to 15 what the table has at its place. */
+/* Replaces each byte, from 0 to 15, by the table's entry. */
 INLINE ints look_up(ints table, ints codes) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -64,7 +64,7 @@ INLINE ints look_up(ints table, ints codes) {
 #endif
 }
 
-/* sum += the products of bytes from 0 to 127 and int8 of each lane; 255 where OFFSET is 128. */
+/* sum += the dot product of each lane: bytes from 0 to 127 (255 if OFFSET is 128) and int8. */
 INLINE ints add_quads(ints sum, ints left, ints right) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
@@ -85,8 +85,8 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
 #endif
 }
 
-/* Products of bytes from 0 to 15 and int8, whose pairs' sums fit into 16 bits so many times: where
-   an instruction adds up pairs only, the one that adds pairs to pairs is spared as often. */
+/* If an instruction adds up pairs only, this many pairs of products of bytes from 0 to 15 and int8
+   fit into 16 bits, so that their widening addition is needed only once for all of them. */
 #if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
 #define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 */
 INLINE ints add_pairs(ints pairs, ints left, ints right) {
@@ -97,7 +97,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) {
     pairs = (ints)_mm512_add_epi16((__m512i)pairs,
                                    _mm512_maddubs_epi16((__m512i)left, (__m512i)right));
 #endif
-    __asm__("" : "+v"(pairs)); /* else products are added up first, and sums have no register left */
+    __asm__("" : "+v"(pairs)); /* else GCC adds up products first, and spills the sums */
     return pairs;
 }
 INLINE ints sum_of_pairs(ints pairs) {
@@ -113,14 +113,14 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) { return add_quads(pair
 INLINE ints sum_of_pairs(ints pairs) { return pairs; }
 #endif
 
-/* The same of int8 on the left, 128 more where OFFSET says so, and on the right from -127 on. */
+/* add_quads with int8 (plus OFFSET) on the left, and from -127 on on the right. */
 INLINE ints add_int8_quads(ints sum, ints left, ints right) {
 #if !OFFSET && LANES == 16 && defined(__AVX512BW__)
     const __mmask64 negative = _mm512_movepi8_mask((__m512i)left);
     const __m512i turned =
         _mm512_mask_sub_epi8((__m512i)right, negative, (__m512i)(ints){0}, (__m512i)right);
     return add_quads(sum, (ints)_mm512_abs_epi8((__m512i)left), (ints)turned);
-#elif !OFFSET && LANES == 8 /* |-128| is 128 without a sign, and 2 * 128 * 127 fits as well */
+#elif !OFFSET && LANES == 8 /* |-128| is an unsigned 128, and 2 * 128 * 127 fits too */
     return add_quads(sum, (ints)_mm256_abs_epi8((__m256i)left),
                      (ints)_mm256_sign_epi8((__m256i)right, (__m256i)left));
 #else

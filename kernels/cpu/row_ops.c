@@ -1,7 +1,7 @@
-/* What a layer does to each token on its own, and the KV write, for CPUs, compiled on first use by native.py.
+/* Row-wise operations of a layer, and the KV write.
 
    A row's bits depend on that row alone: sums run in an order that its width decides, and no loop
-   crosses from one row into the next. Arithmetic is in float32, rounded once at the end. */
+   continues from one row into the next. Arithmetic is in float32, rounded once at the end. */
 
 #include "arguments.h"
 #include "blocks.h"

@@ -1,6 +1,7 @@
 """Row-wise operations of a decoder layer, in C, called through ctypes.
 
-float32 or bfloat16, float32 arithmetic, rounded once; references of the same names: ``reference``.
+Tensors are float32 or bfloat16; arithmetic is in float32, rounded once. ``reference`` has a
+reference implementation of each, with the same name.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """``out = silu(gate) * up`` of rows that hold gate and up side by side."""
+    """``out = silu(gate) * up`` for rows that hold gate, then up."""
     _function("silu_mul", gate_up.dtype)(ctypes.byref(silu_mul_args(gate_up, out=out)))
 
 
@@ -110,7 +111,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Statistics of each row in one pass; NaN where a row holds one."""
+    """Compute each row's maximum, its log-probability and its index; NaN if the row holds NaN."""
     arguments = _RowStatsArgs(
         *(tensor.data_ptr() for tensor in (logits, maximum, max_logprob, argmax)),
         *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
@@ -120,7 +121,7 @@ def row_stats(
 
 def forbid_masked(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
-    rows: torch.Tensor,  # [M] int32, of the R, each once
+    rows: torch.Tensor,  # [M] int32, indices of rows, all different
     masks: torch.Tensor,  # [M, words] int32, contiguous
 ) -> None:
     """Set logits to -inf where bit ``i % 32`` of word ``i // 32`` is not set, and beyond the last
@@ -146,7 +147,7 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Normalise and rotate queries in place, and keys on their way into the cache."""
+    """Normalize and rotate queries in place, and store normalized, rotated keys and the values."""
     arguments = rotary_write_args(
         *(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         q_norm=q_norm,

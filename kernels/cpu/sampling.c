@@ -1,20 +1,20 @@
-/* Drawing tokens from rows of logits, for CPUs, compiled on first use.
+/* Draws tokens from rows of logits.
 
    Probabilities are integers in units of 2^-40 of the most likely token's, as in
-   worker/sampling/on_cpu.py: sums do not depend on their order, and a row's tokens not on
-   other rows. */
+   worker/sampling/on_cpu.py, so that sums do not depend on their order, and a row's tokens do not
+   depend on other rows. */
 
 #include <stdlib.h>
 
 #include "arguments.h"
 #include "elements.h"
 
-#define GROUP 16 /* neighbours of which the largest is looked at first */
+#define GROUP 16 /* adjacent logits whose maximum is checked first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
 #define RANDOM_BITS 24                 /* philox.RANDOM_BITS */
 #define FIRST_CANDIDATES 256
 
-/* In the order of the float, as an unsigned integer; -0 counts as 0. */
+/* An unsigned integer in the same order as the float; -0 counts as 0. */
 static inline uint32_t ascending(float x) {
     uint32_t bits;
     x += 0.0f;
@@ -23,7 +23,7 @@ static inline uint32_t ascending(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* The most likely token has the smallest key, of equally likely ones the first. */
+/* The most likely token has the smallest key; ties are broken by id. */
 static inline uint64_t key_of(float x, uint32_t id) {
     return (uint64_t)~ascending(x) << 32 | id;
 }
@@ -33,7 +33,7 @@ static int by_key(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The value at place `k` of `values` if they were sorted, largest first (Hoare 1961, FIND). */
+/* The k-th largest value, counting from 0 (Hoare 1961, FIND); reorders `values`. */
 static float kth_largest(float *values, int64_t count, int64_t k) {
     int64_t low = 0, high = count - 1;
     while (low < high) {
@@ -57,13 +57,13 @@ static float kth_largest(float *values, int64_t count, int64_t k) {
 
 typedef struct {
     float *maxima;    /* [vocab / GROUP + 1] */
-    float *sorted;    /* the same, being sorted */
+    float *sorted;    /* a copy to reorder */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
     float *row;       /* [vocab], for bfloat16 */
 } scratch;
 
-/* The largest of `count` neighbours; none is NaN. */
+/* The largest of `count` adjacent logits; none is NaN. */
 static inline float largest_of(const float *x, int64_t count) {
     float tops[GROUP / 4];
     for (int j = 0; j < GROUP / 4; j++) tops[j] = -INFINITY;
@@ -77,9 +77,9 @@ static inline float largest_of(const float *x, int64_t count) {
     return tops[0];
 }
 
-/* Keys of the `size` most likely tokens, in order. At least `size` groups of neighbours have a
-   maximum that is not below the `size`th largest of the maxima, so that only their tokens from
-   there on are looked at. */
+/* Finds the keys of the `size` most likely tokens, in order. At least `size` groups have a maximum
+   of at least the `size`th largest maximum, so only tokens of these groups that reach it are
+   sorted. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;
@@ -113,11 +113,11 @@ static inline int64_t target(int64_t total, int64_t bits) {
     return (int64_t)((unsigned __int128)total * (uint64_t)bits >> RANDOM_BITS);
 }
 
-/* Weights of the whole vocabulary, and their sum. */
+/* Computes the weights of the whole vocabulary, and returns their sum. */
 static int64_t weigh_all(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const float temperature = a->temperature[d], min_p = a->min_p[d];
-    const int64_t vocab = a->vocab; /* a store might change a->vocab, and then nothing vectorises */
+    const int64_t vocab = a->vocab; /* a store might change a->vocab, which prevents vectorizing */
     int64_t *weights = s->weights, total = 0;
     for (int64_t i = 0; i < vocab; i++) {
         weights[i] = weight(x[i], top, temperature, min_p);
@@ -126,7 +126,7 @@ static int64_t weigh_all(
     return total;
 }
 
-/* Draw from all tokens. */
+/* Draws from all tokens. */
 static void draw_from_all(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t total = weigh_all(a, d, x, top, s);
@@ -138,9 +138,9 @@ static void draw_from_all(
     }
 }
 
-/* Find the tokens that top-k and then top-p keep: keys and weights, most likely first. The smallest
-   set whose share of what top-k left reaches top_p (Holtzman et al. 2020,
-   https://arxiv.org/abs/1904.09751). */
+/* Finds the tokens that top-k and then top-p keep: keys and weights, most likely first. Returns
+   their number. Top-p keeps the smallest set of tokens whose share of the weight after top-k
+   reaches top_p (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751). */
 static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t vocab = a->vocab;
     const int limited = a->top_k[d] > 0 && a->top_k[d] < vocab;
@@ -161,7 +161,7 @@ static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, co
     }
 }
 
-/* Draw from the tokens that are kept, in the order of their ids as from all. */
+/* Draws from the tokens that are kept, in the order of their ids, like draw_from_all. */
 static void draw_from_kept(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const int64_t count = keep(a, d, x, top, s);
@@ -181,7 +181,7 @@ static void draw_from_kept(
     }
 }
 
-/* A row of logits, widened into the scratch unless it is of floats. */
+/* A row of logits; bfloat16 is converted into the scratch memory. */
 static const float *row_of(const draw_args *a, int64_t d, const scratch *s) {
     const int64_t start = a->rows[d] * a->row_stride;
     if (!a->is_bf16) return (const float *)a->logits + start;
@@ -191,7 +191,7 @@ static const float *row_of(const draw_args *a, int64_t d, const scratch *s) {
     return row;
 }
 
-/* 0, or 1 where there is no memory. */
+/* Returns 0, or 1 if out of memory. */
 int draw(const draw_args *a) {
     const int64_t vocab = a->vocab, groups = (vocab + GROUP - 1) / GROUP;
     int failed = 0;
@@ -218,7 +218,7 @@ int draw(const draw_args *a) {
     return failed;
 }
 
-/* Philox-4x32-10 (Salmon et al. 2011), as worker/sampling/philox.py has it. */
+/* Philox-4x32-10 (Salmon et al. 2011), like worker/sampling/philox.py. */
 void random_bits(const random_args *a) {
     for (int64_t k = 0; k < a->count; k++) {
         uint32_t c0 = (uint32_t)a->stream[k], c1 = (uint32_t)(a->stream[k] >> 32);

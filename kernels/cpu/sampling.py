@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, in C, called through ctypes."""
+"""Draws tokens from logits, in C, called through ctypes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class _RandomArgs(ctypes.Structure):
 
 
 def draw_bytes(vocab: int) -> int:
-    """Bytes that ``draw`` takes for its own use: of each token a weight, a key and its logit, a
-    thread."""
+    """Bytes of ``draw``'s workspace: a weight, a key and a logit for each token and thread."""
     return torch.get_num_threads() * vocab * 20
 
 
@@ -35,7 +34,7 @@ def draw(
     logits: torch.Tensor,  # [R, V] float32 or bfloat16, last dimension contiguous
     maximum: torch.Tensor,  # [R] float32, the largest of each row
     *,
-    rows: torch.Tensor,  # [D] int64, which of the R each distribution is of
+    rows: torch.Tensor,  # [D] int64, row of logits of each distribution
     temperature: torch.Tensor,  # [D] float32, over 0
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
@@ -44,7 +43,7 @@ def draw(
     bits: torch.Tensor,  # [k] int64, uniform in [0, 2**24)
     out: torch.Tensor,  # [k] int64
 ) -> None:
-    """Token ids of samples, by the inverse of the cumulative distribution in id order.
+    """Draw token ids of samples, by the inverse of the cumulative distribution in id order.
 
     Samples of rows whose maximum is not finite are left as they are. All tensors but ``logits``
     are contiguous.
@@ -69,7 +68,7 @@ def random_bits(
     *,
     out: torch.Tensor,  # [K] int64
 ) -> None:
-    """A uniform number in [0, 2**24) for each key; all tensors are contiguous. Twin:
+    """Compute a uniform number in [0, 2**24) for each key; all tensors are contiguous. Reference:
     ``philox.random_bits`` of the worker."""
     library = load()
     assert library is not None

@@ -1,5 +1,5 @@
-/* A small matrix product in which every element is summed in one order, however many rows and
-   columns are computed at once. */
+/* A small matrix product that sums every element in the same order, however many rows and columns
+   it computes at once. */
 
 #ifndef BATCHINFER_SMALL_PRODUCT_H
 #define BATCHINFER_SMALL_PRODUCT_H
@@ -11,11 +11,12 @@
 #if LANES == 16 || defined(__aarch64__) /* 32 registers, not 16 */
 #define MOST_SUMS (BLOCK_ROWS * BLOCK_VECTORS)
 #else
-#define MOST_SUMS 16 /* with fewer the sums of 3 rows wait for each other; more are spilled in a loop */
+/* With fewer, the sums of 3 rows wait for each other; with more, some are spilled in the loop. */
+#define MOST_SUMS 16
 #endif
 
-/* `rows` rows and `vectors` vectors of columns of c = a b, or c += a b; kept in registers. b[v] is
-   where the columns of vector v begin. */
+/* c = a b, or c += a b, for `rows` rows and `vectors` vectors of columns, with sums in registers.
+   The columns of vector v begin at b[v]. */
 INLINE void multiply_block(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -36,7 +37,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* The same, of as many columns at a time as have their sums in registers. */
+/* The same for as many columns at a time as registers hold sums of. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -65,8 +66,8 @@ INLINE void multiply_columns(
 #undef ROWS_AT_ONCE
 }
 
-/* The same, of columns that stand side by side. */
-INLINE void multiply_beside(
+/* The same for adjacent columns. */
+INLINE void multiply_adjacent(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *b, int b_stride, float *c, int c_stride, int adds) {
     const float *columns[BLOCK_VECTORS];
@@ -81,10 +82,10 @@ static __attribute__((noinline)) void multiply(
     float *c, int c_stride, int adds) {
     int at = 0;
     for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
-        multiply_beside(0, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+        multiply_adjacent(0, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
                         c_stride, adds);
     for (; at + LANES <= columns; at += LANES)
-        multiply_beside(0, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+        multiply_adjacent(0, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
     for (; at < columns; at++)
         for (int r = 0; r < rows; r++) {
             float sum = adds ? c[r * c_stride + at] : 0.0f;
@@ -95,17 +96,17 @@ static __attribute__((noinline)) void multiply(
 }
 
 #if HAS_PAIRS
-/* The same over pairs of 16 bits: `depth` of them, a[rows][depth], b[depth][columns]; whole vectors
-   of columns. */
+/* The same over `depth` pairs of 16-bit elements, a[rows][depth] and b[depth][columns]; columns are
+   whole vectors. */
 static __attribute__((noinline)) void multiply_pairs(
     int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
     float *c, int c_stride, int adds) {
     int at = 0;
     for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
-        multiply_beside(1, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+        multiply_adjacent(1, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
                         c_stride, adds);
     for (; at < columns; at += LANES)
-        multiply_beside(1, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+        multiply_adjacent(1, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
 }
 #endif
 

@@ -1,4 +1,4 @@
-/* The cores that the threads of a team run on. */
+/* Binds the threads of a team to cores. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -8,10 +8,10 @@
 #include <omp.h>
 #include <stdint.h>
 
-/* Thread t of the team may run on the cores of masks[t], of `bytes` bytes each, a bit a core.
-   `version` names the masks, above 0: threads that have them already, as the runtime keeps them for
-   the next team, ask for nothing. The thread that calls comes last, for what it starts would
-   inherit its cores, and is to be freed after. */
+/* Binds thread t of the team to the cores in masks[t], which has `bytes` bytes and a bit for each
+   core. `version` (above 0) identifies the masks: threads that the runtime has kept since the last
+   team with these masks make no system call. The calling thread is bound last, because threads that
+   it starts inherit its cores; the caller must free it afterwards. */
 void bind_team(const uint8_t *masks, int64_t bytes, int32_t num_threads, int32_t version) {
 #ifdef __linux__
     static __thread int32_t bound;

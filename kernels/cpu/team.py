@@ -1,4 +1,4 @@
-"""The cores that the threads of the OpenMP runtime run on, set in C, called through ctypes."""
+"""Binds the threads of the OpenMP runtime to cores, in C, called through ctypes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class TeamCores:
     """The cores of each thread of a team.
 
     Args:
-        cores: by thread the numbers of those that it may run on. The first thread is the one who
-            calls ``bind``; it is to be freed afterwards, as what it starts inherits its cores.
+        cores: for each thread, the numbers of the cores that it may run on. The first thread is the
+            caller of ``bind``, which must free itself afterwards, because threads that it starts
+            inherit its cores.
     """
 
     def __init__(self, cores: Sequence[Set[int]]) -> None:
@@ -27,7 +28,7 @@ class TeamCores:
         self._version = next(_VERSIONS)
 
     def bind(self) -> None:
-        """Bind this thread, and those that compute next for it and are not bound already.
+        """Bind this thread, and the threads of its next parallel regions if they are not bound yet.
 
         Takes some microseconds. Without a C compiler, or away from Linux, nothing is bound.
         """

@@ -1,7 +1,7 @@
-/* Leave to use AMX, and the twin of its tiles in plain C.
+/* Requests permission to use AMX, and emulates its tiles in plain C as a reference.
 
-   The twin follows the definitions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD in Intel's
-   Software Developer's Manual, volume 2. */
+   The reference follows the definitions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD
+   in Intel's Software Developer's Manual, volume 2. */
 
 #include "in_order.h"
 
@@ -39,7 +39,7 @@ void tile_store(int tile, void *to, int64_t stride) {
         memcpy((char *)to + r * stride, state.data[tile][r], state.shapes.row_bytes[tile]);
 }
 
-static inline float from_bits(uint32_t bits) { /* a denormal as 0 */
+static inline float from_bits(uint32_t bits) { /* a denormal becomes 0 */
     if (!(bits & 0x7f800000u)) bits &= 0x80000000u;
     float value;
     memcpy(&value, &bits, 4);
@@ -52,14 +52,15 @@ static inline float without_denormals(float x) {
     return from_bits(bits);
 }
 
-static inline float element(const uint8_t *row, int i) { /* a bfloat16 of it */
+static inline float element(const uint8_t *row, int i) { /* the i-th bfloat16 */
     uint16_t half;
     memcpy(&half, row + 2 * i, 2);
     return from_bits((uint32_t)half << 16);
 }
 
-/* Of each pair the firsts make up one chain of fused multiply-adds and the seconds another, from 0;
-   these are added, then onto the sum. To nearest even; denormals count as 0 and become 0. */
+/* The first elements of all pairs make up one chain of fused multiply-adds from 0, the second
+   elements another; the two chains are added, then the sum. Rounds to nearest even; denormals are
+   treated as 0 and flushed to 0. */
 void tile_dot_bf16(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, pairs = state.shapes.row_bytes[left] / 4;
     for (int m = 0; m < state.shapes.rows[sum]; m++) {
@@ -79,7 +80,7 @@ void tile_dot_bf16(int sum, int left, int right) {
     }
 }
 
-/* Quads of signed bytes; exact but for sums that do not fit, which wrap around. */
+/* Multiplies quads of signed bytes: exact, but sums that overflow wrap around. */
 void tile_dot_int8(int sum, int left, int right) {
     const int columns = state.shapes.row_bytes[sum] / 4, bytes = state.shapes.row_bytes[left];
     for (int m = 0; m < state.shapes.rows[sum]; m++)
@@ -100,7 +101,7 @@ void tile_dot_int8(int sum, int left, int right) {
 #define XFEATURE_XTILEDATA 18
 
 int tiles_work(void) {
-    static atomic_int answer; /* 0: not asked yet */
+    static atomic_int answer; /* 0: not requested yet; 1: granted; -1: refused */
     if (!answer) answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1;
     return answer > 0;
 }

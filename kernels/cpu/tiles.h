@@ -1,9 +1,9 @@
 /* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or the same in plain C.
 
-   Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can
-   be tested on any processor; else tiles are there where the compiler knows AMX with bfloat16 and
-   int8, and may be used where tiles_work() says so. Where it says no,
-   vectors of pairs attend over the same pool, so that the processor must have these, too. A tile's number is a constant. */
+   With -DEMULATE_TILES the plain C is used everywhere, so that code built on tiles can be tested on
+   any processor. Otherwise tiles are compiled if the target has AMX with bfloat16 and int8, and
+   used if tiles_work() returns true. If it does not, vectors of pairs attend over the same pool, so
+   the target must have those as well. Tile numbers are compile-time constants. */
 
 #ifndef BATCHINFER_TILES_H
 #define BATCHINFER_TILES_H
@@ -20,10 +20,10 @@
 #define HAS_TILES 0
 #endif
 
-/* Whether this process may use them: one answer for all of its life. */
+/* Whether this process may use tiles; the answer never changes. */
 int tiles_work(void);
 
-/* As the processor reads it. */
+/* The operand of LDTILECFG. */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -40,7 +40,7 @@ void tile_dot_bf16(int sum, int left, int right);
 void tile_dot_int8(int sum, int left, int right);
 #elif HAS_TILES
 #include <immintrin.h>
-/* The compiler is not told by the intrinsics which memory they read. */
+/* The intrinsics do not show the compiler which memory they access. */
 #define TILE_READS_MEMORY __asm__ volatile("" ::: "memory")
 #define tile_configure(shapes) do { TILE_READS_MEMORY; _tile_loadconfig(shapes); } while (0)
 #define tile_release() _tile_release()
@@ -54,8 +54,8 @@ void tile_dot_int8(int sum, int left, int right);
 #endif
 
 #if HAS_TILES
-/* For two by two tiles of sums, 0 to 3, of up to 32 rows: 4 and 5 hold the rows, 6 and 7 what they
-   are multiplied by. */
+/* Configures 2 x 2 tiles of sums, 0 to 3, of up to 32 rows; 4 and 5 hold the rows, 6 and 7 the
+   matrix that they are multiplied by. */
 static inline void tile_configure_pairs(int rows) {
     tile_shapes shapes = {.palette = 1};
     const int low = rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS, high = rows > low ? rows - low : 1;

@@ -1,12 +1,12 @@
-/* Vectors of the processor at hand. */
+/* The vectors of the target processor. */
 
 #ifndef BATCHINFER_VECTORS_H
 #define BATCHINFER_VECTORS_H
 
 #include "elements.h"
 
-/* What a packed product keeps in registers (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights
-   of one step, and what is left for x.
+/* Register tile of a packed product (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights of one
+   step, and the remaining registers for x.
 
                   registers  lanes  sums    outputs of a panel
    AVX-512            32      16    14 x 2       32
@@ -69,7 +69,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
 
-/* a b + c, rounded once where the processor can; never reordered. */
+/* a b + c, rounded once if the processor can; never reordered. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -85,7 +85,7 @@ INLINE vec fma_vec(vec a, vec b, vec c) {
 #endif
 }
 
-/* 16-bit pairs: c += a0 b0 + a1 b1, as the processor's instruction rounds it. */
+/* c + a0 b0 + a1 b1 of 16-bit pairs, rounded as the processor's instruction does. */
 #if HAS_PAIRS
 INLINE vec fma_pairs(vec a, vec b, vec c) {
 #if defined(__AVX512BF16__)
@@ -96,7 +96,7 @@ INLINE vec fma_pairs(vec a, vec b, vec c) {
 }
 #endif
 
-/* LANES bfloat16, which may lie where x was loaded from. */
+/* Stores LANES bfloat16; `to` may overlap the memory that x was loaded from. */
 INLINE void store_rounded(uint16_t *to, vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -118,7 +118,7 @@ INLINE vec all_lanes(const float *from) { /* of any 32 bits */
 #endif
 }
 
-INLINE vec all_lanes_of_four(const void *from) { /* bytes, wherever they lie */
+INLINE vec all_lanes_of_four(const void *from) { /* four bytes to each lane; may be unaligned */
     uint32_t four;
     memcpy(&four, from, 4);
 #if defined(__AVX512F__)
@@ -128,7 +128,7 @@ INLINE vec all_lanes_of_four(const void *from) { /* bytes, wherever they lie */
 #endif
 }
 
-/* One of each pair of bfloat16, as a float. */
+/* The first or second of each pair of bfloat16, as a float. */
 INLINE vec widened(const int second, vec pairs) {
     return (vec)(second ? (words)pairs & 0xffff0000u : (words)pairs << 16);
 }
@@ -158,11 +158,11 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     }
 }
 
-/* LANES float8 e4m3fn, but NaN, in E4M3_UNIT: the halves that their bits are, whose exponent has
-   another bias, or floats. */
+/* LANES float8 e4m3fn, except NaN, as floats in units of E4M3_UNIT: the F16C form reads their bits
+   as 16-bit floats, whose exponent has another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
-INLINE vec e4m3_lanes(const uint8_t *from) { /* the sign comes twice */
+INLINE vec e4m3_lanes(const uint8_t *from) { /* clears the second copy of the sign */
     const __m256i halves = _mm256_slli_epi16(
         _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
     return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));
