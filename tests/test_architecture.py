@@ -273,7 +273,7 @@ ROOMS = [
     ),
     Room(
         "job.fleet",
-        "A fleet: one job on many workers, each with an engine of its own.",
+        "A fleet: workers that claim parts of one job, started here or by Ray on other machines.",
         ("config", "errors", "process", "console", "engine", "requests", "builders", "job"),
     ),
     Room(

@@ -24,7 +24,6 @@ from batchinfer.errors import (
     ModelError,
     StorageError,
 )
-from batchinfer.job.fleet.on_ray import joiner
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.process.process import UNUSED
@@ -177,30 +176,6 @@ def test_run_does_not_import_unused_packages(tmp_path: Path) -> None:
     assert not imported & set(UNUSED)
 
 
-@pytest.mark.parametrize("code", [ExitCode.OK, None], ids=["nothing to do", "refused"])
-def test_a_fleet_starts_before_the_job_is_read_and_ends_with_it(
-    batchinfer: Run,
-    fake_run: Callable[[Callable[..., ExitCode]], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    code: ExitCode | None,
-) -> None:
-    begun = joiner.begun()
-    monkeypatch.setattr(joiner, "begun", lambda: begun)
-
-    def looked_at(_spec: JobSpec, *, fleet: Any, **_: object) -> ExitCode:
-        assert fleet.keywords == {"first": begun}
-        assert begun.process.poll() is None
-        if code is None:
-            raise DataError("no such file")
-        return code
-
-    fake_run(looked_at)
-    done = batchinfer("run", str(write_job(tmp_path)), "--workers", "2")
-    assert done.code == (ExitCode.DATA if code is None else code)
-    assert begun.process.poll() is not None
-
-
 def test_schema_prints_json(batchinfer: Run) -> None:
     assert "sampling" in json.loads(batchinfer("schema").out)["properties"]
 
@@ -227,7 +202,7 @@ def test_run_passes_its_options_to_run_job(batchinfer: Run, fake_run: Any, tmp_p
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
     assert options.pop("report") is report_at_end
-    wanted = {"overwrite": True, "retry_errors": False, "update": False, "shard": None}
+    wanted = {"overwrite": True, "retry_errors": False, "update": False, "role": None}
     wanted |= {"quiet": True, "as_json": False, "fleet": None, "display": None}
     wanted["metrics"] = None
     assert options == wanted

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from enum import StrEnum
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from shlex import quote
@@ -134,7 +133,7 @@ def run(
     ] = False,
     workers: Annotated[
         str | None,
-        typer.Option("--workers", metavar="N|auto", help="Number of Ray workers."),
+        typer.Option("--workers", metavar="N|auto", help="Number of workers."),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -191,7 +190,7 @@ def run(
     )
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
-    with crash_directory(Path(spec.output.path) / "_batchinfer"), _fleet_of(spec) as fleet:
+    with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.claims.shared import Role
         from batchinfer.job.run.run import run_job
         from batchinfer.report.write import report_at_end
@@ -205,27 +204,20 @@ def run(
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,
-            fleet=fleet,
+            fleet=None if worker else _fleet_of(spec),
             metrics=metrics,
             display=display,
         )
     raise typer.Exit(int(code))
 
 
-@contextmanager
-def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
-    """Yields the function that runs several workers; None if one process runs the job."""
-    scale = spec.scale
-    if scale.workers == 1:
-        yield None
-        return
-    from batchinfer.job.fleet.on_ray.joiner import begun_ahead
+def _fleet_of(spec: JobSpec) -> RunFleet | None:
+    """The runner for several workers; None where one process runs the job."""
+    if spec.scale.workers == 1:
+        return None
+    from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
 
-    may_be_one = scale.workers == "auto" and scale.cluster == "local"
-    with nullcontext() if may_be_one else begun_ahead() as first:
-        from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
-
-        yield partial(run_fleet, first=first) if is_fleet(spec) else None
+    return run_fleet if is_fleet(spec) else None
 
 
 @app.command("run-batch", short_help="Run or resume an OpenAI batch file.")

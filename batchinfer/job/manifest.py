@@ -34,6 +34,10 @@ _OTHER_PLACE = (
 """What to do about the output of a job that has nothing in common with this one."""
 
 
+LAYOUT = 2
+"""Version of an unfinished output's files: a run resumes no other one."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The plan of a job, written once and never changed."""
@@ -51,6 +55,8 @@ class Manifest:
     """ISO 8601; what chat templates are told the time is, so that a resumed run says the same."""
     bounds: tuple[int, ...] | None = None
     """Where a filter is: the first row id of each part, and where the last one ends."""
+    layout: int = LAYOUT
+    """Of the files of an unfinished output."""
     table_version: int | None = None
     """Version of the table that is read; None: the files are no table's."""
 
@@ -147,6 +153,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
     """
     try:
         fields = parse_json(read_file(files or LocalFiles(), path))
+        fields.setdefault("layout", 1)
         fields["input_paths"] = tuple(map(str, fields["input_paths"]))
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])

@@ -20,8 +20,6 @@ _COUNTS = {
     "long-answers": (200, "kills in jobs of long answers"),
     "fleet-workers": (20, "kills of workers of fleets"),
     "fleet-drivers": (10, "kills of drivers of fleets"),
-    "fleet-nodes": (5, "kills of nodes under workers of fleets"),
-    "fleet-slowness": (10, "how much slower one worker of a fleet is"),
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
     "updates": (1_000, "named points at which updates are killed, if there are so many"),
@@ -53,10 +51,6 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.fleet_workers(_new(folder), options.fleet_workers, seed)
     if options.fleet_drivers:
         yield stages.fleet_drivers(_new(folder), options.fleet_drivers, seed)
-    if options.fleet_nodes:
-        yield stages.fleet_nodes(_new(folder), options.fleet_nodes, seed)
-    if options.fleet_slowness:
-        yield stages.slow_worker(_new(folder), options.fleet_slowness)
     if options.named:
         yield stages.named_kills(_new(folder), options.named, seed)
     if options.updates:

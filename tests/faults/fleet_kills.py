@@ -1,4 +1,4 @@
-"""Fleets whose workers, nodes or drivers are killed at random times."""
+"""Fleets whose workers or launchers are killed at random times."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from batchinfer.job.spec.spec import JobSpec
 from tests.faults.violation import ViolationError
 from tests.job.fleet.engines import Paced
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
-from tests.job.fleet.ray_nodes import add_node, nodes_cluster
-from tests.job.fleet.shared_cluster import shared_cluster
 
 ROWS = 2000
 ROOT = Path(__file__).parents[2]
-_SPARE_NODES = 2
 
 
 @dataclass
@@ -67,29 +64,10 @@ def workers_killed(folder: Path, kills: int, seed: int) -> Killed:
         ViolationError: the output of one is not what one process gives.
     """
     random, killed = Random(seed), Killed()
-    with shared_cluster(2):
-        while len(killed.again) < kills:
-            place = _place(folder, killed.jobs)
-            killer = _Killer(place, random, kills - len(killed.again), os.kill)
-            _run_job(place, fleet_job(place), killer, killed)
-    return killed
-
-
-def raylets_killed(folder: Path, kills: int, seed: int) -> Killed:
-    """Kill nodes at random times, under workers of one job after the other.
-
-    Raises:
-        ViolationError: the output of one is not what one process gives.
-    """
-    random, killed = Random(seed), Killed()
     while len(killed.again) < kills:
         place = _place(folder, killed.jobs)
-        left = kills - len(killed.again)
-        with nodes_cluster() as cluster:
-            for _ in range(left + _SPARE_NODES):
-                add_node(cluster)
-            spec = fleet_job(place, scale={"cluster": cluster.address})
-            _run_job(place, spec, _Killer(place, random, left, _kill_node_of), killed)
+        killer = _Killer(place, random, kills - len(killed.again), os.kill)
+        _run_job(place, fleet_job(place), killer, killed)
     return killed
 
 
@@ -158,11 +136,6 @@ class _Killer(Thread):
                 except (ProcessLookupError, psutil.NoSuchProcess):
                     continue
                 self.kills[pid] = time.monotonic()
-
-
-def _kill_node_of(pid: int, number: int) -> None:
-    """Kill the raylet that started a worker."""
-    psutil.Process(pid).parent().send_signal(number)
 
 
 def _place(folder: Path, number: int) -> Path:

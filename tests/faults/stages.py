@@ -16,8 +16,7 @@ from batchinfer.errors import ExitCode
 from tests.families import FAMILIES
 from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, hostile_texts
 from tests.faults.children import Pace
-from tests.faults.fleet_kills import Killed, drivers_killed, raylets_killed, workers_killed
-from tests.faults.fleet_pace import time_with_a_slow_worker
+from tests.faults.fleet_kills import Killed, drivers_killed, workers_killed
 from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
 from tests.faults.kills import Killer
@@ -39,7 +38,6 @@ STATES_AT_ONCE = 1000
 MOST_AGAIN_S = 10.0
 MOST_TOKENS_AGAIN_S = 5.0
 MOST_AGAIN_IN_FLEETS_S = 5.0
-MOST_OF_IDEAL = 1.3
 MOST_TO_STOP_S = 5.0
 _MOST_SHOWN = 5
 
@@ -92,10 +90,6 @@ def fleet_drivers(folder: Path, kills: int, seed: int) -> Row:
     return _fleet_kills(f"workers, in {kills} kills of their drivers,", killed)
 
 
-def fleet_nodes(folder: Path, kills: int, seed: int) -> Row:
-    return _fleet_kills("nodes under workers of fleets", raylets_killed(folder, kills, seed))
-
-
 def _fleet_kills(what: str, killed: Killed) -> Row:
     worst, kills = max(killed.again), len(killed.again)
     return (
@@ -103,15 +97,6 @@ def _fleet_kills(what: str, killed: Killed) -> Row:
         "0 lost, 0 duplicated, 0 out of order, bytes of one process, verify 0; of finished rows at "
         f"most {worst:.1f} s again, {killed.rows_again / kills:.0f} rows a kill",
         "ok" if worst <= MOST_AGAIN_IN_FLEETS_S else "TOO MUCH AGAIN",
-    )
-
-
-def slow_worker(folder: Path, slowness: int) -> Row:
-    share = time_with_a_slow_worker(folder, slowness)
-    return (
-        f"one worker of three {slowness} times slower",
-        f"{share:.2f} times the ideal time",
-        "ok" if share <= MOST_OF_IDEAL else "TOO SLOW",
     )
 
 

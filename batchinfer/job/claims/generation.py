@@ -104,8 +104,6 @@ class NextGeneration:
             if not is_begun(self.out):
                 manifest = replace(manifest, planned_at=stored.planned_at)
             work = plan_resume(self.out, manifest, "resume")
-            with storage_errors(present.permit, "delete"):
-                present.files.delete(present.permit)  # workers may live whose driver has died
             prepare_directory(self.out, work)
             work = replace(work, takes_over=(present, *self._others()))
             yield reopened(self.out, work, reopen)

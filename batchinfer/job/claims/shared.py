@@ -56,6 +56,8 @@ from batchinfer.job.storage.local_lock import LOCK, HeldError
 
 _CLAIMS_LEFT = 6
 """Claims that are left for each worker whenever one is taken, until single parts are left."""
+_SLOWER = 1.15
+"""How much longer a worker may take for a part than the others for all that is left."""
 _POLL_S = 0.5
 """Between looks for parts that have become free; more in a store."""
 
@@ -193,13 +195,11 @@ class SharedClaim:
         maker = shard.maker(part.index, len(self._parts))
         return "the same command" if maker == shard else f"shard {maker}, or all without one,"
 
-    def claim_all(self, parts: Sequence[Part]) -> None:
-        """Claim parts, of which no row has to run."""
-        with wait_for(self.shared.lock, for_anyone=True):
-            self.claims.add([range(part.index, part.index + 1) for part in parts])
-
-    def deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
+    def deal(self, living: Sequence[Writer], rows_per_s: float) -> tuple[list[Part], bool]:
         """Claim parts that nobody makes, called under the lock; and whether others make some.
+
+        Args:
+            rows_per_s: speed of this worker so far; 0: not known.
 
         Guided self-scheduling: a share of what is left, so that claims become smaller towards the
         end (Polychronopoulos and Kuck, 1987).
@@ -212,8 +212,13 @@ class SharedClaim:
             self.role.num_workers, sum(writer.number is not None for writer in living)
         )
         taken = free[: claim_size(free, num_workers, self._window_rows)]
+        speeds = [Claims(self.shared, one).rows_per_s for one in living if one != self.writer]
+        held = [part for part in left if part.index in others]
+        num_left = _num_rows(free) + _num_rows(held) // 2  # those are half made, on average
+        if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
+            return [], True
         if taken:
-            self.claims.add([range(part.index, part.index + 1) for part in taken])
+            self.claims.add([range(at.index, at.index + 1) for at in taken], rows_per_s)
         return taken, any(part.index in others for part in left)
 
     def unrecorded(self, parts: Sequence[Part]) -> list[Part]:
@@ -321,6 +326,9 @@ class ClaimedParts:
         self._claim = claim
         self._work = work
         self._generated = generated
+        self._num_rows = 0
+        """Rows of the parts claimed so far, most of which are made when more are claimed."""
+        self._began = time.monotonic()
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
         """Claim parts; wait while there are none, but others make some: they may die."""
@@ -331,8 +339,10 @@ class ClaimedParts:
                     return None
                 living = claim.living()
                 history = claim.count_deaths(self._work, self._generated, living)
-                taken, others_make = claim.deal(living)
+                rows_per_s = self._num_rows / (time.monotonic() - self._began)
+                taken, others_make = claim.deal(living, rows_per_s)
             if taken:
+                self._num_rows += _num_rows(taken)
                 # What a living writer of that name has left of an earlier life may be of use.
                 beside = frozenset(writer.name for writer in living) - {claim.writer.name}
                 work = replace(self._work, starts_over=False)
@@ -342,6 +352,25 @@ class ClaimedParts:
             time.sleep(pause)
             pause = min(2 * pause, max(_POLL_S, claim.out.files.flush_every_s / 12))
         return None
+
+
+def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
+    """Whether the others would make all that is left before this worker has made one part.
+
+    Args:
+        part_rows: rows of the part.
+        left_rows: rows that are not finished.
+        rows_per_s: speed of this worker; 0: not known.
+        others: speeds of the other workers.
+    """
+    if not rows_per_s or not any(others):
+        return False
+    without = max(left_rows / sum(others), part_rows / max(others))
+    return part_rows / rows_per_s > _SLOWER * without
+
+
+def _num_rows(parts: Sequence[Part]) -> int:
+    return sum(part.num_rows for part in parts)
 
 
 def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:

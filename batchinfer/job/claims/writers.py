@@ -17,12 +17,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from secrets import token_hex
 from typing import ClassVar
 
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from batchinfer.console.format import printable
 from batchinfer.errors import LockedError
@@ -174,6 +174,8 @@ class _Stored:
     """Number of its runs at least: those with lower ones have died."""
     parts: list[tuple[NonNegativeInt, NonNegativeInt]]
     """Ranges of indices of parts."""
+    rows_per_s: NonNegativeFloat = 0.0
+    """Speed of a worker; 0 before it is known."""
 
 
 _STORED = TypeAdapter(_Stored)
@@ -203,14 +205,15 @@ class Claims:
         self._mine = _Stored(self._mine.token, first_run, ranges)
         self._store()
 
-    def add(self, parts: Sequence[range]) -> None:
-        """Claim more parts.
+    def add(self, parts: Sequence[range], rows_per_s: float = 0.0) -> None:
+        """Claim more parts, and say how fast the last ones were made.
 
         Raises:
             LockedError: this process has lost what it had claimed.
         """
         self.check()
-        self._mine.parts.extend((rows.start, rows.stop) for rows in parts)
+        more = [*self._mine.parts, *((rows.start, rows.stop) for rows in parts)]
+        self._mine = replace(self._mine, parts=more, rows_per_s=rows_per_s)
         self._store()
 
     def check(self) -> None:
@@ -233,6 +236,12 @@ class Claims:
             return _STORED.validate_json(read_file(self._out.files, self._path))
         except (OSError, ValueError):
             return None
+
+    @property
+    def rows_per_s(self) -> float:
+        """Speed of the writer, as it has said with its last claim."""
+        stored = self.stored()
+        return 0.0 if stored is None else stored.rows_per_s
 
     @property
     def claimed(self) -> set[int]:

@@ -1,58 +1,47 @@
-"""A job on a fleet: workers counted, a cluster to run them in, a driver for both."""
+"""A job on a fleet: how many workers, on which devices and cores, started by whom."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from threading import Event
 from typing import Any
 
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import UsageError
-from batchinfer.job.fleet.boot import WorkerSetup
-from batchinfer.job.fleet.boots import FleetSize
-from batchinfer.job.fleet.driver import FleetDriver
-from batchinfer.job.fleet.files.access import lent
-from batchinfer.job.fleet.files.driver_log import DriverLog
-from batchinfer.job.fleet.on_ray.joiner import Joiner
-from batchinfer.job.fleet.on_ray.ray_main import ToJoin
-from batchinfer.job.fleet.on_ray.ray_process import ray_process
-from batchinfer.job.fleet.on_ray.reach import is_reached
-from batchinfer.job.job import BuildEngine, OutputJob, open_job
-from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.fleet.launcher import Launcher
+from batchinfer.job.fleet.local_workers import LocalWorker, WorkerHandle
+from batchinfer.job.fleet.reach import is_reached
+from batchinfer.job.fleet.worker_process import WorkerSetup
+from batchinfer.job.job import BuildEngine, OutputJob
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
 """More only wait for each other, and take minutes to come up."""
-_PRELOAD = ("batchinfer.job.fleet.on_ray.preload",)
-"""What takes a worker seconds to import: it begins before there is anything to do."""
 
 
 def run_fleet(
     job: OutputJob,
-    recovered: RecoveredRows,
+    role: Role,
     build: BuildEngine | None,
-    pinned_kernels: Mapping[str, str],
-    clear: Callable[[], None],
     progress: Progress,
     stop: Event,
-    first: Joiner | None = None,
+    on_begin: Callable[[], None],
 ) -> bool:
     """Make the parts that are not finished, with several workers.
 
     Args:
-        recovered: the parts to make, and what is there of them already.
+        job: as workers open it.
+        role: whose parts they make.
         build: makes a worker's engine, in place of ``batchinfer.builders.engine.build_engine``.
-        pinned_kernels: of the runs whose rows stay.
-        clear: deletes what is to be overwritten; called when a worker has its model.
-        progress: shows finished rows.
         stop: when set, workers put on disk what they have, and end.
-        first: the process to join the cluster, where it was begun ahead.
+        on_begin: called when rows begin to run.
 
     Returns:
         Whether all parts were made.
@@ -60,61 +49,68 @@ def run_fleet(
     Raises:
         JobError: the fleet cannot be started or run; finished rows are kept.
     """
-    began = time.monotonic()
-    scale = job.spec.scale
+    scale, on_cluster = job.spec.scale, job.spec.scale.cluster != "local"
     _check_cores(job.spec)
-    if scale.cluster != "local" and not is_reached(scale.cluster, scale.start_timeout_s, stop):
+    if on_cluster and not is_reached(scale.cluster, scale.start_timeout_s, stop):
         return False
-    number = run_number(job.out.next_run_id)
-    to_join = ToJoin(scale.cluster, _num_local(job.spec), preload=_PRELOAD if build is None else ())
-    with (
-        closing(DriverLog(job.out, run_id(number, "driver"))) as log,
-        lent(job.out) as nonce,
-        ray_process(to_join, scale.start_timeout_s, stop, first) as workers,
-    ):
-        with phase("starting Ray"):
-            cluster_gpus = workers.join(scale.start_timeout_s - (time.monotonic() - began))
-        if cluster_gpus is None:
-            return False
-        has_gpus = _uses_gpus(job.spec, cluster_gpus)
-        num_workers = max(1, cluster_gpus) if scale.workers == "auto" else scale.workers
-        shares_cores = scale.cluster == "local" and not has_gpus
-        setup = WorkerSetup(
-            job.spec,
-            job.manifest,
-            open_job(job.spec, job.source).manifest.fingerprint,
-            nonce,
-            build=build,
-            pinned_kernels=pinned_kernels,
-            bad_ids=job.source.bad_ids,
-            omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        )
-        size = FleetSize(
+    num_gpus = _cluster_gpus(scale.cluster) if on_cluster else _num_gpus(job.spec)
+    has_gpus = job.spec.engine.device == "cuda" or num_gpus > 0
+    num_workers = max(1, num_gpus) if scale.workers == "auto" else scale.workers
+    worker = Role(role.shard, is_worker=True, has_launcher=True, num_workers=num_workers)
+    setup = WorkerSetup(job.spec, worker, package_versions(), build)
+    shares_cores = not on_cluster and not has_gpus and job.spec.engine.num_threads is None
+    cores = sorted(os.sched_getaffinity(0))[: cpu_limits().count]
+
+    def start(number: int) -> WorkerHandle:
+        if on_cluster:
+            from batchinfer.job.fleet.ray_workers import RayWorker
+
+            return RayWorker(setup, _resources(scale.resources, has_gpus))
+        visible = {"CUDA_VISIBLE_DEVICES": _device(number)} if has_gpus else {}
+        own = _share(cores, number, num_workers) if shares_cores else []
+        return LocalWorker(setup, own, visible)
+
+    path = job.out.logs / f"{run_id(run_number(job.out.next_run_id), 'launcher')}.log"
+    with storage_errors(path), job.out.files.append_to(path) as log:
+
+        def write(line: str) -> None:
+            log.write(f"{line}\n".encode())
+
+        write(f"{num_workers} workers are asked for")
+        launcher = Launcher(
+            start,
             num_workers,
             scale.min_workers,
             scale.start_timeout_s,
-            waited_s=time.monotonic() - began,
-            same_kernels=not has_gpus and not pinned_kernels,
+            not has_gpus,
+            lambda: _is_complete(job, role),
+            progress,
+            stop,
+            write,
+            on_begin,
         )
-        workers.use(
-            setup,
-            _resources(scale.resources, has_gpus),
-            _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),
-        )
-        log(f"{num_workers} workers are asked for")  # takes the run's number
+        try:
+            return launcher.run()
+        finally:
+            if on_cluster:
+                from batchinfer.job.fleet.ray_workers import left
 
-        def clear_all() -> None:
-            clear()
-            log.begin_again_if_gone()
-
-        return FleetDriver(
-            job, recovered, workers, size, number, clear_all, progress, stop, log
-        ).run()
+                left()
 
 
 def is_fleet(spec: JobSpec) -> bool:
     """Whether a job is to run on several workers, as far as can be told without its cluster."""
-    return spec.scale.workers != 1 and (spec.scale.cluster != "local" or _num_local(spec) > 1)
+    workers = spec.scale.workers
+    if workers == "auto" and spec.scale.cluster == "local":
+        return _num_gpus(spec) > 1
+    return workers != 1
+
+
+def _is_complete(job: OutputJob, role: Role) -> bool:
+    parts = job.manifest.parts()
+    mine = parts if role.shard is None else [parts[at] for at in role.shard.parts(len(parts))]
+    recorded = {path.stem for path in job.out.files.entries(job.out.parts)}
+    return all(part.name in recorded for part in mine)
 
 
 def _check_cores(spec: JobSpec) -> None:
@@ -126,39 +122,46 @@ def _check_cores(spec: JobSpec) -> None:
     cores, workers = cpu_limits().count, spec.scale.workers
     if spec.scale.cluster != "local" or workers == "auto" or workers <= _WORKERS_PER_CORE * cores:
         return
-    if spec.engine.device == "cpu" or not _num_gpus():
+    if not _num_gpus(spec):
         raise UsageError(
             f"scale.workers is {workers}, and this machine has no GPU for them and {cores} cores",
             hint=f"ask for {cores} workers or fewer; one is as fast",
         )
 
 
-def _num_local(spec: JobSpec) -> int:
-    """Workers on this machine; one for each GPU with ``auto``, one where there is none."""
-    workers = spec.scale.workers
-    return max(1, _num_gpus()) if workers == "auto" else workers
+def _cluster_gpus(cluster: str) -> int:
+    try:
+        from batchinfer.job.fleet.ray_workers import joined
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"scale.cluster {cluster} needs Ray, which is not installed",
+            hint="pip install 'batchinfer[ray]'",
+        ) from None
+    with phase("joining the Ray cluster"):
+        return joined(cluster)
 
 
-def _uses_gpus(spec: JobSpec, cluster_gpus: int) -> bool:
-    """Whether each worker has a GPU; a cluster that grows may have none yet."""
-    return spec.engine.device == "cuda" or (cluster_gpus > 0 and spec.engine.device != "cpu")
-
-
-def _num_gpus() -> int:
-    """GPUs of this machine."""
+def _num_gpus(spec: JobSpec) -> int:
+    """GPUs of this machine that workers may use."""
+    if spec.engine.device == "cpu":
+        return 0
     from batchinfer.builders.device import num_gpus  # imports torch
 
     return num_gpus()
 
 
-def _shares(num_workers: int) -> list[list[int]]:
-    """The cores that this process may use, dealt to workers."""
-    cores = sorted(os.sched_getaffinity(0))[: cpu_limits().count]
+def _device(number: int) -> str:
+    """The GPU of a worker, as ``CUDA_VISIBLE_DEVICES`` names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    return names[number % len(names)] if names else str(number)
+
+
+def _share(cores: list[int], number: int, num_workers: int) -> list[int]:
+    """The cores of a worker, of those that this process may use."""
     each = len(cores) / num_workers
-    return [
-        cores[int(at * each) : int((at + 1) * each)] or [cores[at % len(cores)]]
-        for at in range(num_workers)
-    ]
+    own = cores[int(number * each) : int((number + 1) * each)]
+    return own or [cores[number % len(cores)]]
 
 
 def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 
 import numpy as np
@@ -84,8 +84,6 @@ class Draft:
     keys_sha256: str
     num_reused: int = 0
     """Rows that were copied from another output."""
-    lease: int = 0
-    """The lease it was made under; 0: there are none."""
 
     @property
     def sha256_of(self) -> dict[str, str]:
@@ -152,23 +150,6 @@ def stage(
         hashlib.sha256(key_bytes).hexdigest(),
         num_reused,
     )
-
-
-def hand_over(out: OutputDir, draft: Draft, lease: int) -> Draft:
-    """Give a staged part to another process, which publishes it: to names that only ``lease`` has.
-
-    Raises:
-        StorageError: the file system refuses.
-    """
-    handed = []
-    for name in draft.sha256_of:
-        staged = out.state / name
-        path = staged.with_name(f"lease-{lease:06d}-{staged.name}")
-        with storage_errors(path):
-            out.files.rename(staged, path)
-        handed.append(_below_state(out, path))
-    requests, keys, rows = handed
-    return replace(draft, lease=lease, staged_requests=requests, staged_keys=keys, staged=rows)
 
 
 def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:

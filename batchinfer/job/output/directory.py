@@ -91,9 +91,6 @@ class OutputDir:
         self.live = self.state / "live"
         """How far runs are, which they write every few seconds."""
         self.locks = self.state / "locks"
-        self.permit = self.locks / "fleet"
-        """There for as long as who holds the lock lets workers write; beside the locks, which stay
-        when output is overwritten."""
         self.next = self.state / "next"
         """Generations that are to take the place of the one here."""
         self.swap = self.state / "swap.json"

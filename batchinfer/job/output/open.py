@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
@@ -44,23 +44,6 @@ def _in_store(url: str) -> OutputDir:
         return StoreFiles(objects, lock.check, lock.confirm), lock
 
     return OutputDir(root, access=access).under_lock(LOCK)
-
-
-def lent_output(url: str, permit: PurePath, text: bytes) -> OutputDir:
-    """The output directory in a store as one writes to it whom the holder of its lock lets.
-
-    Args:
-        permit: the file that holds ``text`` for as long as that is so.
-    """
-    root = _root_in_store(url)
-    from batchinfer.job.storage.object_filesystem import StoreFiles
-    from batchinfer.job.storage.object_store import Objects
-    from batchinfer.job.storage.permit import Permit
-
-    assert isinstance(permit, StorePath)
-    objects = Objects(root)
-    lent = Permit(objects, permit, text)
-    return OutputDir(root, StoreFiles(objects, lent.check, lent.confirm))
 
 
 def _root_in_store(url: str) -> StorePath:

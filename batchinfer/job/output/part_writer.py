@@ -81,7 +81,6 @@ class PartWriter:
         """More rows, which have come as tables."""
         self._first_rows = [part.rows.start for part in parts]
         self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
-        self._left: set[int] = set()
         self._num_written = 0
 
     def add(self, row: FinishedRow) -> None:
@@ -119,16 +118,10 @@ class PartWriter:
         """Whether all parts are written."""
         return self._num_written == len(self._parts)
 
-    def leave(self, part: Part) -> None:
-        """Do not make a part, of which others have rows: those that come here stay in segments."""
-        self._left.add(part.index)
-
     def write_complete(self) -> None:
         """Write the parts that lack no row, up to the first that does."""
         for part in self._parts[self._num_written :]:
-            if part.index in self._left:
-                self._kept_of(part)  # they are read one part after the other
-            elif self._missing[self._num_written] == 0:
+            if self._missing[self._num_written] == 0:
                 self._write(part)
             else:
                 return

@@ -16,7 +16,7 @@ from pathlib import PurePath
 
 from batchinfer.console.format import near_path, printable
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.manifest import Manifest
+from batchinfer.job.manifest import LAYOUT, Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.manifest_file import (
     is_begun,
@@ -117,9 +117,19 @@ def only_unfinished(out: OutputDir, work: ResumePlan, trust: Trust = "marks") ->
 
     Args:
         trust: what saves reading these.
+
+    Raises:
+        LockedError: another version has begun the output, and its rows cannot be gone on with.
     """
     unfinished = dict(_unfinished(out, work.todo, trust))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
+    if len(damaged) < len(unfinished) and stored_manifest(out).layout != LAYOUT:
+        raise LockedError(
+            f"{printable(str(out.root))} was begun by another version of batchinfer, and is not "
+            "finished",
+            hint="finish it with that version, or use --output for another place, with --reuse for "
+            "its rows, or --overwrite to start over",
+        )
     return replace(work, todo=list(unfinished), damaged=damaged)
 
 
@@ -135,8 +145,6 @@ def prepare_directory(out: OutputDir, work: ResumePlan, shared: OutputDir | None
         StorageError: the directory cannot be written to.
     """
     _make_directories(out)
-    with storage_errors(out.permit, "delete"):
-        (shared or out).files.delete(out.permit)  # workers may live whose driver has died
     if not work.starts_over:
         _store_plan(shared or out, work)
 
@@ -223,7 +231,7 @@ def _unfinished(
 
 
 def _store_plan(out: OutputDir, work: ResumePlan) -> None:
-    if has_finished_rows(out):
+    if has_finished_rows(out) and stored_manifest(out).layout == LAYOUT:
         restore_manifest(out, work.manifest)
     else:
         store_manifest(out, work.manifest)

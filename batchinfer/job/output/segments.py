@@ -2,7 +2,7 @@
 
 A segment holds the rows that finished in a few seconds, sorted by row id, with a row group for each
 part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
-it. A row may be in two segments (see ``output/recovery/retry.py``); the later one counts.
+it. A row may be in two segments (see ``claims/retry.py``); the later one counts.
 
 A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file. Of
 one of several writers it says the writer, and the first and the last part it has rows of: whoever
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import PurePath
@@ -210,28 +210,6 @@ class Segments:
         self._groups[path] = groups
         self._note_owner(path, groups)
         return path
-
-    def note(self, path: PurePath, groups: Mapping[int, int]) -> None:
-        """Take up a segment that another process wrote, unread: it has told what is in it.
-
-        Args:
-            groups: ``groups_of`` the segment there.
-        """
-        self._note_owner(path, groups)
-        mine = {index: group for index, group in groups.items() if self._makes_any(index, index)}
-        self._keep(path, mine)
-
-    def groups_of(self, path: PurePath) -> dict[int, int]:
-        """Index of each part that a segment has rows of, and the row group of these."""
-        return dict(self._groups.get(path, {}))
-
-    def files_of(self, indices: Set[int]) -> list[PurePath]:
-        """Segments with rows of some parts, oldest first."""
-        return [path for path, groups in self._groups.items() if not indices.isdisjoint(groups)]
-
-    def is_known(self, path: PurePath) -> bool:
-        """Whether a segment has been taken up, and is needed still."""
-        return path in self._groups
 
     def rows_of(self, part: Part) -> pa.Table:
         """The rows of a part that are in segments, each once, sorted by row id, and who made them.

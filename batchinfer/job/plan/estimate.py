@@ -187,6 +187,12 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
             f"about {duration(plan['wall_s'])}",
             f", on {plan['workers']:,} devices like this one",
         )
+    if plan["max_rows_per_part"] is not None:
+        yield SummaryLine(
+            "note",
+            f"output.rows_per_part of at most {plan['max_rows_per_part']:,}",
+            " would keep all workers busy to the end",
+        )
     if plan["cost"] is not None:
         yield SummaryLine(
             "cost", f"about {plan['cost']:,.2f} {currency}", ", while devices compute"

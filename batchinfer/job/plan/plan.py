@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from batchinfer.builders.dry import SimulatedEngine
 
 
+_PARTS_EACH = 6
+"""Parts for each worker, so that none waits long for the others at the end."""
+
+
 def plan_job(
     spec: JobSpec,
     *,
@@ -106,8 +110,16 @@ def plan_job(
     plan = Outcome(job, context, census, simulation, complete, reuse).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
-    # Rows are independent and the last ones are shared out, so that the time divides evenly.
-    return {**plan, "workers": workers, "wall_s": plan["time_s"] / workers, "cost": cost}
+    # A worker makes whole parts: with some for each, the time divides evenly.
+    most_rows = max(1, plan["rows"] // (_PARTS_EACH * workers))
+    has_few_parts = workers > 1 and spec.output.rows_per_part > most_rows
+    return {
+        **plan,
+        "workers": workers,
+        "wall_s": plan["time_s"] / workers,
+        "max_rows_per_part": most_rows if has_few_parts else None,
+        "cost": cost,
+    }
 
 
 def _lengths(

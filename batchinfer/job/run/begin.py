@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from batchinfer.console.format import printable
-from batchinfer.errors import DataError, JobError, NotYetError, UsageError
+from batchinfer.errors import DataError, JobError, UsageError
 from batchinfer.job.claims.claim import Claim, WholeJob
 from batchinfer.job.claims.generation import (
     NextGeneration,
@@ -61,7 +61,6 @@ REFUSED: Mapping[tuple[str, str], JobError] = {
     ("--update", "--overwrite"): UsageError(
         "--update keeps the good rows, --overwrite keeps none: choose one"
     ),
-    ("--shard", "--workers"): NotYetError("--shard with scale.workers over 1"),
     ("--worker", "--workers"): UsageError(
         "--worker is one of several workers, --workers starts several: choose one"
     ),
@@ -144,7 +143,7 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
             )
 
 
-def claim_parts(job: OutputJob, options: RunOptions) -> Claim | None:
+def claim_parts(job: OutputJob, options: RunOptions, *, has_fleet: bool = False) -> Claim | None:
     """The claim to what a run is to make; None: the job is finished.
 
     Raises:
@@ -162,9 +161,12 @@ def claim_parts(job: OutputJob, options: RunOptions) -> Claim | None:
         if options.update:
             drop_generations(job.out)
         return None
-    if options.role is None:
+    role = options.role
+    if has_fleet:
+        role = Role(None if role is None else role.shard, is_launcher=True)
+    if role is None:
         return WholeJob(job.out)
-    return SharedClaim(job.out, options.role, job.spec.engine.order_window)
+    return SharedClaim(job.out, role, job.spec.engine.order_window)
 
 
 def check_folders(job: OutputJob, resume: ResumePlan) -> None:

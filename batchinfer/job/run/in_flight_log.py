@@ -1,4 +1,4 @@
-"""Log of the rows in flight: what ``recovery/quarantine.py`` reads when the process has died."""
+"""Log of the rows in flight: what ``claims/crashes.py`` reads when the process has died."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import JobError, StorageError
+from batchinfer.job.claims.crashes import LOG_ENTRY
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.recovery.quarantine import LOG_ENTRY
 from batchinfer.job.storage.filesystem import storage_errors
 
 

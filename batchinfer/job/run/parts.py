@@ -15,9 +15,9 @@ from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.claim import Claim
+from batchinfer.job.claims.shared import Role
 from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.recovery.recovered_rows import RecoveredRows, from_scratch, recover_rows
 from batchinfer.job.output.resume import ResumePlan
 from batchinfer.job.reuse.reuse import RowReuse
 from batchinfer.job.run.end import end_run
@@ -29,23 +29,23 @@ from batchinfer.process.process import gc_paused, stop_signals
 
 
 class RunFleet(Protocol):
-    """``run_pipeline`` with several workers, each with an engine that it builds itself."""
+    """``run_pipeline`` with several workers, each a process of its own."""
 
     def __call__(
         self,
         job: OutputJob,
-        recovered: RecoveredRows,
+        role: Role,
         build: BuildEngine | None,
-        pinned_kernels: Mapping[str, str],
-        clear: Callable[[], None],
         progress: Progress,
         stop: Event,
+        on_begin: Callable[[], None],
     ) -> bool:
         """Make the parts that are not finished; whether all were made.
 
         Args:
-            pinned_kernels: of the runs whose rows stay.
-            clear: deletes what is to be overwritten; to be called once a model is loaded.
+            job: as workers open it.
+            role: whose parts they make.
+            on_begin: called when rows begin to run.
         """
         ...
 
@@ -57,6 +57,7 @@ def run_parts(
     reporter: RunReporter,
     build: BuildEngine | None,
     fleet: RunFleet | None,
+    role: Role | None,
     outputs: Sequence[OutputDir],
     *,
     overwrites: bool,
@@ -73,6 +74,8 @@ def run_parts(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
+    if not resume.todo and role is not None and role.has_launcher:
+        return ExitCode.OK
     if not resume.todo:
         with stop_signals() as stop:
             return end_run(job, claim, reporter, stop, overwrites=overwrites)
@@ -107,10 +110,8 @@ def run_parts(
         with stop_signals() as stop:
             with closing(reporter.display.progress(meter)) as progress:
                 if fleet is not None and not runs_here:
-                    shared = _as_workers_see(job, resume)
-                    recover = from_scratch if resume.starts_over else recover_rows
-                    recovered = recover(job.out, resume, job.table.generated_schema)
-                    complete = fleet(shared, recovered, build, before, clear, progress, stop)
+                    seen = _as_workers_see(job, resume, overwrites=overwrites)
+                    complete = fleet(seen, role or Role(), build, progress, stop, meter.begin)
                 else:
                     complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
             if reuse is not None and not (reuse.num_reused or meter.before):  # else those may be
@@ -118,6 +119,8 @@ def run_parts(
             if not complete:
                 reporter.stopped(job.out, overwrites=overwrites)
                 return ExitCode.INTERRUPTED
+            if role is not None and role.has_launcher:
+                return ExitCode.OK
             return end_run(job, claim, reporter, stop, overwrites=overwrites)
 
 
@@ -130,14 +133,15 @@ def _num_finished(job: OutputJob, resume: ResumePlan, missing: int) -> int:
     return sum(job.source.count(part.rows) for part in mine) - missing
 
 
-def _as_workers_see(job: OutputJob, resume: ResumePlan) -> OutputJob:
+def _as_workers_see(job: OutputJob, resume: ResumePlan, *, overwrites: bool) -> OutputJob:
     """The job with an output that each worker opens by itself: of an update, the next generation,
     which reuses the rows of those it takes the place of."""
-    if not resume.takes_over:
-        return job
     asked = job.spec.output
-    reuse = (*(str(out.root) for out in resume.takes_over), *asked.reuse)
-    output = asked.model_copy(update={"path": str(job.out.root), "reuse": reuse})
+    changes: dict[str, object] = {"if_exists": "overwrite"} if overwrites else {}
+    if resume.takes_over:
+        reuse = (*(str(out.root) for out in resume.takes_over), *asked.reuse)
+        changes |= {"path": str(job.out.root), "reuse": reuse, "if_exists": "resume"}
+    output = asked.model_copy(update=changes)
     return replace(job, spec=job.spec.model_copy(update={"output": output}))
 
 

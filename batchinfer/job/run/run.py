@@ -79,6 +79,8 @@ def run_job(
         "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, role
     )
     refuse_combinations(options, has_fleet=fleet is not None)
+    if fleet is not None:
+        role = Role(None if role is None else role.shard, is_launcher=True)
     display = display or Display(quiet=quiet, result_on_stdout=not as_json)
     with ExitStack() as stack:
         phases = stack.enter_context(Phases(display.phases))
@@ -87,7 +89,7 @@ def run_job(
         stack.enter_context(serve_metrics(metrics, watched, display))
         ended = stack.enter_context(notify_on_end(spec, watched, display, alone=role is None))
         job = open_output_job(spec, combined_output, options)
-        claim = claim_parts(job, options)
+        claim = claim_parts(job, options, has_fleet=fleet is not None)
         if claim is None:
             reporter.nothing_to_do(job.out)
             return ExitCode.OK
@@ -105,7 +107,7 @@ def run_job(
         job = replace(job, manifest=resume.manifest, out=claim.out)
         check_folders(job, resume)
         code = run_parts(
-            job, claim, resume, reporter, build, fleet, outputs, overwrites=options.overwrites
+            job, claim, resume, reporter, build, fleet, role, outputs, overwrites=options.overwrites
         )
         ended(code)
         return code

@@ -81,7 +81,7 @@ class StatsSpec(Section):
 
 
 class ScaleSpec(Section):
-    """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
+    """How many workers share the job, and where they run. A cluster needs ``batchinfer[ray]``."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Number of engines, each with its own device; without GPUs they share the cores. auto: one per
@@ -89,8 +89,8 @@ class ScaleSpec(Section):
     min_workers: int = Field(default=1, ge=1)
     """Start when this many workers are ready; others join when the cluster has room."""
     cluster: Text = "local"
-    """local: a Ray cluster on this machine for this job. auto: the cluster in RAY_ADDRESS. Else a
-    cluster's host:port."""
+    """local: processes of this machine. auto: the Ray cluster in RAY_ADDRESS. Else a Ray cluster's
+    host:port."""
     start_timeout: Text = "10m"
     """How long min_workers may take to start, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import PurePath
@@ -100,13 +100,6 @@ def runs_of(out: OutputDir) -> Iterator[Run]:
     for path in out.files.entries(out.runs):
         with suppress(OSError, ValueError):
             yield read_run(out.files, path)
-
-
-def note_failure(out: OutputDir, run_id: str, reason: str) -> None:
-    """Add to the record of an ended run, if there is one, why the job failed."""
-    path = out.runs / f"{run_id}.json"
-    with suppress(OSError, ValueError):
-        out.write_json(path, asdict(replace(read_run(out.files, path), error=reason)))
 
 
 def kernels_of(runs: Iterable[Run]) -> dict[str, str]:

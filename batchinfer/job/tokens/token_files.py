@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePath
 
 import pyarrow as pa
@@ -21,7 +20,7 @@ from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.parquet_bytes import parquet_bytes
-from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
+from batchinfer.job.row_ids import sorted_row_ids, within
 from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import read_file, storage_errors
 from batchinfer.job.tokens.in_flight import TokenUpdate
@@ -55,18 +54,6 @@ class TokenFiles:
     def size(self) -> int:
         """Bytes in the files that may be of use."""
         return sum(self._sizes.values())
-
-    def read(self, names: Iterable[str]) -> dict[RequestId, KeptOutput]:
-        """What is known of requests by files that others have written, and that stay theirs.
-
-        Raises:
-            StorageError: one cannot be read.
-        """
-        kept: dict[RequestId, KeptOutput] = {}
-        for name in sorted(names):
-            for increment in self._read(self._out.tokens / name)[1]:
-                _add(kept, run_of_tokens(name), increment)
-        return kept
 
     def recover(
         self, missing: Sequence[range], beside: Collection[str] | None = None
@@ -155,21 +142,6 @@ def run_of_tokens(name: str) -> str:
     """Id of the run that wrote a file of tokens; "" for a file of another name."""
     named = _NAME.fullmatch(name)
     return named["run"] if named else ""
-
-
-def rows_with_tokens(out: OutputDir, run_id: str) -> RowIds:
-    """Rows of which a run has tokens on disk, drawn by it and perhaps by others before; of files
-    that can be read.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
-    found: set[int] = set()
-    for path in out.files.entries(out.tokens):
-        if run_of_tokens(path.name) == run_id:
-            with suppress(OSError, pa.ArrowException):
-                found.update(out.read_table(path, ["row_id"])["row_id"].to_pylist())
-    return sorted_row_ids(found)
 
 
 def _digest(data: bytes) -> str:

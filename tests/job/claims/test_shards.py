@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, LockedError, NotYetError, UsageError
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.claims import writers
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role, SharedClaim
@@ -360,13 +360,6 @@ def test_a_shard_that_waits_for_others_to_end_the_job_can_be_stopped(
     monkeypatch.undo()
     by_shards_of(4)(spec, FakeBuild())
     check_finished(spec, plain)
-
-
-def test_a_fleet_of_a_shard_is_refused_before_anything_is_there(spec: JobSpec) -> None:
-    fleet: Any = "never run"
-    with pytest.raises(NotYetError, match=r"--shard with scale\.workers over 1"):
-        run_shard(spec, 0, fleet=fleet)
-    assert not out_of(spec).exists()
 
 
 def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(

@@ -13,7 +13,6 @@ from batchinfer.job.claims.shared import Role
 from batchinfer.job.run.run import run_job
 from tests.job.fakes import TellingBuild
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
-from tests.job.fleet.shared_cluster import shared_cluster
 from tests.job.reuse.test_reuse import Story, numbered
 
 
@@ -37,12 +36,11 @@ def test_shards_reuse_and_are_reused(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_fleet_reuses_and_is_reused(tmp_path: Path) -> None:
     write_rows(tmp_path, 300)
-    with shared_cluster(4):
-        one = fleet_job(tmp_path, output={"path": str(tmp_path / "one")})
-        assert run(one) == ExitCode.OK
-        write_rows(tmp_path, 320)
-        two = fleet_job(tmp_path, output={"reuse": [one.output.path]})
-        assert run(two) == ExitCode.OK
+    one = fleet_job(tmp_path, output={"path": str(tmp_path / "one")})
+    assert run(one) == ExitCode.OK
+    write_rows(tmp_path, 320)
+    two = fleet_job(tmp_path, output={"reuse": [one.output.path]})
+    assert run(two) == ExitCode.OK
     requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
     assert sorted(requests["row_id"].to_pylist()) == list(range(300, 320))
     assert part_hashes(tmp_path / "out") == expected(tmp_path, two)

@@ -10,19 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.fleet import worker
-from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.lease import Lease, Share
-from batchinfer.job.fleet.messages import Assignment, Ready
-from batchinfer.job.job import identified, open_input, open_job
-from batchinfer.job.output.open import output_at
-from batchinfer.job.row_ids import NO_ROWS
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.tokens.in_flight import TokensInFlight
 from tests.job.datasets import write_parquet
-from tests.job.fakes import AtOnce, FakeBuild, begin, drawn_at_length, job
+from tests.job.fakes import AtOnce, FakeBuild, drawn_at_length, job
 
 STEP_S = 0.1
 MOST_TOKENS = 30
@@ -59,9 +52,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SlowBuild:
     """Runs in whose time a flush is due after five seconds, as it is in earnest."""
     build = SlowBuild()
     timed = partial(TokensInFlight, clock=lambda: build.now)
-    for module in (pipeline, worker):
-        monkeypatch.setattr(module, "TokensInFlight", timed)
-        monkeypatch.setattr(module, "BackgroundConsumer", AtOnce)
+    monkeypatch.setattr(pipeline, "TokensInFlight", timed)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     return build
 
 
@@ -117,34 +109,3 @@ def test_a_row_that_kills_after_some_tokens_is_given_up(
     kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
     assert kills <= 2 + 2 + 2 + 1, "two, halves, two; and one that was the nearer to the token"
     assert errors_of(tmp_path) == {0: "crashed_engine"}
-
-
-@pytest.mark.parametrize(("rows", "is_kept"), [(range(1, 2), True), (range(1, 3), False)])
-def test_a_worker_of_a_fleet_keeps_tokens_of_a_row_that_runs_alone(
-    tmp_path: Path, build: SlowBuild, rows: range, is_kept: bool
-) -> None:
-    spec = long_job(tmp_path, num_rows=4)
-    opened = open_job(spec, identified(open_input(spec), None))
-    manifest, out = opened.manifest, output_at(spec.output.path)
-    (part,) = begin(out, manifest)
-    out.write(out.permit, b"")
-    kept: list[bool] = []
-
-    def look(step: int) -> None:
-        build.now += STEP_S
-        if step == 14:
-            kept.append(bool(out.files.entries(out.tokens)))
-
-    build.before_step = look
-    setup = WorkerSetup(spec, manifest, manifest.fingerprint, b"", build=build)
-    process = WorkerProcess(setup, "w01", "run-00001-w01")
-    assert isinstance(process.load(), Ready)
-    lease = Lease(1, "w01", (Share(part, (rows,), makes=False),))
-    process.give(Assignment(lease, (), NO_ROWS))
-    ended: tuple[int, ...] = ()
-    while not ended:
-        ended = process.report(60.0).ended
-    process.stop()
-    while not process.report(60.0).is_over:
-        pass
-    assert kept == [is_kept]

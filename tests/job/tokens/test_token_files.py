@@ -19,9 +19,9 @@ from batchinfer.engine.request import (
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.tokens.in_flight import TokenUpdate
-from batchinfer.job.tokens.token_files import TokenFiles, rows_with_tokens
+from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.protocols import StopMatch
-from tests.job.fakes import begin, for_writer
+from tests.job.fakes import begin
 
 PLAN = Manifest("f", {}, (), (), 1000, 100, "2026-11-20T10:00:00")
 ALL = [range(0, 1000)]
@@ -133,26 +133,3 @@ def test_of_rows_that_are_finished_nothing_is_kept(out: OutputDir) -> None:
     assert set(later.recover([range(0, 4), range(5, 1000)])) == {(3, 0)}
     assert not later.recover([range(5, 1000)])
     assert not out.files.entries(out.tokens)
-
-
-def test_a_writer_leaves_what_others_have_written(out: OutputDir) -> None:
-    one, other = (for_writer(out, name) for name in ("w01", "w02"))
-    write(TokenFiles(one, PLAN, {}, "run-00001-w01"), increment(3, [(0, [5, 6])]))
-    (path,) = out.files.entries(out.tokens)
-    files = TokenFiles(other, PLAN, {}, "run-00001-w02")
-    assert set(files.read([path.name])) == {(3, 0)}
-    files.recover([range(500, 600)])
-    assert out.files.entries(out.tokens) == [path]
-    TokenFiles(one, PLAN, {}, "run-00002-w01").recover([range(500, 600)])
-    assert out.files.entries(out.tokens) == []
-
-
-def test_whose_rows_have_tokens_is_told_by_run(out: OutputDir) -> None:
-    for run_id, rows in (("run-00001-w01", (3, 4)), ("run-00001-w011", (5,))):
-        files = TokenFiles(out, PLAN, {}, run_id)
-        write(files, *(increment(row_id, [(0, [5])]) for row_id in rows))
-    (path,) = (p for p in out.files.entries(out.tokens) if "-w011-" in p.name)
-    assert rows_with_tokens(out, "run-00001-w01").tolist() == [3, 4]
-    assert rows_with_tokens(out, "run-00001-w011").tolist() == [5]
-    Path(path).write_bytes(b"torn")
-    assert rows_with_tokens(out, "run-00001-w011").tolist() == []

@@ -1,0 +1,172 @@
+"""The process of a worker: a run that claims parts, started and watched by a launcher.
+
+It reads its setup from stdin, pickled, and then lines: ``go``, once it may run rows, or a JSON
+object of kernels that it must compute with. The end of stdin means that the launcher is gone: the
+process then stops as on SIGTERM. It writes messages to stdout, a JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from batchinfer.console.display import Display
+from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.progress import MeteredProgress, Progress
+from batchinfer.errors import ExitCode, JobError, ModelError
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.job import BuildEngine
+from batchinfer.job.run.run import run_job
+from batchinfer.job.run.threads import Repeater
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import package_versions
+from batchinfer.process.process import (
+    bound_spinning,
+    leave_on_signals,
+    leaves_at_once,
+    skip_optional_imports,
+)
+
+TELL_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker is started with."""
+
+    spec: JobSpec
+    role: Role
+    versions: Mapping[str, str]
+    """Of the packages that decide the output, as the launcher has them."""
+    build: BuildEngine | None = None
+    """Makes the engine; None: ``batchinfer.builders.engine.build_engine``."""
+
+
+class _Messages:
+    """Messages to the launcher; from several threads."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print is no message
+        self._lock = Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send a message; a launcher that is gone is noticed at stdin."""
+        with self._lock:
+            try:
+                self._file.write(json.dumps(message) + "\n")
+                self._file.flush()
+            except OSError:
+                pass
+
+
+class _WorkerDisplay(Display):
+    """Tells the launcher what a worker counts; shows nothing."""
+
+    def __init__(self, messages: _Messages) -> None:
+        super().__init__(quiet=True, result_on_stdout=False)
+        self.phases = None
+        self._messages = messages
+
+    def progress(self, meter: Meter) -> Progress:
+        return _Told(meter, self._messages)
+
+    def _write(self, *_: object) -> None:
+        """The launcher says what there is to say."""
+
+
+class _Told(MeteredProgress):
+    """Progress that is told to the launcher every second."""
+
+    def __init__(self, meter: Meter, messages: _Messages) -> None:
+        super().__init__(meter)
+        self._messages = messages
+        self._repeater = Repeater(self.tell, TELL_EVERY_S)
+        self._repeater.__enter__()
+
+    def tell(self) -> None:
+        """Tell what has been counted so far."""
+        counts = asdict(self.meter.counts) | {
+            "failed": self.meter.failed,
+            "reused": self.meter.reused,
+        }
+        self._messages.send(counts=counts, pool=self.meter.pool)
+
+    def close(self) -> None:
+        self._repeater.__exit__()
+        self.tell()
+
+
+def counts_of(message: Mapping[str, Any]) -> Counts:
+    """The counts in a message."""
+    return Counts(**message["counts"])
+
+
+def main() -> int:
+    """Run a worker; its exit code is that of the run."""
+    leave_on_signals()
+    bound_spinning()
+    skip_optional_imports()
+    messages, lines = _Messages(), SimpleQueue[str]()
+    setup: WorkerSetup = pickle.load(sys.stdin.buffer)
+    Thread(target=_read, args=(lines,), daemon=True).start()
+    here = package_versions()
+    try:
+        for name, version in setup.versions.items():
+            if here[name] != version:
+                raise ModelError(
+                    f"{name} is {here[name]} on this node, {version} on the launcher's"
+                )
+        return int(
+            run_job(
+                setup.spec,
+                role=setup.role,
+                build=partial(_built, setup.build, messages, lines),
+                display=_WorkerDisplay(messages),
+            )
+        )
+    except JobError as error:
+        messages.send(failure={"kind": type(error).__name__, "text": str(error)})
+        return int(error.exit_code)
+
+
+def _read(lines: SimpleQueue[str]) -> None:
+    for line in sys.stdin.buffer:
+        lines.put(line.decode().strip())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _built(
+    build: BuildEngine | None, messages: _Messages, lines: SimpleQueue[str], *args: Any, **keys: Any
+) -> Any:
+    """An engine that computes as the launcher wants, built by the time that rows may run."""
+    if build is None:
+        from batchinfer.builders.engine import build_engine  # imports torch
+
+        build = build_engine
+    context = build(*args, **keys)
+    messages.send(up={"device": context.device, "kernels": dict(context.kernels)})
+    if (line := lines.get()) != "go":
+        keys["pinned_kernels"] = json.loads(line)
+        context = build(*args, **keys)
+        messages.send(again=True)
+        lines.get()
+    return context
+
+
+if __name__ == "__main__":
+    with leaves_at_once():
+        try:
+            code = main()
+        except KeyboardInterrupt:
+            code = int(ExitCode.INTERRUPTED)
+        sys.exit(code)
