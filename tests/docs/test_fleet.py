@@ -37,7 +37,9 @@ def test_runs_have_options_that_there_are(arguments: list[str]) -> None:
     group: Any = typer.main.get_command(cli.app)
     context = group.commands["run"].make_context("run", list(arguments))
     workers, cluster = context.params["workers"], context.params["cluster"]
-    ScaleSpec(workers=workers if workers == "auto" else int(workers), cluster=cluster or "local")
+    if not context.params["worker"]:
+        number = workers if workers == "auto" else int(workers)
+        ScaleSpec(workers=number, cluster=cluster or "local")
 
 
 def test_the_keys_are_valid() -> None:

@@ -187,7 +187,7 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
             f"about {duration(plan['wall_s'])}",
             f", on {plan['workers']:,} devices like this one",
         )
-    if plan["max_rows_per_part"] is not None:
+    if plan.get("max_rows_per_part") is not None:
         yield SummaryLine(
             "note",
             f"output.rows_per_part of at most {plan['max_rows_per_part']:,}",
