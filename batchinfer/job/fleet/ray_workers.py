@@ -7,8 +7,9 @@ runs anything again by itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -18,32 +19,41 @@ from batchinfer.errors import DeviceError, one_line
 from batchinfer.job.fleet.local_workers import LocalWorker
 from batchinfer.job.fleet.worker_process import WorkerSetup
 
-_ANSWER_S = 90.0
-"""An actor that answers nothing for so long is taken for dead."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _GONE = -9
 
 
-def joined(cluster: str) -> int:
-    """Join a cluster; how many GPUs it has.
+@contextmanager
+def joined(cluster: str) -> Iterator[int]:
+    """Be in a cluster, where this process is not in one already; yields how many GPUs it has.
+
+    Ray takes SIGTERM for itself when it connects; the handlers that were there are put back.
 
     Raises:
         DeviceError: it cannot be joined.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    was_in, handlers = (
+        ray.is_initialized(),
+        {number: signal.getsignal(number) for number in _SIGNALS},
+    )
     try:
-        if not ray.is_initialized():
+        if not was_in:
             address = "auto" if cluster == "auto" else cluster
             ray.init(address=address, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray raises whatever it met
         raise DeviceError(
             f"the Ray cluster ({cluster}) cannot be used: {one_line(error)}"
         ) from None
-    return int(ray.cluster_resources().get("GPU", 0))
-
-
-def left() -> None:
-    """Leave the cluster."""
-    ray.shutdown()
+    finally:
+        for number, handler in handlers.items():
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler)
+    try:
+        yield int(ray.cluster_resources().get("GPU", 0))
+    finally:
+        if not was_in:
+            ray.shutdown()
 
 
 class RayWorker:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Event
 from typing import Any
 
@@ -53,7 +54,20 @@ def run_fleet(
     _check_cores(job.spec)
     if on_cluster and not is_reached(scale.cluster, scale.start_timeout_s, stop):
         return False
-    num_gpus = _cluster_gpus(scale.cluster) if on_cluster else _num_gpus(job.spec)
+    with _cluster_gpus(scale.cluster) if on_cluster else nullcontext(_num_gpus(job.spec)) as gpus:
+        return _run(job, role, build, progress, stop, on_begin, gpus)
+
+
+def _run(
+    job: OutputJob,
+    role: Role,
+    build: BuildEngine | None,
+    progress: Progress,
+    stop: Event,
+    on_begin: Callable[[], None],
+    num_gpus: int,
+) -> bool:
+    scale, on_cluster = job.spec.scale, job.spec.scale.cluster != "local"
     has_gpus = job.spec.engine.device == "cuda" or num_gpus > 0
     num_workers = max(1, num_gpus) if scale.workers == "auto" else scale.workers
     worker = Role(role.shard, is_worker=True, has_launcher=True, num_workers=num_workers)
@@ -77,7 +91,7 @@ def run_fleet(
             log.write(f"{line}\n".encode())
 
         write(f"{num_workers} workers are asked for")
-        launcher = Launcher(
+        return Launcher(
             start,
             num_workers,
             scale.min_workers,
@@ -88,14 +102,7 @@ def run_fleet(
             stop,
             write,
             on_begin,
-        )
-        try:
-            return launcher.run()
-        finally:
-            if on_cluster:
-                from batchinfer.job.fleet.ray_workers import left
-
-                left()
+        ).run()
 
 
 def is_fleet(spec: JobSpec) -> bool:
@@ -129,7 +136,9 @@ def _check_cores(spec: JobSpec) -> None:
         )
 
 
-def _cluster_gpus(cluster: str) -> int:
+@contextmanager
+def _cluster_gpus(cluster: str) -> Iterator[int]:
+    """Be in a Ray cluster; yields how many GPUs it has."""
     try:
         from batchinfer.job.fleet.ray_workers import joined
     except ModuleNotFoundError:
@@ -137,8 +146,10 @@ def _cluster_gpus(cluster: str) -> int:
             f"scale.cluster {cluster} needs Ray, which is not installed",
             hint="pip install 'batchinfer[ray]'",
         ) from None
-    with phase("joining the Ray cluster"):
-        return joined(cluster)
+    with ExitStack() as stack:
+        with phase("joining the Ray cluster"):
+            gpus = stack.enter_context(joined(cluster))
+        yield gpus
 
 
 def _num_gpus(spec: JobSpec) -> int:
