@@ -1,4 +1,4 @@
-"""Fork servers of text processes, forked off a process that has imported what they need.
+"""Fork servers of text processes, forked from a process that has imported their modules.
 
 Each job and each `LLM` starts a Python, which imports for a sixth of a second; of a thousand of
 them in one test process only the first has to. Such a server does the same as any other. That one
@@ -62,7 +62,7 @@ class _Forked:
 
 
 class _Server:
-    """The process that fork servers are forked off; it ends with this one."""
+    """The process that fork servers are forked from; it ends with this one."""
 
     def __init__(self, paths: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()

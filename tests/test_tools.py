@@ -132,7 +132,7 @@ def test_invalid_tools_and_parsers_are_refused(model: Path, tmp_path: Path) -> N
     plain.write_text("{{ messages[0].content }}")
     prompt = {"tools": [LAMP], "chat_template": str(plain)}
     output = {"path": str(tmp_path / "out"), "tool_parser": "hermes"}
-    with pytest.raises(UsageError, match="the chat template has no place for tools"):
+    with pytest.raises(UsageError, match="the chat template does not write tools"):
         run_job(job(tmp_path, model, rows, prompt=prompt, output=output), quiet=True)
 
 

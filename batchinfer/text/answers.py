@@ -49,7 +49,7 @@ class AnswerReader:
         params: SamplingParams,
         tools: Tools | None = None,
     ) -> Answer:
-        """Return the parts of a sample; ``tools`` are those that it may have called."""
+        """Return the parts of a sample; ``tools`` are the tools that it may have called."""
         answer = self._without_calls(prompt_token_ids, sample, params)
         if tools is None or self.tool_format is None:
             return answer

@@ -1,4 +1,4 @@
-"""Rendered rows to token ids, with few calls of the tokenizer; a bad row harms no other."""
+"""Rendered rows to token ids, with few calls of the tokenizer; a bad row does not affect others."""
 
 from __future__ import annotations
 

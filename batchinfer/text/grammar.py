@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 _CACHED = 256
-"""Number of compiled grammars to keep, because rows often repeat them."""
+"""Compiled grammars to keep, because rows often repeat them."""
 _PROBED_TOKENS = 3
 """Some expressions explode only when they are used."""
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
-"""Beginnings of messages about grammars that allow no text, so that widening them is no use."""
+"""Beginnings of messages about grammars that allow no text, so that widening does not help."""
 
 
 class CompiledGrammar:

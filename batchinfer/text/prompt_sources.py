@@ -48,7 +48,7 @@ def _column_source(name: str) -> PromptSource:
         if isinstance(value, list):
             return as_messages(value, name)
         kind = type(value).__name__
-        raise RowError("unsupported_content", f"{where}: {kind} is no text and no conversation")
+        raise RowError("unsupported_content", f"{where}: {kind} is neither text nor a conversation")
 
     return PromptSource(frozenset((name,)), read)
 
@@ -146,7 +146,7 @@ def _found(columns: Sequence[str], name: str = "") -> str:
 
 
 def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys of the job file that cannot be followed, each with the rest of a sentence."""
+    """Yield invalid keys of the job file, each with the predicate of a sentence about it."""
     if config.messages is not None and not config.messages:
         yield "prompt.messages", "is empty; give at least one message"
     if config.template is not None and not config.template.strip():
@@ -163,7 +163,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
         )
     if config.token_ids_column is not None:
         others = {"messages"}
-        why = "cannot be combined with prompt.token_ids_column, which brings finished ids"
+        why = "cannot be combined with prompt.token_ids_column, which has token ids instead of text"
     elif config.chat_template == "none":
         others = {"chat_template", "parse_special_tokens"}
         why = "needs a chat template, but prompt.chat_template is none"

@@ -33,13 +33,13 @@ class Prompt:
     has_control_text: bool
     """The row's text contained the text of a control token, which stayed plain text."""
     first_segment: int | None = field(default=None, kw_only=True)
-    """How many tokens the tokenizer counts to the first text of a pair; None: it is no pair."""
+    """Number of tokens of the first text of a pair, by the tokenizer; None: not a pair."""
     unpooled: int = field(default=0, kw_only=True)
-    """Tokens at the beginning that an embedding leaves out."""
+    """Leading tokens that pooling leaves out."""
 
     @property
     def num_tokens_after(self) -> int:
-        """Tokens that are computed after the prompt and given with it."""
+        """Number of given tokens computed after the prompt, such as completions to score."""
         return 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ class PromptBuilder:
         return self.tokenize(self.render(rows))
 
     def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
-        """Build prompts, at once; other builders with this method only start to."""
+        """Build prompts immediately; other builders with this method build in the background."""
         built = self.build(rows)
         return lambda: built
 

@@ -42,8 +42,8 @@ class RowRenderer:
     ) -> None:
         """Arguments and errors are those of ``PromptBuilder``.
 
-        ``beside`` are columns whose texts will follow the rendered text. Their control-token texts
-        get marks as well.
+        ``beside`` are columns whose texts are appended to the rendered text later. Their
+        control-token texts get marks as well.
         """
         self._control = None if config.parse_special_tokens else tokenizer.control
         self._source = make_source(config, columns)
@@ -124,7 +124,7 @@ def _chat_template(
         return None
     if config.has_tools and source is not None and "tools" not in source:
         raise UsageError(
-            "prompt.tools: the chat template has no place for tools: the model would not see them",
+            "prompt.tools: the chat template does not write tools, so the model would not see them",
             hint="leave them out, or give prompt.chat_template a file that writes them",
         )
     if source is None:

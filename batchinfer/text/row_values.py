@@ -48,7 +48,7 @@ def require_size(value: object, column: str) -> None:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield all texts in ``value``, including nested ones, but no keys."""
+    """Yield all texts in ``value``, including nested ones, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

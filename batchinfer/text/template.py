@@ -50,7 +50,7 @@ class RowTemplate:
         """Compile ``source``; ``key`` is the job file's key that holds it, for messages.
 
         Raises:
-            UsageError: the template has a syntax error or reaches for Python's internals.
+            UsageError: the template has a syntax error or accesses Python's internals.
         """
         self.key = key
         try:
@@ -64,7 +64,7 @@ class RowTemplate:
             self._may_be_set = frozenset(node.name for node in named if node.ctx != "load")
             self._named_in_row, self._takes_whole_row = _columns_of_row(tree)
         except jinja2.TemplateError as error:
-            hint = "a column with a blank in its name is row['its name']"
+            hint = "for a column with a space in its name, write row['its name']"
             raise UsageError(
                 f"{key} is not a valid Jinja2 template{error_line(error)}: {error.message}",
                 hint=hint if _WORDS.search(source) else None,
@@ -122,5 +122,5 @@ def _refuse_other_templates(tree: nodes.Template) -> None:
     loading = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     for node in tree.find_all(loading):
         tag = {"FromImport": "from"}.get(type(node).__name__, type(node).__name__.lower())
-        reason = f"{{% {tag} %}} has no other template to load; write its text here"
+        reason = f"{{% {tag} %}} cannot load another template; write its text here"
         raise jinja2.TemplateSyntaxError(reason, node.lineno)

@@ -147,8 +147,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
     ) -> list[tuple[TokenIds, int]]:
-        """Return the token ids of pairs of texts, joined as ``tokenizer(one, other)`` does, and how
-        many of them the tokenizer counts to the first text; arguments as of ``encode_batch``."""
+        """Return each pair's token ids, joined as ``tokenizer(one, other)`` does, and the number of
+        those that belong to the first text. Arguments as in ``encode_batch``."""
         return self._encode_pairs(self._parsing(parse_special_tokens), pairs)
 
     def cut_pair(
@@ -209,7 +209,7 @@ class Tokenizer:
                 _as_list(token_ids), skip_special_tokens=skip_special_tokens
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Rust code raises it; it is no Exception
+            if type(error).__name__ != "PanicException":  # raised by Rust code; not an Exception
                 raise
             failed = f"the tokenizer failed to decode the output: {one_line(error)}"
             raise RowError("tokenizer_error", failed) from None

@@ -34,7 +34,7 @@ def _text(row: RowValues, name: str) -> str:
         what = "null" if value is None else "empty or whitespace only"
         raise RowError("empty_prompt", f"column {name} is {what}")
     if not isinstance(value, str):
-        raise RowError("unsupported_content", f"column {name}: {type(value).__name__} is no text")
+        raise RowError("unsupported_content", f"column {name}: {type(value).__name__} is not text")
     if error := unencodable(value):
         raise error
     return value

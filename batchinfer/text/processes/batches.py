@@ -1,4 +1,4 @@
-"""Rows as batches of pickles, small enough that workers share the work evenly."""
+"""Splits rows into batches of pickles, small enough that workers share the work evenly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_BYTES = 1 << 17
 
 @dataclass
 class Batch:
-    """Rows that a worker is sent together."""
+    """Rows that are sent to a worker together."""
 
     indices: list[int] = field(default_factory=list)
-    """Which rows of the call they are."""
+    """Indices of the rows in the call."""
     rows: list[bytes] = field(default_factory=list)
-    """Each pickled by itself."""
+    """The rows, each pickled separately."""
     num_bytes: int = 0
 
 
@@ -30,7 +30,7 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Split rows into about ``num_batches`` batches of at most 256 rows and 128 KiB.
 
-    A row that cannot be sent is in none of them. Its error goes into ``results`` at its index.
+    A row that cannot be sent is left out; its error is stored in ``results`` at its index.
     """
     most_rows = min(max(_MIN_ROWS, -(-len(rows) // num_batches)), _MAX_ROWS)
     batch = Batch()
@@ -57,7 +57,7 @@ def _pickled(row: Mapping[str, object]) -> bytes:
     try:
         data = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
     except (RecursionError, pickle.PicklingError, TypeError, AttributeError) as error:
-        reason = f"a value that cannot be handed to another process: {error}"
+        reason = f"a value that cannot be sent to another process: {error}"
         raise RowError("unsupported_content", reason) from error
     if len(data) > MAX_ROW_BYTES:
         raise RowError("row_too_large", f"its columns hold over {MAX_ROW_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""What a child died of, in words, and whether that is the row's doing beyond doubt."""
+"""Explains why a worker process died, and whether its row is certainly the cause."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ _MAX_TOLD_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
 """What Rust's runtime writes before it aborts."""
 _COMPUTES_S = 0.1
-"""Processor time from which on a process did not just wait."""
-_KILLED = "something else has killed it (SIGKILL), as the system does when it is out of memory"
+"""A process with less processor time than this only waited."""
+_KILLED = "another process killed it (SIGKILL), as the system does when it runs out of memory"
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a child ended, as the system tells."""
+    """How a worker process ended, from the system."""
 
     exit_code: int
-    """Minus the signal that ended it."""
+    """Negative for a signal."""
     stderr: str
-    """What it wrote last."""
+    """The end of its stderr."""
     cpu_seconds: float
-    """Processor time that it took in its life."""
+    """Processor time that it used in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a child."""
+    """Why a worker process died."""
 
     what: str
-    """The rest of a sentence about whoever ran."""
+    """The predicate of a sentence whose subject is the template or the tokenizer."""
     is_certain: bool = False
-    """Whether it depends on the row alone: not on the rows before it, nor on the machine."""
+    """Whether the row alone caused it, not earlier rows or the machine."""
     is_bug: bool = False
-    """Whether it is none of the rows' doing."""
+    """Whether it is a bug of this program, not caused by rows."""
     is_out_of_time: bool = False
-    """Whether its time was over, not its processor time: of who was paused it soon is."""
+    """Whether it ran out of wall-clock time, which also passes while the process is paused."""
     outside: str | None = None
-    """What kept it from its work that is no row's doing, in words."""
+    """A cause outside the process, if it was stopped or kept from computing by one."""
 
 
 def death(limits: Limits, seconds: float, end: End, said: tuple[str, str] | None) -> Death:
-    """What a child died of.
+    """Explain why a worker process died.
 
     Args:
-        seconds: time it had, computing or not.
-        said: cause and text of the message ``failed``, if it came to that.
+        seconds: its limit of wall-clock time.
+        said: cause and text of its message ``failed``, if it sent one.
     """
     memory = f"needed over {limits.memory_bytes >> 20} MiB of memory"
     if said is not None:
@@ -74,7 +74,7 @@ def _out_of_time(seconds: float, cpu_seconds: float) -> Death:
     what = f"took over {seconds:g} s"
     if cpu_seconds < _COMPUTES_S:
         return Death(what, is_out_of_time=True)
-    # It has computed, and was not done nor over its processor time: it had too little of a machine.
+    # It did compute, yet reached no limit of processor time: the machine was too busy.
     had = f"the machine let it compute for {cpu_seconds:.1f} s in {seconds:g} s"
     return Death(what, is_out_of_time=True, outside=had)
 

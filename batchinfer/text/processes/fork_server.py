@@ -20,17 +20,17 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""The first bytes that the server sends. Another program in place of a Python sends others."""
-_LOOK_S = 1.0  # a process that the parent forked may keep the parent's end of the pipe open
+"""The first bytes that the server sends, to recognize a program that is not a Python."""
+_LOOK_S = 1.0  # another child of the parent may keep the parent's end of the pipe open
 _STDERR_BYTES = 4096
 """The end of a worker's stderr, which says what native code died of."""
 _CRASHED = 70
 
 
 def main() -> None:
-    """Serve the process at the other end of stdin, a socket, until that is gone."""
+    """Serve the process at the other end of stdin, a socket, until that process ends."""
     leave_signals_to_parent()
-    # Else all workers share the one core that OpenMP has bound the parent's thread to.
+    # Otherwise all workers share the one core that OpenMP has bound the parent's thread to.
     if hasattr(os, "sched_setaffinity") and openmp_binds():
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     control = Connection(os.dup(0))
@@ -52,10 +52,10 @@ class _ForkServer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._stderr: dict[int, int] = {}
-        """Of each worker's process id: the end of a pipe to read."""
+        """By worker's process id, the pipe to read its stderr from."""
 
     def run(self) -> None:
-        """Answer requests: None for a new worker, a process id for how that worker ended."""
+        """Answer requests: None asks for a new worker, a process id how that worker ended."""
         parent = os.getppid()
         try:
             while os.getppid() == parent:
@@ -70,7 +70,7 @@ class _ForkServer:
                 os.kill(pid, signal.SIGKILL)
 
     def _fork(self) -> None:
-        """Fork a worker; send its process id and its connection, or why it cannot be forked."""
+        """Fork a worker, and send its process id and connection, or the reason why it cannot."""
         stderr, worker_stderr = os.pipe()
         theirs, ours = Pipe()
         with ours, theirs:
@@ -93,7 +93,7 @@ class _ForkServer:
             send_handle(self._control, theirs.fileno(), os.getppid())
 
     def _end(self, pid: int) -> tuple[int, str, float]:
-        """Kill a worker if it still runs: the fields of its ``deaths.End``."""
+        """Kill a worker if it still runs, and return the fields of its ``deaths.End``."""
         stderr = self._stderr.pop(pid)
         os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
@@ -108,7 +108,7 @@ class _ForkServer:
         code = _CRASHED
         try:
             os.dup2(stderr, 2)
-            os.set_blocking(2, False)  # what does not fit into the pipe is lost
+            os.set_blocking(2, False)  # drops what does not fit into the pipe
             bound_memory(self._limits.memory_bytes)
             serve(connection, self._tokenizer, self._limits)
             code = 0

@@ -1,12 +1,13 @@
-"""Limits of a child process that the kernel enforces: processor time, time, memory.
+"""Limits of a worker process that the operating system enforces: processor time, time, memory.
 
 Timers end the process by the signal's default action, which no code in it can delay: a regular
-expression in native code is interrupted like a loop in Python. What is counted is the process's own
-processor time (setitimer(2), ``ITIMER_PROF``), so that a busy or suspended machine changes nothing;
-a second, generous timer (``ITIMER_REAL``) ends what waits without computing (and, as it runs on
-while a process is stopped or a virtual machine paused, blames nobody at once). Memory is bounded as
-address space (setrlimit(2), ``RLIMIT_AS``): Linux does not bound resident memory. macOS has no such
-limit (``setrlimit`` fails): there memory is not bounded, and ``BOUNDS_MEMORY`` says so.
+expression in native code is interrupted like a loop in Python. One timer counts the process's own
+processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended machine does not matter. A
+second, generous timer (``ITIMER_REAL``) ends a process that waits without computing. It also runs
+while the process is stopped or its virtual machine is paused, so its first alarm blames no row.
+Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux cannot limit
+resident memory. macOS supports neither (``setrlimit`` fails), so memory is unlimited there; see
+``BOUNDS_MEMORY``.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a child may take."""
+    """Limits of one worker process."""
 
     cpu_seconds: float = 10.0
-    """Processor time that a row alone may take."""
+    """Processor time for a row that runs alone."""
     shared_cpu_seconds: float = 2.5
-    """Processor time of rows done together: those that take more are done one by one."""
+    """Processor time for a batch of rows; if it takes more, its rows run one by one."""
     seconds: float = 60.0
-    """Time that a row alone, or rows together, may take, computing or not."""
+    """Wall-clock time for a row or a batch."""
     patient_seconds: float = 300.0
-    """The same for rows that are done again because ``seconds`` were over."""
+    """Wall-clock time for a row that runs again after it exceeded ``seconds``."""
     memory_bytes: int = 2**30
-    """Address space that it may add to what it was started with."""
+    """Address space that it may add to its size at the start."""
 
 
 BOUNDS_MEMORY = sys.platform == "linux"
@@ -43,16 +44,18 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore what a terminal or a scheduler sends to all of a job's processes: its own process
-    decides, and when that is gone so are its children."""
+    """Ignore signals that a terminal or a scheduler sends to all processes of a job.
+
+    The job's main process handles them, and its worker processes end with it.
+    """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGALRM):  # whoever started us may ignore them
+    for number in (signal.SIGPROF, signal.SIGALRM):  # may be inherited as ignored
         signal.signal(number, signal.SIG_DFL)
 
 
 def bound_memory(added_bytes: int) -> None:
-    """Bound this process's address space to what it has and ``added_bytes``; no core files."""
+    """Limit this process's address space to its size plus ``added_bytes``; no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not BOUNDS_MEMORY:
         return
@@ -66,7 +69,7 @@ def bound_memory(added_bytes: int) -> None:
 
 @contextmanager
 def bounded_time(cpu_seconds: float, seconds: float) -> Iterator[None]:
-    """End this process if what is inside takes more processor time (SIGPROF) or time (SIGALRM)."""
+    """End this process if the body takes more processor time (SIGPROF) or time (SIGALRM)."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:

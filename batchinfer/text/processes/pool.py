@@ -1,4 +1,4 @@
-"""Prompts made in worker processes: rows out, prompts back, and an error for a row that kills."""
+"""Makes prompts in worker processes; a row that kills its worker becomes an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from batchinfer.text.processes.workers import Workers
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""More than one process can feed."""
-_BATCHES_PER_WORKER = 2  # of a call: then the last to finish does not keep the others waiting
+"""More workers than one process can send rows to."""
+_BATCHES_PER_WORKER = 2  # of a call, so that no worker waits long for the last one
 _LIMITS = Limits()
 
 _Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
@@ -29,13 +29,13 @@ _Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
 class TextProcesses:
     """Worker processes that make prompts with one tokenizer. Thread-safe.
 
-    The fork server starts at once, workers when there is work for them. After an interrupt, after
-    the server's death, and in a process forked off this one, a new server starts when there is
-    work; calls under way fail.
+    The fork server starts at once, workers when there is work. After an interrupt, after the
+    server's death, and in a process forked from this one, the next call starts a new server;
+    unfinished calls fail.
 
     Args:
-        most: workers at a time at first; default the cores that this process may use.
-        limits: of each worker.
+        most: initial limit of workers; default: the number of cores that this process may use.
+        limits: limits of each worker.
     """
 
     def __init__(self, most: int | None = None, limits: Limits = _LIMITS) -> None:
@@ -46,21 +46,21 @@ class TextProcesses:
         self._start(most or min(available_cpus(), MAX_WORKERS))
 
     def load(self, tokenizer: Tokenizer) -> None:
-        """Give workers their tokenizer; once, before anything else is asked of them.
+        """Send workers their tokenizer; call it once, before any other method.
 
         Raises:
-            DeviceError: they cannot be started.
+            DeviceError: worker processes cannot be started.
         """
         self._tokenizer = tokenizer
         self._server.load(tokenizer)
 
     def prompts(self, factory: BuilderFactory) -> WorkerPrompts:
-        """Prompts as the builder makes them that ``factory`` makes of a tokenizer.
+        """Return prompts made by ``factory``'s builder.
 
         Raises:
-            JobError: as the factory raises.
-            ModelError: making the builder is too much for a worker: its chat template is.
-            DeviceError: workers cannot be started.
+            JobError: from the factory.
+            ModelError: making the builder exceeds a worker's limits, because of its chat template.
+            DeviceError: worker processes cannot be started.
         """
         pickled = pickle.dumps(factory, pickle.HIGHEST_PROTOCOL)
         self._restart_if_dead()
@@ -70,14 +70,14 @@ class TextProcesses:
     def start(
         self, factory: bytes, rows: Sequence[Mapping[str, object]]
     ) -> Callable[[], list[Result]]:
-        """Begin to make prompts.
+        """Start to make prompts.
 
         Returns:
-            Waits for a prompt or an error for each row, in order.
+            A function that waits and returns a prompt or an error for each row, in order. It raises
+            ``DeviceError`` too, and ``StoppedError`` if ``stop`` was called.
 
         Raises:
-            DeviceError: no worker can be had. What is returned may raise it too, and a
-                ``StoppedError``: ``stop`` was called.
+            DeviceError: no worker process could be started.
         """
         self._restart_if_dead()
         results: list[Result | None] = [None] * len(rows)
@@ -89,12 +89,12 @@ class TextProcesses:
         return partial(self._gather, results, pending, os.getpid())
 
     def stop(self) -> None:
-        """Have whoever waits for prompts, in another thread, wait no longer."""
+        """Interrupt other threads that wait for prompts; they get a ``StoppedError``."""
         self._is_stopped = True
         self._server.close()
 
     def close(self) -> None:
-        """End the workers, whatever they are at."""
+        """End the workers immediately."""
         self.stop()
         self._release()
 
@@ -119,7 +119,7 @@ class TextProcesses:
 
     def _gather(self, results: list[Result | None], pending: _Pending, owner: int) -> list[Result]:
         if owner != os.getpid():
-            raise not_started("this process was forked off the one that began to use it")
+            raise not_started("this process was forked from the one that started the call")
         try:
             for batch, future in pending:
                 for index, result in zip(batch.indices, future.result(), strict=True):
@@ -130,7 +130,7 @@ class TextProcesses:
             for _, future in pending:
                 future.cancel()
             raise
-        except BaseException:  # a row may run for minutes yet, and the user wants to leave
+        except BaseException:  # a row may run for minutes, and the user wants to stop now
             self._server.close("it was interrupted")
             raise
         return [result for result in results if result is not None]
@@ -138,7 +138,7 @@ class TextProcesses:
 
 def _release(server: ServerProcess, workers: Workers, threads: ThreadPoolExecutor) -> None:
     server.close()
-    if server.owner == os.getpid():  # in a forked copy, locks may be held by threads that are gone
+    if server.owner == os.getpid():  # in a forked copy, threads that held locks are gone
         workers.close()
         threads.shutdown(wait=False, cancel_futures=True)
 
@@ -153,18 +153,18 @@ class WorkerPrompts:
         self._factory = factory
 
     def build(self, rows: Sequence[Mapping[str, object]]) -> list[Result]:
-        """A prompt or an error for each row, in order.
+        """Return a prompt or an error for each row, in order.
 
         Error codes: those of the builder; ``template_error`` or ``tokenizer_error`` for a row that
-        its worker died of; ``row_too_large``.
+        killed its worker; ``row_too_large``.
 
         Raises:
             StoppedError: ``TextProcesses.stop`` was called.
-            DeviceError: no worker can be had.
+            DeviceError: no worker process could be started.
         """
         return self.start(rows)()
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Result]]:
-        """Begin to ``build``; what is returned waits for it, and raises as it."""
+        """Start to ``build``; the returned function waits, and returns or raises like ``build``."""
         needed = [{name: row[name] for name in self.columns if name in row} for row in rows]
         return self._processes.start(self._factory, needed)

@@ -1,4 +1,4 @@
-"""The fork server as its parent sees it: starts it, and asks it for workers."""
+"""The parent's side of the fork server: starts it, and requests workers from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from batchinfer.text.processes.fork_server import main; main()"
 )
-_ENVIRONMENT = {  # one thread: it forks, and a process for each core is the parallelism
+_ENVIRONMENT = {  # one thread, because the server forks; workers use the other cores
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -36,17 +36,17 @@ _ENVIRONMENT = {  # one thread: it forks, and a process for each core is the par
 _END_S = 2.0
 _LOOK_S = 0.1
 _ANSWER_S = 120.0
-"""Time in which a live server answers, on any machine."""
+"""A live server answers within this time on any machine."""
 _STDERR_BYTES = 4096
 """The end of the server's stderr, which says what it died of."""
 
 
 class ForkRefusedError(Exception):
-    """The system lets no further process be forked: why."""
+    """The system refused to fork another process; the message is the reason."""
 
 
 class StoppedError(Exception):
-    """Raised to whoever waits for prompts after ``TextProcesses.stop``."""
+    """Raised in threads that wait for prompts after ``TextProcesses.stop``."""
 
 
 class ServerProcess:
@@ -55,13 +55,13 @@ class ServerProcess:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        """Held from a request to its answer."""
+        """Held from each request until its answer."""
         self._pids: set[int] = set()
-        """Workers that may live."""
+        """Workers that may be alive."""
         self.owner = os.getpid()
         self._closed_for: Exception | None = None
         self.has_failed = False
-        """Whether it is of no use any more."""
+        """Whether the server can no longer be used."""
         _require_interpreter()
         _occupy_standard_streams()
         self._stderr = _unnamed_file()  # a full pipe would stop the server
@@ -81,26 +81,26 @@ class ServerProcess:
                 raise not_started(str(error)) from error
 
     def load(self, tokenizer: Tokenizer) -> None:
-        """Give it the tokenizer that its workers use.
+        """Send the tokenizer that the workers use.
 
         Raises:
-            DeviceError: it is dead, or does not answer.
+            DeviceError: the server is dead or does not answer.
             StoppedError: ``close`` was called.
         """
         with self._lock:
             try:
                 self._wait()
                 if self._read_greeting() != GREETING:
-                    raise OSError(f"{sys.executable} is no Python interpreter")
+                    raise OSError(f"{sys.executable} is not a Python interpreter")
                 self._control.send((tokenizer, self._limits))
             except (OSError, EOFError) as error:
                 raise self._failed(error) from error
 
     def fork(self) -> tuple[int, Connection]:
-        """A new worker's process id and connection.
+        """Fork a worker; returns its process id and connection.
 
         Raises:
-            ForkRefusedError: the system lets it fork no more.
+            ForkRefusedError: the system allows no more processes.
             DeviceError, StoppedError: as ``load``.
         """
         with self._lock:
@@ -114,7 +114,7 @@ class ServerProcess:
                 raise self._failed(error) from error
 
     def end(self, pid: int) -> End:
-        """Kill a worker if it is not dead already, and tell how it ended.
+        """Kill a worker if it still runs, and return how it ended.
 
         Raises:
             DeviceError, StoppedError: as ``load``.
@@ -125,16 +125,16 @@ class ServerProcess:
             return end
 
     def close(self, reason: str | None = None) -> None:
-        """End it, and with it its workers, whatever they are at.
+        """End the server and its workers immediately.
 
         Args:
-            reason: why calls under way fail. None: they raise a ``StoppedError``.
+            reason: the reason that unfinished calls fail with; None: they raise ``StoppedError``.
         """
         if self._closed_for is not None:
             return
         self._closed_for = StoppedError() if reason is None else not_started(reason)
         self.has_failed = True
-        if self.owner != os.getpid():  # a forked copy: the server is not ours
+        if self.owner != os.getpid():  # a forked copy does not own the server
             self._process.returncode = 0
             self._close_files()
             return
@@ -143,7 +143,7 @@ class ServerProcess:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._kill()
-        with self._lock:  # whoever waited for an answer has been let go
+        with self._lock:  # threads that waited for an answer have returned
             self._close_files()
 
     def _ask(self, request: int | None) -> Any:
@@ -158,9 +158,9 @@ class ServerProcess:
         """Wait for an answer.
 
         Raises:
-            TimeoutError: the server lives, and does nothing.
+            TimeoutError: the server is alive but does not answer.
         """
-        for _ in range(round(_ANSWER_S / _LOOK_S)):  # no clock: it runs on while we are paused
+        for _ in range(round(_ANSWER_S / _LOOK_S)):  # a clock would count pauses
             if self._control.poll(_LOOK_S):
                 return
         raise TimeoutError(f"it has not answered for {_ANSWER_S:g} s")
@@ -168,13 +168,13 @@ class ServerProcess:
     def _read_greeting(self) -> bytes:
         try:
             return self._control.recv_bytes(len(GREETING))
-        except OSError:  # another program's text, taken for a length
+        except OSError:  # another program's text, read as a length
             return b""
 
     def _hang_up(self) -> None:
-        """Have the server, and whoever waits for it here, find the connection closed.
+        """Shut the connection down, for the server and for threads here that wait for it.
 
-        Closing it is not enough where a forked process has it open too.
+        Closing it is not enough if a forked process has it open too.
         """
         with suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
             control.shutdown(socket.SHUT_RDWR)
@@ -184,7 +184,7 @@ class ServerProcess:
         self._stderr.close()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:  # then nobody else has waited for its workers
+        if self._process.poll() is None:  # then the ids of its workers still belong to them
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -193,14 +193,14 @@ class ServerProcess:
             self._process.wait(_END_S)
 
     def _failed(self, error: Exception) -> Exception:
-        """End a server that is dead, or does not do what it should; why that is."""
+        """End a server that is dead or misbehaves; returns the error that explains why."""
         if self._closed_for is not None:
             return self._closed_for
         self.has_failed = True
         self._hang_up()
         has_ended = isinstance(error, EOFError | ConnectionError)
         if has_ended:
-            with suppress(subprocess.TimeoutExpired):  # it writes why just now
+            with suppress(subprocess.TimeoutExpired):  # it may be writing the reason now
                 self._process.wait(_END_S)
         self._kill()
         lines = self._last_written().strip().splitlines()
@@ -217,7 +217,7 @@ class ServerProcess:
 
 
 def not_started(reason: str) -> DeviceError:
-    """The error for what keeps prompts from being made at all."""
+    """The error if prompts cannot be made at all, with the reason."""
     return DeviceError(
         f"the process that renders and tokenizes prompts cannot run: {reason}",
         hint=f"it is started as {sys.executable or '(sys.executable is empty)'} -c ...; that must "
@@ -226,8 +226,8 @@ def not_started(reason: str) -> DeviceError:
 
 
 def _require_interpreter() -> None:
-    """Check that there is a Python to start: an application that is started instead would only
-    begin all over."""
+    """Check that there is a Python interpreter to start; an application started in its place would
+    start over."""
     if getattr(sys, "frozen", False):
         raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
     if not sys.executable:
@@ -238,20 +238,20 @@ def _require_interpreter() -> None:
 
 
 def _occupy_standard_streams() -> None:
-    """Open those that are closed: else somebody's print goes to a worker."""
+    """Open standard streams that are closed; otherwise a print could go to a worker's pipe."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
 def _unnamed_file() -> IO[bytes]:
-    if sys.platform == "linux":  # needs no folder that can be written to
+    if sys.platform == "linux":  # needs no writable folder
         return os.fdopen(os.memfd_create("stderr"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _paths() -> list[str]:
-    """``sys.path``, without the names that mean the current folder."""
+    """``sys.path`` with absolute paths in place of names relative to the current folder."""
     return [
         os.path.abspath(path) if os.path.exists(path or os.curdir) else path for path in sys.path
     ]

@@ -1,4 +1,4 @@
-"""A worker process: makes prompts of the rows it is sent, and dies of those that are too much."""
+"""A worker process: makes prompts of the rows it receives; rows that exceed its limits kill it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ class Builder(Protocol):
         ...
 
     def render(self, rows: Sequence[Any]) -> list[Any]:
-        """The texts to tokenize, or the rows' errors."""
+        """Return the texts to tokenize, or the rows' errors."""
         ...
 
     def tokenize(self, rendered: Sequence[Any]) -> list[Result]:
-        """A prompt or an error for each row."""
+        """Return a prompt or an error for each row."""
         ...
 
 
 BuilderFactory = Callable[..., Builder]
-"""Makes a builder, given a ``tokenizer`` by name. It can be pickled."""
+"""Makes a builder, given ``tokenizer`` as a keyword argument. It must be picklable."""
 
 
 def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
-    """Answer requests until the other end is closed, or until a row is too much.
+    """Answer requests until the other end is closed, or until a row exceeds a limit.
 
-    A request is a pickled ``BuilderFactory``, pickled rows and the seconds that they may take. One
-    row has the processor time of a row alone, several share less. No rows: the request asks for the
+    A request is a pickled ``BuilderFactory``, pickled rows and the seconds that they may take. A
+    batch of rows has less processor time than a row alone. A request without rows asks for the
     builder's columns.
 
-    Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (before a single
-    row is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError`` of the
-    factory), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a text; the process
-    then ends).
+    Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
+    row before it is tokenized), ``results`` (a list of ``Result``), ``refused`` (a ``JobError`` of
+    the factory), ``failed`` (``memory``, ``recursion``, ``panic`` or ``bug``, and a text; the
+    process then ends).
     """
     worker = _Worker(connection, tokenizer, limits)
     try:
@@ -63,7 +63,7 @@ def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
         failed = "recursion", str(error)
     except Exception:
         failed = "bug", traceback.format_exc()
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:  # a panic of Rust code is not an Exception
         failed = "panic", str(error)
     connection.send(("failed", *failed))
 
@@ -74,7 +74,7 @@ class _Worker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._builders: dict[bytes, Builder] = {}
-        """The last few used, by factory: the calls of one job take turns with them."""
+        """The builders used last, by factory; the calls of one job alternate between a few."""
 
     def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
         try:

@@ -1,7 +1,7 @@
-"""The workers of one fork server: lends them to threads, and finds the row that one dies of.
+"""Lends the workers of one fork server to threads, and finds rows that kill workers.
 
-A row is to blame for a worker's death if nothing else can be: if it took too much processor time,
-or if the worker had done nothing before. Else the row runs again, in a new worker.
+A row is blamed for a worker's death only if nothing else can be the cause: if it took too much
+processor time, or if it was the worker's first row. Otherwise it runs again in a new worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""How often something else may keep a worker from a row; then no worker can run here."""
+"""After this many outside causes for one row, no worker can run on this machine."""
 
 
 @dataclass(eq=False)
@@ -30,15 +30,15 @@ class _Worker:
     has_worked: bool = False
     is_dead: bool = False
     has_rendered: bool = False
-    """Whether it tokenizes its single row, or has."""
+    """Whether its single row is rendered, so that a failure is the tokenizer's."""
 
 
 class Workers:
-    """The workers of a fork server. Thread-safe: each thread speaks to a worker of its own.
+    """The workers of a fork server. Thread-safe: each thread uses its own worker.
 
     Args:
-        most: workers at a time. Halved when the system kills one or keeps it from computing: the
-            machine has too little memory, or too many processes, for so many.
+        most: limit of workers. It is halved when the system kills a worker or keeps it from
+            computing, as the machine then has too little memory or too many processes.
     """
 
     def __init__(self, server: ServerProcess, limits: Limits, most: int) -> None:
@@ -57,11 +57,11 @@ class Workers:
             self._idle.clear()
 
     def columns(self, factory: bytes) -> tuple[str, ...]:
-        """The input columns that a factory's builder needs.
+        """Return the input columns that a factory's builder needs.
 
         Raises:
-            JobError: as the factory raises.
-            ModelError: making the builder is too much for a worker: its chat template is.
+            JobError: from the factory.
+            ModelError: making the builder exceeds a worker's limits, because of its chat template.
             DeviceError, StoppedError: as ``ServerProcess.fork``.
         """
         answer = self._alone(factory, [])
@@ -70,9 +70,9 @@ class Workers:
         return tuple(answer)
 
     def results(self, factory: bytes, rows: Sequence[bytes]) -> list[Result]:
-        """A prompt or an error for each row, in order.
+        """Return a prompt or an error for each row, in order.
 
-        A batch that a worker dies of, or that takes too long, runs again row by row.
+        A batch that kills its worker or takes too long runs again row by row.
 
         Raises:
             DeviceError, StoppedError: as ``ServerProcess.fork``.
@@ -93,7 +93,7 @@ class Workers:
         return result
 
     def _alone(self, factory: bytes, rows: Sequence[bytes]) -> Any:
-        """The answer about one row, or about none, or the error of a row that workers die of."""
+        """Send one row, or none; returns the answer, or the error of a row that kills workers."""
         seconds, num_outside, needs_new = self._limits.seconds, 0, False
         while True:
             with self._lent(needs_new) as worker:
@@ -105,7 +105,7 @@ class Workers:
             if answer.outside is not None:
                 num_outside += 1
                 if num_outside == _MAX_OUTSIDE:
-                    raise not_started(f"{answer.outside}: {_MAX_OUTSIDE} times at one row")
+                    raise not_started(f"{answer.outside}: {_MAX_OUTSIDE} times for one row")
             elif not is_hasty and (answer.is_certain or is_first):
                 if worker.has_rendered:
                     return RowError("tokenizer_error", f"the tokenizer {answer.what}")
@@ -115,7 +115,7 @@ class Workers:
             needs_new = True
 
     def _ask(self, worker: _Worker, factory: bytes, rows: Sequence[bytes], seconds: float) -> Any:
-        """A worker's answer, or its death."""
+        """Send a request to a worker; returns its answer, or how it died."""
         worker.has_worked, worker.has_rendered = True, False
         kind, values = "", []
         try:
@@ -142,7 +142,7 @@ class Workers:
 
     @contextmanager
     def _lent(self, needs_new: bool = False) -> Iterator[_Worker]:
-        """A worker for this thread alone, waited for."""
+        """Wait for a worker, and lend it to this thread."""
         with self._changed:
             worker = self._take(needs_new)
             self._num_lent += 1
@@ -176,12 +176,12 @@ class Workers:
         return self._num_lent + len(self._idle)
 
     def _halve(self) -> None:
-        """Go on with half of the workers that are left."""
+        """Continue with half of the remaining workers."""
         with self._changed:
-            self.most = max(1, self._num_living // 2)  # the dead one is still lent
+            self.most = max(1, self._num_living // 2)  # counts the dead one, which is still lent
 
     def _end_surplus(self, most: int) -> None:
-        """End idle workers until at most so many live."""
+        """End idle workers until at most ``most`` workers are alive."""
         while self._idle and self._num_living > most:
             worker = self._idle.pop(0)
             worker.connection.close()

@@ -78,8 +78,8 @@ def find_reasoning_format(
     found = _found(tokenizer, chat_template or tokenizer.chat_template or "")
     if found is None:
         raise UsageError(
-            "reasoning is auto, but neither the chat template nor the tokenizer has markers "
-            "of thinking that are known",
+            "reasoning is auto, but neither the chat template nor the tokenizer has known "
+            "reasoning markers",
             hint="name them, like reasoning: {start: <think>, end: </think>}, or set none",
         )
     return found

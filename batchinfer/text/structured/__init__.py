@@ -1,4 +1,4 @@
-"""What structured output asks for: its grammars as text, JSON schemas and their validator.
+"""Structured output: grammars as text, JSON schemas and their validator.
 
-``grammar_source`` is the door; ``json_schema`` says what each rewriting of a schema keeps.
+``grammar_source`` is the entry point; ``json_schema`` rewrites schemas for grammars.
 """

@@ -126,7 +126,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
         match = _TOKEN.match(grammar, at)
         if match is None:
             shown = json.dumps(grammar[at : at + 20], ensure_ascii=False)
-            raise GbnfError(f"line {line}: nothing in a grammar begins like {shown}")
+            raise GbnfError(f"line {line}: {shown} cannot begin anything in a grammar")
         kind, text = str(match.lastgroup), match.group()
         if kind != "space":
             yield _Token(kind, text, line)
@@ -146,7 +146,7 @@ def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
         code = next(filter(None, codes), None)
         number = 0 if code is None else int(code, 16)
         if number > 0x10FFFF or 0xD800 <= number <= 0xDFFF or plain in ("x", "u", "U"):
-            raise GbnfError(f"line {line}: {match.group()} is no character")
+            raise GbnfError(f"line {line}: {match.group()} is not a character")
         yield (_PLAIN_ESCAPES.get(plain, plain) if code is None else chr(number)), True
         at = match.end()
 

@@ -107,8 +107,8 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(with_ascii_classes(value))
     if kind == "choice":
-        # A terminal, as alternatives of a rule take a place each in the parser's rows, which are
-        # limited to 2,000: long lists would fail, some in the middle of a text.
+        # A terminal, because each alternative of a rule takes one of the parser's 2,000 rows: long
+        # lists would fail, some in the middle of a text.
         texts = " | ".join(map(json.dumps, value))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     return LLMatcher.grammar_from_lark(_lark(value))
@@ -130,11 +130,11 @@ def _lark(grammar: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Returns llguidance's message without what is meant for its own developers."""
+    """Returns llguidance's message without the details for its own developers."""
     lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
     of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if of_expression:
-        return f"a regular expression is wrong: {of_expression[0]}"
+        return f"a regular expression is invalid: {of_expression[0]}"
     if "NoExtension" in text:
         return "no text fits"
     line = next(filter(None, lines), "it is wrong").partition(":  (And")[0]

@@ -30,7 +30,7 @@ _VALUES = (
     *("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 _DRAFTS_OF_LONE_REFERENCES = ("draft-03", "draft-04", "draft-06", "draft-07")
-"""Drafts in which keywords beside a reference are ignored."""
+"""Drafts in which keywords next to a reference are ignored."""
 _BESIDE_REFERENCES = frozenset(("$ref", "$schema", "definitions", "$defs"))
 _LARGEST = 2**63
 """llguidance's limit for whole numbers."""
@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that no grammar has, with the values that mean nothing."""
+"""Keywords that no grammar has, with the values that have no effect."""
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -59,7 +59,7 @@ _APART = (
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     ("minItems", "maxItems"),
 )
-"""Keywords about one value, which can be compiled apart from the rest of a schema."""
+"""Keywords about one value, which compile independently of the rest of a schema."""
 
 
 def exact_schema(schema: Any) -> Any:

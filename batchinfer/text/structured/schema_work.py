@@ -16,7 +16,7 @@ _OF_NAMES = frozenset(("additionalProperties", "propertyNames", "unevaluatedProp
 _OF_ITSELF = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 _BY_NAME = frozenset(("dependentSchemas", "dependencies"))
 _UNEVALUATED = 3
-"""Visits of the keywords beside ``unevaluated...``, as measured with jsonschema-rs."""
+"""Visits of the keywords next to ``unevaluated...``, measured with jsonschema-rs."""
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")

@@ -90,8 +90,7 @@ def find_tool_format(
     if (name := next(matches, None)) is not None:
         return FORMATS[name]
     raise UsageError(
-        "tool_parser is auto, but the chat template has the signs of no format of calls that is "
-        "known",
+        "tool_parser is auto, but the chat template does not show a known format of tool calls",
         hint=f"name one (run-batch: --tool-call-parser): {', '.join(FORMATS)}; or set none, to "
         "leave calls in the text",
     )

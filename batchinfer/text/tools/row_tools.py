@@ -50,8 +50,8 @@ class RowTools:
         found = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
         if found is None:
             raise ValueError(
-                f"not yet: tool_choice {format_value(self.choice)} with calls as this model writes "
-                "them; auto leaves it the choice"
+                f"not yet: tool_choice {format_value(self.choice)} with this model's "
+                "format of calls; use tool_choice auto"
             )
         return found
 

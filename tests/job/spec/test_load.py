@@ -104,7 +104,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
         ),
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
-        ("prompt: {template: '{{ a b }}'}", "\na column with a blank in its name is row['"),
+        ("prompt: {template: '{{ a b }}'}", "\nfor a column with a space in its name, write row['"),
         ("vars: {day: 07}", "vars.day must be a string; write it in quotes"),
     ],
 )

@@ -159,7 +159,7 @@ def test_no_row_is_to_blame_for_children_that_somebody_else_kills(
 ) -> None:
     prompts = make_processes(byte_level(), most=1).prompts(Killed)
 
-    with pytest.raises(DeviceError, match=r"killed it \(SIGKILL\).* memory: 4 times at one row"):
+    with pytest.raises(DeviceError, match=r"killed it \(SIGKILL\).* memory: 4 times for one row"):
         prompts.build([{"ids": 1}] * 3)
 
 
@@ -200,7 +200,7 @@ def test_no_row_is_to_blame_for_a_machine_that_does_not_let_it_compute(
     limits = Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4, seconds=1, patient_seconds=1)
     prompts = make_processes(byte_level(), limits, most=1).prompts(Computing)
 
-    with pytest.raises(DeviceError, match=r"compute for \d\.\d s in 1 s: 4 times at one row"):
+    with pytest.raises(DeviceError, match=r"compute for \d\.\d s in 1 s: 4 times for one row"):
         prompts.build([{"ids": 1}])
 
 
@@ -264,7 +264,7 @@ def test_where_there_is_no_python_to_start_the_error_says_so(
     ("script", "message"),
     [
         ("exec sleep 1000", r"it has not answered for 0\.5 s"),
-        ("echo 'Welcome! How may I help you today?' >&0; exec sleep 1000", "app is no Python"),
+        ("echo 'Welcome! How may I help you today?' >&0; exec sleep 1000", "app is not a Python"),
         ("echo 'no such option: -c' >&2; exit 3", "no such option: -c"),
     ],
     ids=["silent", "speaks", "ends"],

@@ -175,7 +175,7 @@ def test_token_markers_and_text_markers_split_alike(thought: str, answer: str) -
 def test_unknown_markers_are_refused(asked: str | Mapping[str, str]) -> None:
     plain = byte_tokenizer(chat_template="{{ messages }}")
     if asked == "auto":
-        with pytest.raises(UsageError, match=r"reasoning is auto.*markers of thinking"):
+        with pytest.raises(UsageError, match=r"reasoning is auto.*reasoning markers"):
             find_reasoning_format(asked, plain)
         return
     reader = AnswerReader(plain, find_reasoning_format(asked, plain))
