@@ -130,7 +130,7 @@ ROOMS = [
     ),
     Room(
         "worker.attention",
-        "Paged attention: one function for transformers' classes, a back end for each device.",
+        "Paged attention: one function for transformers' classes, and a backend for each device.",
         ("errors", "kernels", "engine.kv", "engine.step", "worker"),
     ),
     Room(
@@ -163,19 +163,19 @@ ROOMS = [
     ),
     Room(
         "worker.fusion",
-        "Modules and layers swapped for faster ones that compute the same.",
+        "Replaces modules and layers by faster ones with the same results.",
         ("kernels", "engine.kv", "engine.step", "worker"),
     ),
     Room(
         "worker.lora",
-        "LoRA adapters: read, checked, added to what linear layers give.",
+        "LoRA adapters: reads and checks them, and adds them to the outputs of linear layers.",
         ("errors", "kernels", "engine.kv", "worker"),
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     Room("worker.free_memory", "memory that is left", ("worker.memory",)),
     Room(
         "worker.encoder",
-        "Models that read texts whole and attend both ways: loaded, run packed, pooled.",
+        "Encoders: models that read whole texts. Loads them, runs packed texts, pools hidden states.",
         ("config", "errors", "console", "kernels", "engine", "worker"),
     ),
     Room(

@@ -6,7 +6,7 @@
 
 import logging
 
-# transformers imports torchao where it is installed, and that warns about parts of it which are not
-# for this machine, and about torch, each time; none of these is used here.
+# transformers imports torchao if it is installed, which warns each time about torch and about its
+# own parts that do not work on this machine. None of these is used here.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The rows of a step that run through each adapter."""
+"""Finds the tokens of a step that each adapter changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepAdapters:
         self._spans = [(adapter, span) for adapter, span in spans if span[0] < span[1]]
 
     def each(self, tokens: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each adapter of the step with the indices of its tokens.
+        """Yield each adapter of the step with the indices of its tokens.
 
         Args:
             tokens: ``self.tokens`` on the device.

@@ -1,15 +1,15 @@
 """Refuses models of families that paged attention does not compute as transformers does.
 
-Families are known by what they do, never by name. Two checks run on a loaded model:
+Families are judged by what they compute, never by name. Two checks run on a loaded model:
 
-* On the whole model, two equal sequences stand side by side in one packed row. Every layer must ask
+* The whole model runs two equal sequences in one packed row. Every layer must ask
   for paged attention once, in order, with the layout's shapes and the window of its config; and
-  both sequences must get the same logits, which they do not if a model ignores the positions it is
-  given or mixes neighbors (a convolution, recurrent state, a bias by distance).
+  both sequences must get the same logits, which fails if a model ignores the positions it is given
+  or mixes neighbors (a convolution, recurrent state, a bias by distance).
 * A shallow copy is compared with transformers' own forward pass, with its own attention and masks.
-  What a family does in its attention mask alone, such as a sliding window, is no argument of its
-  attention, and paged attention makes no mask. transformers computes a prompt that leaves the
-  window at once, paged attention in chunks and a decode.
+  This finds families that apply a sliding window, for example, only in the attention mask:
+  attention does not get it as an argument, and paged attention makes no mask. transformers computes
+  a prompt longer than the window at once, paged attention in chunks and a decode.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
         first, second = logits.view(2, len(_TOKENS), -1)
         if not verify(first, second, _NEIGHBOR_TOLERANCE):
             raise UnsupportedAttentionError(
-                "what stands beside a row changes it (positions or neighbors are mixed up)"
+                "a row depends on its neighbors in the batch (it mixes up positions or rows)"
             )
     except torch.OutOfMemoryError:
         raise
@@ -83,8 +83,8 @@ def _check_calls(layers: list[int], num_layers: int) -> None:
 
 
 def _check_windows(windows: list[int], config: Any) -> None:
-    """Compare the windows that layers ask for with the config: with its kinds of layers, and with
-    the blocks that are kept for each layer, which it must not look back beyond."""
+    """Compare the windows that layers ask for with the config's layer types and the blocks kept
+    for each layer, which a window must not exceed."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
         if (kind == "sliding_attention") != (windows[layer] > 0):
@@ -134,7 +134,7 @@ def check_against_eager(
 
 
 def _token_ids(model: Any, max_model_len: int) -> list[int]:
-    """Tokens of which few are the same."""
+    """Token ids with few repetitions."""
     num_ids: int = model.config.get_text_config().vocab_size
     return [place * 7919 % num_ids for place in range(1, 1 + min(_ENDS[-1], max_model_len))]
 
@@ -176,4 +176,4 @@ def _reason(differing: torch.Tensor, made: ShallowCopy) -> str:
             f"{key} is in their attention mask alone, and not passed to their attention; give "
             f"model.max_model_len: {window} or less"
         )
-    return "with paged attention they give other logits than with transformers' own"
+    return "their logits with paged attention differ from those with transformers' own"

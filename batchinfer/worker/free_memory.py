@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
-    """The memory of a device with ``loaded_bytes`` of weights on it."""
+    """Return the memory of a device that holds ``loaded_bytes`` of weights."""
     free = free_host_bytes()
     if device.type == "cuda":
         return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
@@ -23,10 +23,10 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 
 
 def free_host_bytes() -> int:
-    """Memory that this process may still take: the host's, or as its limits allow.
+    """Memory that this process may still take: the host's, or less if its limits say so.
 
     The limits are of its control group and of its address space (``ulimit -v``). Files in the page
-    cache count as free: the kernel drops them when memory is asked for.
+    cache count as free, because the kernel drops them when memory is needed.
     """
     import psutil  # here: the tests of a GPU's kernels run where it is not installed
 
@@ -47,8 +47,8 @@ def free_host_bytes() -> int:
 def return_freed_memory() -> None:
     """Have the C library return freed memory to the system, if it can (glibc).
 
-    Threads that make weights leave freed memory in arenas of their own, which nothing else uses:
-    after a dequantized model of 0.2 billion parameters was packed, that was twice its size.
+    Threads that convert weights leave freed memory in arenas of their own, which nothing else uses:
+    after packing a dequantized model of 0.2 billion parameters, twice its size.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

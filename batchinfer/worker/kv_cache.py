@@ -1,4 +1,4 @@
-"""The KV pool: one tensor on the device, and blocks in host memory that are swapped.
+"""The KV pool: one tensor on the device, and host memory for swapped blocks.
 
 It has one of two orders. Block-major, a block of all layers is contiguous, for copies and swaps.
 Layer-major, the blocks of one layer are together, so its attention reads fewer pages of memory.
@@ -23,7 +23,7 @@ from batchinfer.worker.ops import HeadNorms, rotary_write
 LAYER_MAJOR = False
 """Default order of a pool."""
 _MEASURED_BYTES = 4 * 2**20
-"""Copied to measure the time of a swap."""
+"""Bytes to copy to measure the time of a swap."""
 _ALIGNMENT = 64  # bytes of a cache line
 _RESIDENT_BYTES = 256 * 2**20
 """The first part of a CPU's pool, where blocks are taken first, is made resident at once: the first
@@ -52,7 +52,7 @@ class HostBlocks:
         self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in, before what is queued on the device after this.
+        """Copy blocks out, then in, before any work queued on the device later.
 
         Args:
             outs: [O, 2] pairs of (slot, host slot).
@@ -106,7 +106,7 @@ def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
             f"no room for a swap space of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB)",
-            hint="lower engine.swap_space; 0 does without",
+            hint="lower engine.swap_space; 0 disables it",
         ) from error
 
 
@@ -114,10 +114,9 @@ class KVCache:
     """Keys and values of every block, ``[slot, layer, key or value, kv_head]`` or, layer-major,
     ``[layer, slot, key or value, kv_head]``.
 
-    Those of a KV head are ``[token, width]``; the C kernels for a CPU order as many elements in
-    another way (``kernels/cpu/blocks.h``). On a CUDA device values of float8 are
-    ``[width, token]``, and none may be NaN (``kernels/fp8_split.py``): such a pool begins with
-    zeros.
+    In the block of a KV head they are ``[token, width]``; the C kernels for a CPU use another order
+    (``kernels/cpu/blocks.h``). On a CUDA device float8 values are
+    ``[width, token]``, and none may be NaN (``kernels/fp8_split.py``), so such a pool is zeroed.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
@@ -134,11 +133,11 @@ class KVCache:
         *,
         layer_major: bool = LAYER_MAJOR,
     ) -> None:
-        """Make an uninitialized pool; after its first part, memory is touched as it is written.
+        """Make an uninitialized pool; memory after its first part is touched when it is written.
 
         Args:
             num_blocks: slots without the null slot.
-            dtype: the model's; the pool has it unless the layout says float8.
+            dtype: the model's, which the pool has too unless the layout says float8.
             layer_major: the pool's order is [layer, slot] instead of [slot, layer].
 
         Raises:
@@ -146,24 +145,24 @@ class KVCache:
         """
         self.layout = layout
         self.dtype = dtype
-        """The model's, which queries have."""
+        """The model's dtype, which queries have."""
         self.num_blocks = num_blocks
         self.null_slot = num_blocks
         self._shapes = [layout.shape(layer) for layer in range(layout.num_layers)]
         widths = {width for of in self._shapes for width in (of.key_width, of.value_width)}
         self.unit = math.gcd(*widths)
-        """Elements that divide every key and value."""
+        """Greatest common divisor of all widths of keys and values."""
         pool_dtype = torch.float8_e4m3fn if layout.fp8 else dtype
         num_slots, num_parts = num_blocks + 1, layout.parts_per_slot
         outer, inner = (num_parts, num_slots) if layer_major else (num_slots, num_parts)
         self._part_elements = layout.elements_per_block // num_parts
         shape = (outer, inner * self._part_elements)
         self.pool = _allocate(num_slots, shape, device, pool_dtype)
-        """The memory as it lies: [slot, elements of a block], or [layer, elements of all slots]."""
+        """The memory: [slot, elements of a block], or [layer, elements of all slots]."""
         parts = self.pool.view(outer, inner, self._part_elements)
         self.blocks = parts.transpose(0, 1) if layer_major else parts
-        """The same by slots, in either order: [slot, layer, elements of a layer], strided; where
-        layers differ in shape, [slot, 1, elements of a block]."""
+        """The same by slot, in either order: [slot, layer, elements of a layer], strided. If layers
+        differ in shape: [slot, 1, elements of a block]."""
         self._turns_values = _turns_values(layout, device)
         (self.pool if self._turns_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
@@ -171,7 +170,8 @@ class KVCache:
 
     @property
     def is_native(self) -> bool:
-        """Whether the C kernels for a CPU write and read the pool; they take no float8 latents."""
+        """Whether the C kernels for a CPU write and read the pool; they do not support float8
+        latents."""
         if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
         return native.reads(self.pool.dtype, self.dtype)
@@ -239,7 +239,7 @@ class KVCache:
         expected = [(own.num_kv_heads, width) for width in (own.key_width, own.value_width)]
         if shapes != expected:
             raise ValueError(
-                f"layer {layer} has keys and values of {shapes} where its config says {expected}"
+                f"layer {layer} has keys and values of {shapes} where the config says {expected}"
             )
         key_cache, value_cache = self.key(layer), self.value(layer)
         if self.pool.is_cuda:
@@ -248,7 +248,7 @@ class KVCache:
             kv_write(key, value, key_cache, value_cache, slot_mapping)
         elif self.is_native and not self.layout.fp8:
             if own.values_in_keys:
-                value, value_cache = value[..., :0], value_cache[..., :0]  # they are written
+                value, value_cache = value[..., :0], value_cache[..., :0]  # part of the keys
             key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
             native.kv_write(key, value, key_cache, value_cache, slot_mapping)
         else:

@@ -31,7 +31,7 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int8": Int8Weight.rounded,
     "int4": partial(Int4Weight.rounded, group_size=_INT4_GROUP),
 }
-"""How values of ``model.quantization`` round a weight [out, in]."""
+"""Functions that round a weight [out, in], by value of ``model.quantization``."""
 FLOAT8_METHOD = "fp8"
 ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
 """Values of ``model.quantization`` that the project's own kernels for a CPU compute."""
@@ -54,16 +54,16 @@ class LinearKernel:
     instructions: str
     """The instructions it is written for, such as AVX-512; others may round differently."""
     is_batch_invariant: bool
-    """Whether a row's result has the same bits whatever other rows are multiplied with it."""
+    """Whether a row's bits do not depend on the other rows of the product."""
     pack: Callable[[torch.Tensor], Packed]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
-    """Whether it multiplies by this weight [out, in] of its dtype."""
+    """Whether it supports a weight [out, in] of its dtype."""
     copies: bool = True
     """Whether a packed weight is a copy, not the weight itself."""
 
     @property
     def name(self) -> str:
-        """The name for people and records, such as ``own AVX-512``; equal names give equal bits."""
+        """The name for users and records, such as ``own AVX-512``; equal names give equal bits."""
         return f"{self.kind} {self.instructions}"
 
 
@@ -71,7 +71,7 @@ class OwnPacked:
     """A weight packed for the project's C kernel.
 
     Args:
-        packed: as ``gemm`` packs it.
+        packed: from ``gemm``'s pack functions.
     """
 
     def __init__(self, packed: torch.Tensor, out_features: int) -> None:
@@ -98,7 +98,7 @@ def pack_codes(weight: LowBitWeight | Float8Rows, dtype: torch.dtype) -> OwnPack
 
 
 class TritonWeight:
-    """A weight on a CUDA device for the project's Triton kernel, as it is."""
+    """An unchanged weight on a CUDA device, for the project's Triton kernel."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -162,8 +162,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """The kernel that multiplies rows of ``dtype`` by quantized weights; None: there is none here.
 
     Rows are rounded to int8 for weights of int8 and int4; sums are exact then, so every processor
-    gives the same bits. Weights of float8 give the bits of the numbers that their codes stand for,
-    multiplied by the project's own kernel without tiles.
+    gives the same bits. float8 weights give the bits of the dequantized weight, multiplied by the
+    project's own kernel without tiles.
 
     Args:
         method: one of ``ON_CPU``.
@@ -214,7 +214,7 @@ def _one_dnn_takes(dtype: torch.dtype) -> bool:
 
 
 def _capability(dtype: torch.dtype) -> str:
-    """The instructions by which oneDNN and BLAS choose."""
+    """The instruction set by which oneDNN and BLAS choose a kernel."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

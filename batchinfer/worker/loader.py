@@ -71,7 +71,7 @@ class ModelDescription:
     dtype: str
     lora: tuple[Adapter, ...]
     latent: bool
-    """Its latent attention caches latents, not expanded keys and values."""
+    """Whether its latent attention caches latents instead of expanded keys and values."""
 
     @property
     def vocab_size(self) -> int:
@@ -123,16 +123,16 @@ def describe_model(
     latent: bool = False,
     weights_too: bool = False,
 ) -> ModelDescription:
-    """Read and check a model folder (or hub id), all but its weights.
+    """Read and check a model folder (or hub id), except for its weights.
 
     Args:
         device_type: ``cpu`` or ``cuda``, where the model is to run.
         latent: ``engine.latent_cache``.
-        weights_too: fetch them, check their headers, and take their dtype if the config has none;
-            else that is float32.
+        weights_too: fetch them, check their headers, and use their dtype if the config has none;
+            otherwise that is float32.
 
     Raises:
-        ModelError: in one line with what to do; nothing from the folder is executed.
+        ModelError: one line, with a remedy; nothing from the folder is executed.
     """
     with phase("fetching the model"):
         wanted = ALL_FILES if weights_too else CONFIG_FILES
@@ -293,9 +293,9 @@ def _pack(
             with phase("packing weights"):
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
-        # One tensor keeps all of a mapped weight file: copy those that are not packed.
+        # A single tensor keeps a whole weight file mapped, so copy tensors that are not packed.
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta and not tensor.is_inference():  # merged: not the file's
+            if not tensor.is_meta and not tensor.is_inference():  # merged ones are not in a file
                 tensor.data = tensor.data.clone()
         return_freed_memory()
     else:

@@ -18,7 +18,7 @@ from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Copies of a token's hidden and of its inner MLP state that are alive at the widest point of a
+# Copies of a token's hidden state and its inner MLP state that are alive at the widest point of a
 # layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
@@ -27,7 +27,7 @@ LOGITS_COPIES = 2
 
 _BYTES_PER_GRAPH = 8 * 2**20  # estimate for some hundred kernels
 _GRAPH_SHARE = 1 / 64
-_TABLE_COPIES = 2  # as they come to the device, and spread to rows of a fixed length
+_TABLE_COPIES = 2  # packed as sent to the device, and unpacked to rows of a fixed length
 # Tokens of a piece of a context, and the most that partial results take, for layers of one window
 # and shape (`kernels/decode_work.py`).
 _PIECE_TOKENS = 512
@@ -58,7 +58,9 @@ def pieces_bytes(
     total = 0
     for window, shape in kinds:
         reach = min(max_model_len, window) if window else max_model_len
-        pieces = -(-reach // _PIECE_TOKENS) + bool(window)  # one begins where a window does
+        pieces = -(-reach // _PIECE_TOKENS) + bool(
+            window
+        )  # one may begin at the window
         partials = max_num_seqs * heads * pieces if pieces > 1 else 0
         total += min(4 * partials * (shape.value_width + 2), _MAX_PIECES_BYTES)
     return total
@@ -72,8 +74,8 @@ def graph_bytes(
     max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Upper estimate of the bytes of all graphs of steps and of what they read. They share one
-    memory pool, as large as the largest graph needs."""
+    """Upper estimate of the bytes of all step graphs and their inputs. They share one memory pool,
+    as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = sizes[0].tokens * activation_elements(config) + logits
@@ -89,9 +91,9 @@ def max_graph_tokens(
 ) -> int:
     """Tokens of the largest step with a graph.
 
-    As many as a step may have, halved until their activations take a small share of the device's
-    memory, but at least one for each sequence. Larger steps run longer than the host takes to
-    launch them.
+    Starts with the most that a step may have, and halves it until activations take a small share of
+    the device's memory, but keeps at least one token per sequence. Larger steps run longer than the
+    host takes to launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes
@@ -109,7 +111,7 @@ class DeviceMemory:
     free: int
     total: int
     host_free: int | None
-    """Bytes of the host, which are the device's if that is a CPU; None: unknown."""
+    """Free bytes of the host, which is the device if that is a CPU; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class MemoryPlan:
     max_graph_tokens: int
     """Tokens of the largest step that has a graph; CUDA only."""
     available_bytes: int
-    """What the device has for all of these."""
+    """Bytes that the device has for all of these."""
     num_host_blocks: int
     host_bytes: int
     """Swap space of the host; on a CPU touched as it is used."""
@@ -167,8 +169,8 @@ def fit_memory(
     can use, at most a quarter of the free memory.
 
     Raises:
-        DeviceError: with numbers and the key to change, when not even one block fits, or when
-            more blocks are asked for than fit.
+        DeviceError: with numbers and the key to change, if not even one block fits, or fewer than
+            requested.
     """
     free, total = memory.free, memory.total
     sizes = {"max_num_seqs": engine.max_num_seqs, "max_model_len": max_model_len}
@@ -208,7 +210,7 @@ def fit_memory(
         raise DeviceError(
             f"a KV pool of {max(num_blocks, 1)} blocks takes "
             f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f} MiB; the device leaves "
-            f"{max(room, 0) / 2**20:,.1f} MiB beside weights of {weight_bytes / 2**20:,.1f} MiB",
+            f"{max(room, 0) / 2**20:,.1f} MiB after weights of {weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
     host_blocks = _host_blocks(engine, layout, memory, pool_bytes)
@@ -234,7 +236,7 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
         return "lower engine.kv_cache_memory to less than what is left"
     return (
         f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
-        "or take a smaller model"
+        "or use a smaller model"
     )
 
 
@@ -255,7 +257,7 @@ def _host_blocks(
         if wanted_bytes > free:
             raise DeviceError(
                 f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} left",
-                hint="lower engine.swap_space; 0 does without",
+                hint="lower engine.swap_space; 0 disables it",
             )
     if engine.preemption == "swap" and wanted_bytes < layout.bytes_per_block:
         raise DeviceError(

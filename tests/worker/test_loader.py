@@ -252,7 +252,7 @@ def test_a_missing_folder_is_named() -> None:
 def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="some-org/some-model is no local folder"):
+    with pytest.raises(ModelError, match="some-org/some-model is not a local folder"):
         load_model(ModelConfig("some-org/some-model"), device=CPU)
 
 
@@ -274,7 +274,7 @@ def test_a_model_that_fused_layers_change_is_loaded_again(
         ("minicpm3", "o_proj", "cpu", None),
         ("minicpm3", "kv_b_proj", "cpu", "an adapter changes kv_b_proj"),
         ("minicpm3", "o_proj", "cuda", "here are 16"),
-        ("llama", "o_proj", "cpu", "'llama' keep no latents"),
+        ("llama", "o_proj", "cpu", "'llama' have no latents to cache"),
     ],
 )
 def test_who_keeps_latents(

@@ -1,4 +1,4 @@
-"""Paged attention: one function for transformers' classes, a back end for each device.
+"""Paged attention: one function for transformers' classes, and a backend for each device.
 
 May import: errors, kernels, engine.kv, engine.step, worker.
 """

@@ -35,7 +35,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
-"""Key of the attention kernel among the kernels of a run."""
+"""Key of the attention kernel in a run's table of kernels."""
 
 # Arguments that would change the result, and that this function does not implement.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
@@ -78,12 +78,12 @@ class CapturedBackend(AttentionBackend, Protocol):
 
 
 def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionBackend:
-    """Make the attention backend for the pool's device; on a CPU the C kernels where they can be
-    built.
+    """Make the attention backend for the pool's device; on a CPU the C kernels if they can be
+    compiled.
 
     Args:
         like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device
-            attention is batch-invariant if that is.
+            attention is batch-invariant if that kernel is.
     """
     if cache.pool.is_cuda:
         return make_cuda_backend(cache, like)
@@ -110,15 +110,15 @@ def _is_batch_invariant(kernel: LinearKernel | None) -> bool:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The name of the kernel that attends over a pool, and the reason where it is not in C."""
+    """The name of the attention kernel, and the reason if it is not a C kernel."""
 
     name: str
     why: str = ""
 
     @classmethod
     def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
-        """The kernel of ``make_backend``'s result, by its arguments. It decides the last bits of a
-        row's logits."""
+        """The kernel that ``make_backend`` chooses for these arguments. It decides the last bits of
+        a row's logits."""
         pool = cache.pool
         if pool.is_cuda:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
@@ -131,7 +131,7 @@ class AttentionKernel:
         return cls("torch", f"there is no C kernel for {kind} of {dtype}")
 
     def line(self, before: Mapping[str, str]) -> str:
-        """A line for the log of a run.
+        """Return a line for the log of a run.
 
         Args:
             before: the kernels of the runs that this one resumes, by ``ATTENTION`` and other keys.
@@ -139,7 +139,7 @@ class AttentionKernel:
         line = f"attention by {self.name}{self.why and f': {self.why}'}"
         earlier = before.get(ATTENTION, self.name)
         if earlier != self.name:
-            line += f"; runs before had {earlier}, and bits may differ"
+            line += f"; earlier runs used {earlier}, so bits may differ"
         return line
 
 
@@ -155,7 +155,7 @@ class ForwardContext:
     """None: the step has no rows with adapters."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
-        """Slots for a layer's keys and values of each token, [T] int64."""
+        """Slots of each token's keys and values in a layer, [T] int64."""
         group = self.cache.group(layer)
         if group == 0:
             return self.tensors["slot_mapping"]
@@ -197,7 +197,7 @@ def paged_attention_forward(
     num_layers = context.cache.layout.num_layers
     if layer >= num_layers:
         raise UnsupportedAttentionError(
-            f"layer {layer} attends, and by its config it has {num_layers} layers with KV"
+            f"layer {layer} attends, but the config has only {num_layers} layers with KV"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -235,7 +235,7 @@ def _check_call(
     kwargs: Mapping[str, Any],
 ) -> None:
     if getattr(module, "layer_idx", None) is None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer")
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer number")
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
     if query.shape[0] != 1:

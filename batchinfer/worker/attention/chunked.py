@@ -1,7 +1,7 @@
 """Attention within chunks, by a backend for plain causal attention.
 
 A token of Llama 4's chunked layers sees the tokens of its own chunk (``attention_chunk_size``) up
-to itself. So the step is cut: the tokens of one chunk become a sequence of their own, whose context
+to itself. So the step is cut: the tokens of each chunk become a separate sequence, whose context
 and block table begin with the chunk. Keys were rotated before they were stored, so that nothing
 depends on where a context begins.
 """
@@ -56,7 +56,7 @@ class ChunkedAttention:
 
 
 class CapturedChunkedAttention(ChunkedAttention):
-    """The same on a CUDA device, for steps without a graph and with one."""
+    """The same on a CUDA device, for steps with and without a graph."""
 
     _whole: CudaAttention
     _within: CudaAttention
@@ -88,7 +88,7 @@ def crosses_chunks(step: Step, chunk: int) -> bool:
 def _within_chunks(
     tensors: Mapping[str, torch.Tensor], chunk: int, block_size: int
 ) -> dict[str, torch.Tensor]:
-    """``cut_at_chunks`` on the device, of a step that crosses none."""
+    """``cut_at_chunks`` on the device, for a step that crosses no chunk boundary."""
     begin = (tensors["context_lens"] - 1).clamp(min=0) // chunk * chunk
     columns = (begin // block_size)[:, None] + torch.arange(
         chunk // block_size, device=begin.device
@@ -106,10 +106,10 @@ def _within_chunks(
 
 
 def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
-    """A step whose sequences see only the chunk that they compute tokens of.
+    """Return a step whose sequences see only the chunk whose tokens they compute.
 
     Args:
-        step: a sequence that computes tokens of several chunks becomes one for each.
+        step: a sequence that computes tokens of several chunks is split into one for each.
         chunk: tokens of a chunk, a multiple of ``block_size``.
         block_size: tokens per block.
 

@@ -15,7 +15,7 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
 _Kind = tuple[int, int, KVShape]
-"""Window, query heads, and KV of the layers that share a work list."""
+"""Window, query heads and KV shape of the layers that share a work list."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class CudaAttention:
     ) -> None:
         """Begin a step from the device's arrays alone.
 
-        Reads none of them here, so that the launches that follow can be replayed with others.
+        Does not read them on the host, so that the launches can be replayed with other contents.
 
         Args:
             shares: the arrays include shared prefixes.

@@ -19,9 +19,9 @@ from batchinfer.engine.step import Int32, Step
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
-# What a bucket may gather, in bytes: keys and values are still in the cache when they are used.
+# Most bytes that a bucket gathers, so that keys and values are still in the cache when used.
 _BUCKET_BYTES = 4 << 20
-# A bucket costs as much time as gathering about this much, so that less padding is not worth one.
+# The overhead of a bucket, in bytes gathered in the same time; less padding is not worth a bucket.
 _BUCKET_OVERHEAD_BYTES = 512 << 10
 _PADDING_SHARE = 0.125
 
@@ -38,18 +38,18 @@ class Bucket:
     queries: slice  # R * Q rows of Plan.tokens
     key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
     value_rows: torch.Tensor
-    all_visible: int  # positions from here on may be hidden, those before are seen by every query
+    all_visible: int  # every query sees the positions before this one
     hidden: torch.Tensor  # [R, 1, 1, Q, C - all_visible] bool: the query does not see the position
-    stale: torch.Tensor  # rows of values [R, kv_head, C] past a tile's context, in its last block
+    stale: torch.Tensor  # rows of values [R, kv_head, C] after a tile's context, in its last block
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's buckets for one window. Queries stand in the order of the buckets."""
+    """A step's buckets for one window, and its queries in the order of the buckets."""
 
     buckets: tuple[Bucket, ...]
     tokens: torch.Tensor  # [queries] packed token of each query; padding repeats one
-    rows: torch.Tensor  # [T] which query each packed token is
+    rows: torch.Tensor  # [T] query number of each packed token
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Tiles:
         return _Tiles(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def offsets(self) -> Ints:
-        """[R, Q] each query's place in its tile; what pads a tile repeats the first query."""
+        """[R, Q] index of each query in its tile; padding repeats the first query."""
         queries = np.arange(self.size[0])
         return np.where(queries < self.length[:, None], queries, 0)
 
@@ -76,7 +76,7 @@ class _Tiles:
 def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -> Plan:
     """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
 
-    A window of 0 means the whole context is seen.
+    A window of 0 means that tokens see the whole context.
     """
     tiles = _tiles(step, cache.layout.block_size, sliding_window)
     tables = step.tables_of(cache.group(layer))
@@ -128,7 +128,7 @@ def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
 
 
 def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
-    """Cut descending block counts into runs whose padding and whose size are bounded."""
+    """Cut descending block counts into runs of bounded padding and size."""
     free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
     begin = 0
     while begin < len(num_blocks):
@@ -171,7 +171,7 @@ def _bucket(
 def _gather_rows(
     tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``cache.units`` to gather for keys and values; past a tile's blocks the null slot."""
+    """Rows of ``cache.units`` to gather for keys and values; the null slot pads a tile's blocks."""
     block = np.arange(num_blocks)
     columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
     slots = tables[tiles.sequence[:, None], columns].astype(np.int64)
@@ -190,7 +190,7 @@ def _gather_rows(
 
 
 def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Rows past each context up to the end of its block: whatever was there, NaN perhaps."""
+    """Rows from the end of each context to the end of its block, which may hold stale NaN."""
     end = (tiles.position + tiles.length)[:, None]
     block_end = -(-end // block_size) * block_size
     tile, column = np.nonzero((columns >= end) & (columns < block_end))

@@ -3,7 +3,7 @@
 DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from
 one latent of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. As ``<q_h, W_k,h c>`` is
 ``<W_k,h^T q_h, c>``, queries can be projected instead, and likewise what has been attended to: the
-cache holds one latent for all heads, beside the rotary part of the keys, which they share as well.
+cache holds one latent and one rotary part of the keys for all heads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LatentProjection(nn.Module):
         self._num_heads, self._key_width = num_heads, key_width
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries of the latents, [T, H, rank + rotary width].
+        """Project queries to attend to latents: [T, H, rank + rotary width].
 
         Args:
             query: [H, T, key width + rotary width], the rotary part rotated.
@@ -50,7 +50,7 @@ class LatentProjection(nn.Module):
         return torch.cat((of_latent, rotary), dim=2).transpose(0, 1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Outputs of the heads, [T, H, value width], from attended latents [T, H, rank]."""
+        """Project attended latents [T, H, rank] to the heads' outputs, [T, H, value width]."""
         by_head = attended.transpose(0, 1).contiguous()
         # For few tokens torch takes five times as long on a CPU with the weight transposed.
         return torch.bmm(self._by_head[:, self._key_width :], by_head.mT).permute(2, 0, 1)
@@ -68,23 +68,23 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
         adapted: names of the layers that its adapters change.
 
     Raises:
-        ModelError: it has no latents, its device has no kernels for its rank, or an adapter changes
-            the projection, which is not computed then.
+        ModelError: the model has no latents, the device has no kernels for its rank, or an adapter
+            changes the projection, which would not be applied.
     """
     reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):
-        reason = f"models of the family {config.get('model_type')!r} keep no latents here"
+        reason = f"models of the family {config.get('model_type')!r} have no latents to cache"
     elif device_type != "cpu" and (rank < 32 or rank & (rank - 1)):
-        reason = f"kernels of a GPU take latents of 32, 64, 128, ... elements; here are {rank}"
+        reason = f"GPU kernels need latents of 32, 64, 128, ... elements; the model has {rank}"
     elif any(name.endswith(f".{_PROJECTION}") for name in adapted):
-        reason = f"an adapter changes {_PROJECTION}, which is not computed then"
+        reason = f"an adapter changes {_PROJECTION}, which would not be applied"
     if reason is not None:
         raise ModelError(f"engine.latent_cache is true: {reason}", hint="leave it false")
 
 
 def keep_latents(model: nn.Module) -> int:
-    """Make a model's latent attention pass on its latents in place of keys and values; returns the
-    number of such layers."""
+    """Make a model's latent attention pass latents in place of keys and values; returns the number
+    of such layers."""
     layers: list[Any] = [layer for layer in model.modules() if _is_latent_attention(layer)]
     for layer in layers:
         layer.kv_b_proj = LatentProjection(layer.kv_b_proj, layer.num_heads, layer.qk_nope_head_dim)

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by the project's C kernels, straight over the blocks."""
+"""Paged attention on the CPU by the project's C kernels, which read the pool's blocks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class NativeAttention:
     """Attends over the pool's blocks for one step at a time.
 
     Args:
-        like: kernel of the model's linear layers. Where it is one of the project's, attention uses
-            the same instructions, so that one name says all that decides a row's bits; else the
-            fastest.
+        like: kernel of the model's linear layers. If it is one of the project's, attention uses the
+            same instructions, so that one name determines a row's bits; otherwise the fastest.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:

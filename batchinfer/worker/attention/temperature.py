@@ -33,7 +33,7 @@ class QueryTemperature(NamedTuple):
 
 
 def temper_queries(model: nn.Module) -> None:
-    """Make the layers that scale their queries leave that to paged attention."""
+    """Let paged attention scale queries, in place of the layers that do so."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", 1):
             module.query_temperature = QueryTemperature(module.floor_scale, module.attn_scale)  # type: ignore[arg-type, assignment]

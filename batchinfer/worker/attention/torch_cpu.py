@@ -64,7 +64,7 @@ class CpuAttention:
         return attended.index_select(0, plan.rows)
 
     def _keys(self, bucket: Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """[R * Hkv, C, Dk], valid until the next are gathered."""
+        """[R * Hkv, C, Dk], valid until the next call."""
         units = self._cache.units(layer, values=False)
         gathered = self._gather("keys", units, bucket.key_rows).to(dtype)
         return gathered.view(-1, bucket.context, self._cache.shape(layer).key_width)
@@ -121,7 +121,7 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """The share of the softmax that a sink, one more logit without a value, leaves to the others.
+    """The share of the softmax that a sink (one more logit, without a value) leaves to the others.
 
     exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     """

@@ -17,7 +17,7 @@ class AttentionVariant:
     sliding_window: int = 0
     """Positions a token sees, its own included; 0 for all."""
     softcap: float = 0.0
-    """c * tanh(score / c) takes the place of a score; 0 for none."""
+    """c in c * tanh(score / c), which replaces a score; 0 for none."""
     sinks: torch.Tensor | None = None
     """[Hq] one more logit for each head, without a value (gpt-oss)."""
 

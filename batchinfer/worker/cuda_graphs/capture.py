@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _INTEGERS = {2: "<i2", 4: "<i4"}  # bytes of an element: NumPy's name, which has no bfloat16
 
-# Their results are on the host, or are sized by what is on the device.
+# Operations with results on the host, or with sizes that depend on data on the device.
 _WAITS = frozenset(
     [
         *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item", "nonzero"),
@@ -21,7 +21,7 @@ _WAITS = frozenset(
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 Capture = Callable[[Run], Run]
-"""From a computation to one that repeats it with what its inputs then hold."""
+"""Turns a computation into one that repeats it with the current contents of its inputs."""
 
 
 class CudaCapture:
@@ -56,7 +56,7 @@ class CudaCapture:
                 self._pool = None
                 self._never_ended.append(graph)
             raise
-        self._pool = pool  # not before: torch forgets one that no graph has
+        self._pool = pool  # not earlier: torch forgets a pool without graphs
         aliases = tuple(map(_alias, results))
 
         def replay() -> tuple[torch.Tensor, ...]:
@@ -96,7 +96,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SyncWatch(TorchDispatchMode):
-    """Notes the names of torch's operations that wait, while it is entered."""
+    """Records the names of torch operations that make the host wait, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

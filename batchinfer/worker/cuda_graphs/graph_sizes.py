@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Kind = Literal["decode", "shared decode", "mixed"]
-"""One token a sequence; the same with shared prefixes; any other step, with or without them."""
+"""One token per sequence; the same with shared prefixes; any other step."""
 
 MAX_GRAPH_TOKENS = 8192
 """A larger step runs longer than the host takes to launch its kernels."""
 
-# From 64 sequences on, in steps of.
+# (first number of sequences, distance between sizes).
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
@@ -26,7 +26,7 @@ _SIZES_PER_OCTAVE = 4
 # fills the largest while prompts wait), and the device computes longer than the host needs.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
-# A row of logits costs about what a token does, in a small model: unused ones must be few.
+# In a small model, a row of logits costs about as much as a token, so few may be unused.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
 # More than in any step of the simulated jobs; at most half of a launch's programs are idle.
@@ -34,7 +34,7 @@ _CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
 class GraphSize(NamedTuple):
-    """A kind of step, and what it is padded to."""
+    """A kind of step, and the numbers that it is padded to."""
 
     kind: Kind
     tokens: int
@@ -83,7 +83,7 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
     sizes = [max_num_seqs]
     while sizes[-1] > max(1, _SEQUENCES_RATIO * tokens // _MAX_TOKENS_PER_SEQUENCE):
         sizes.append(-(-sizes[-1] // _SEQUENCES_RATIO))
-    # One that holds as many sequences as tokens, none that holds more.
+    # Sizes with up to as many sequences as tokens.
     most = min(size for size in sizes if size >= min(tokens, max_num_seqs))
     return [size for size in sizes if size <= most]
 
@@ -97,7 +97,7 @@ class GraphSizes:
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """The smallest size that holds a step; None where too much of it would be padding."""
+        """The smallest size that holds a step; None if too much of it would be padding."""
         sizes = self._of_kind.get(kind, [])
         for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:

@@ -38,7 +38,7 @@ _SECONDS_PER_LINE = 5.0
 
 
 class WaitsForDeviceError(Exception):
-    """A forward pass makes the host wait, which no graph can."""
+    """A forward pass makes the host wait, which cannot be captured."""
 
 
 class StepGraphs:
@@ -53,8 +53,8 @@ class StepGraphs:
         max_num_seqs: most sequences of a step.
         max_graph_tokens: most tokens of a step with a graph.
         max_model_len: most tokens of a sequence.
-        num_adapters: of the model.
-        kernel: of the model's linear layers, which decides how to attend.
+        num_adapters: number of the model's adapters.
+        kernel: kernel of the model's linear layers, by which attention is chosen.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class StepGraphs:
 
         Raises:
             WaitsForDeviceError: the forward pass waits for the device.
-            OutOfMemory: the device has no memory for it. What it took is free again.
+            OutOfMemory: the device has no memory for it; all memory is freed again.
             RuntimeError: it cannot be captured.
         """
         run = partial(self._forward, size)

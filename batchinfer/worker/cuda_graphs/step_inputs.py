@@ -1,4 +1,4 @@
-"""Arrays that a captured step reads: always at the same address, of the same shapes."""
+"""Arrays that a captured step reads, always at the same addresses and with the same shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.kernels.unpack_tables import unpack_tables
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
-_ALIGNMENT = 16  # bytes; what Triton's kernels load at a time where an address allows it
+_ALIGNMENT = 16  # bytes; Triton's kernels load this much at once from aligned addresses
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _TORCH_DTYPES = {_INT32: torch.int32, _INT64: torch.int64}
 
@@ -36,10 +36,10 @@ class _Place(NamedTuple):
 class StepInputs:
     """Memory for a step's arrays, which arrive in one copy.
 
-    The host writes them into one buffer, padded to a size: after the step's own tokens, tokens
-    whose KV is not written (a slot mapping of -1), and after its sequences, ones without tokens,
-    which come last in the order of shared prefixes and share none. Block tables come last, as long
-    as the step's are; the captured step itself unpacks them to rows at fixed addresses.
+    The host writes them into one buffer, padded to a size. Padding tokens follow the step's tokens
+    and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last in the
+    order of shared prefixes, and share none. Block tables end the buffer, in the step's own length;
+    the captured step unpacks them to rows at fixed addresses.
 
     Args:
         largest: size that holds every other.
@@ -149,12 +149,12 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Samples of the step before up to the last one that a step uses."""
+    """Number of samples of the previous step, up to the last one that a step uses."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 
 def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of a step except its tables, and the padding of each."""
+    """Arrays of a step except its tables, each with its padding value."""
     count = step.num_sequences
     places = np.arange(size.sequences, dtype=np.int32)
     order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
@@ -178,7 +178,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
 
 
 def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of the tokens that adapters change, and the padding of each."""
+    """Arrays of the tokens that adapters change, each with its padding value."""
     adapters = step_adapters(step)
     tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     if adapters is not None:

@@ -1,4 +1,4 @@
-"""Models that read texts whole and attend both ways: loaded, run packed, pooled.
+"""Encoders: models that read whole texts. Loads them, runs packed texts, pools hidden states.
 
 May import: config, errors, console, kernels, engine, worker.
 """

@@ -72,9 +72,7 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     values = pretrained.to_dict()
     for key in ("adapters", "quantization"):
         if getattr(model, key):
-            raise ModelError(
-                f"not yet: model.{key} with a model that reads texts whole; leave it out"
-            )
+            raise ModelError(f"not yet: model.{key} with an encoder model; leave it out")
     check_vocabulary(folder, model.tokenizer, int(text_config(values)["vocab_size"]))
     saved = check_weights(folder) if weights_too else {}
     return EncoderDescription(

@@ -40,7 +40,7 @@ _POOLER = "pooler."
 """A layer over BERT's first token, which hidden states do not go through."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Lengths of texts, and texts of each length, that must have the bits that they have alone."""
+"""Number of text lengths, and of texts of each length, whose bits are compared with those alone."""
 
 
 class Encoder:
@@ -54,7 +54,7 @@ class Encoder:
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 takes segments too, but has no embeddings for them: it would add those of tokens.
+        # GPT-2 accepts segments, but has no embeddings for them and would add token embeddings.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1
@@ -87,7 +87,7 @@ class Encoder:
         return hidden_states
 
     def states(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [T, H] of texts, [L] token ids each, side by side."""
+        """Hidden states [T, H] of texts, [L] token ids each, in one packed row."""
         runs, start = [], 0
         for length, group in groupby(map(len, texts)):
             count = len(list(group))
@@ -187,7 +187,7 @@ def _read(
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # they are refused by name
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
         if getattr(body, "pooler", None) is not None:
@@ -203,18 +203,18 @@ def _read(
         raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
     except (ModelError, DeviceError):
         raise
-    except Exception as error:  # transformers and the libraries below it raise of all kinds
+    except Exception as error:  # transformers and its libraries raise any type
         raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
     return loaded
 
 
 def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
-    """Make an encoder of a body and run two short texts, beside each other, alone, and as
-    transformers does.
+    """Make an encoder of a body, and run two short texts together, separately, and with
+    transformers.
 
     Raises:
-        ModelError: it cannot be run packed, its texts see each other, or its hidden states are not
-            those of transformers.
+        ModelError: it cannot be run packed, its texts affect each other, or its hidden states
+            differ from those of transformers.
     """
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
@@ -226,9 +226,9 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
     if not verify(alone, packed[3:], TOLERANCE):
-        raise ModelError(f"{family} cannot be run: texts in one packed row change each other")
+        raise ModelError(f"{family} cannot be run: texts in one packed row affect each other")
     if not verify(expected, packed[:3], TOLERANCE):
-        raise ModelError(f"{family} cannot be run: transformers gives other hidden states")
+        raise ModelError(f"{family} cannot be run: hidden states differ from those of transformers")
     return encoder
 
 
@@ -239,7 +239,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Hidden states [T, H] of a text, by transformers' own attention."""
-    with quiet_transformers():  # of families whose attention is no function, it warns of that
+    with quiet_transformers():  # it warns about families without an attention function
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state
@@ -249,8 +249,8 @@ def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_encoder_invariance(loaded: LoadedEncoder) -> None:
-    """Check for ``engine.deterministic`` that hidden states of texts have the same bits alone and
-    beside texts of equal and other lengths.
+    """Check for ``engine.deterministic`` that hidden states of a text have the same bits alone and
+    together with texts of equal and other lengths.
 
     Raises:
         ModelError: their bits differ, or on a CUDA device may.
@@ -260,15 +260,15 @@ def check_encoder_invariance(loaded: LoadedEncoder) -> None:
     texts = _texts(description, *lengths)
     why = ""
     if encoder.body.device.type == "cuda":
-        why = "products and attention on a CUDA device do not keep a text's bits"
+        why = "a text's last bits depend on other texts in products and attention on a CUDA device"
     elif not torch.equal(
         encoder.states([text for text in texts for _ in range(_COUNT)]),
         torch.cat([encoder.states([text]).repeat(_COUNT, 1) for text in texts]),
     ):
-        why = "some layers compute a text's last bits in another way when others run beside"
+        why = "in some layers a text's last bits depend on other texts in the step"
     if why:
         raise ModelError(
             "engine.deterministic is true, but in models of the family "
-            f"{encoder.body.config.model_type!r}, which read texts whole, {why}",
+            f"{encoder.body.config.model_type!r}, which are encoders, {why}",
             hint="set engine.deterministic: false",
         )

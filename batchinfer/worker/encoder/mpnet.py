@@ -17,7 +17,7 @@ from batchinfer.worker.encoder.attention import Runs, current_runs
 
 
 class _PackedAttention(MPNetSelfAttention):  # type: ignore[misc]
-    """transformers' own outside ``packed_sequences``."""
+    """Behaves like transformers' own class outside ``packed_sequences``."""
 
     def forward(
         self,

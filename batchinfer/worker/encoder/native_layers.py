@@ -28,7 +28,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""For rows of hidden states: far more than rounding changes, far less than another text does."""
+"""For rows of hidden states: far above rounding errors, far below the effect of another text."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -55,8 +55,8 @@ class NativeEncoderLayers(nn.Module):
     """All layers of an encoder as one call.
 
     Args:
-        parts: of each layer; widths, heads, scale and activation are the same in all.
-        kernel: the project's own.
+        parts: of each layer; all have the same widths, heads, scale and activation.
+        kernel: one of the project's own.
     """
 
     def __init__(self, parts: Sequence[_Parts], kernel: LinearKernel) -> None:
@@ -93,7 +93,7 @@ class NativeEncoderLayers(nn.Module):
     def _room(self, hidden: torch.Tensor) -> torch.Tensor:
         """Uninitialized [T, 3 * width], in the same memory each time if that is large enough."""
         if len(self._qkv) < len(hidden):
-            self._qkv = torch.empty(0)  # both might not fit
+            self._qkv = torch.empty(0)  # frees the old one first: both might not fit
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 
@@ -118,7 +118,7 @@ def join_encoder_layers(
     dtype: torch.dtype,
     states: Callable[[], torch.Tensor],
 ) -> bool:
-    """Swap all layers of an encoder for ``NativeEncoderLayers``, if it computes the same then.
+    """Replace all layers of an encoder by ``NativeEncoderLayers``, if the result is the same.
 
     Args:
         kernel: of the body's linear layers.

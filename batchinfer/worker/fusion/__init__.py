@@ -1,4 +1,4 @@
-"""Modules and layers swapped for faster ones that compute the same.
+"""Replaces modules and layers by faster ones with the same results.
 
 May import: kernels, engine.kv, engine.step, worker.
 """

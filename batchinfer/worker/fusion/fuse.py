@@ -1,10 +1,10 @@
 """Swaps a loaded model's attention, MLPs and norms for fused modules that compute the same.
 
-A module is recognized by its parts and then by what it computes. The model runs once on four
-tokens, from the first position to the last that it may have. Each module that looks right is copied
-to float32, where rounding hides nothing, and compared with the fused one on what the model gave it:
-as it is, much smaller, and so much larger that a clip or clamp shows. Modules that differ stay as
-they are, so that an unknown family runs the way transformers has it.
+A module is recognized first by its parts, then by its results. The model runs once on four tokens,
+between its first and its last position. Each candidate is copied to float32, where rounding hides
+nothing, and compared with the fused module on the input that the model gave it: unchanged, scaled
+down, and scaled up so far that a clip or clamp shows. Modules that differ stay as they are, so an
+unknown family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
-"""Inputs of a larger scale saturate a softmax, where rounding decides between two keys."""
+"""Larger inputs saturate a softmax, where rounding decides between two keys."""
 _TOLERANCE = 2e-5
 """For the rounding of float32 sums."""
 
 _Recipe = Callable[[Any, AttentionVariant | None], nn.Module]
-"""Makes a fused module from one of transformers', and what that asks of attention, if it does."""
+"""Makes a fused module from transformers' module and, for attention, its variant."""
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
-    """Swap a model's modules for fused ones, one after the other, and then its layers.
+    """Replace a model's modules by fused ones, one after the other, and then its layers.
 
     Args:
-        layout: of a pool for this model.
-        max_model_len: the model is tried up to its last position.
+        layout: KV layout of a pool for this model.
+        max_model_len: the model is tested up to this position.
 
     Returns:
-        Whether the model's logits are what they were. If not, the model must be loaded again.
+        Whether the model's logits are still the same. If not, the model must be loaded again.
     """
     with torch.inference_mode():
         modules = _ModuleFusion(model, layout, max_model_len)
@@ -55,7 +55,7 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
 
 
 class _ModuleFusion:
-    """The calls that a model makes of its modules, which fused ones are tried on."""
+    """A model's calls of its modules, on which fused modules are tested."""
 
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
         assert layout.block_size >= len(_TOKENS)
@@ -70,7 +70,7 @@ class _ModuleFusion:
         self._variants = {call.layer: call.variant for call in attention.calls}
 
     def fuse_children(self, parent: nn.Module) -> None:
-        """Swap modules from the outside in: a module that is swapped takes its parts along."""
+        """Replace modules from the outside in: a replaced module takes its parts along."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -79,7 +79,7 @@ class _ModuleFusion:
                 setattr(parent, name, fused)
 
     def _fused(self, module: nn.Module) -> nn.Module | None:
-        """Make a fused module that computes what ``module`` does; None: there is none."""
+        """Make a fused module with the same results as ``module``; None: there is none."""
         call = self._calls.get(module)
         if call is None:
             return None
@@ -93,7 +93,7 @@ class _ModuleFusion:
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # it is made, or called, in another way than what was fused
+            except Exception:  # it has other parameters or calls than the fused module
                 continue
             if same:
                 return recipe(module, variant)
@@ -108,8 +108,8 @@ class _ModuleFusion:
         )
 
     def _results(self, module: nn.Module, call: ModuleCall, scale: float) -> list[torch.Tensor]:
-        """Run a float32 module on what a call took, its input scaled; returns its output, and of
-        attention also the query, keys and values."""
+        """Run a float32 module on the scaled input of a call; returns its output, and for attention
+        also the query, keys and values."""
         arguments, options = _scaled(call, scale)
         attention = AttentionRecorder(self._float32.backend)
         with self._float32.in_forward(attention):
@@ -147,7 +147,7 @@ def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _recipes(module: Any) -> list[_Recipe]:
-    """The fused modules that may take the place of a module with such parts."""
+    """Fused modules that may replace a module, by its parts."""
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]

@@ -1,8 +1,8 @@
-"""Decoder layers that add two of their matrix products onto the residual where they are computed.
+"""Decoder layers whose last two matrix products add to the residual directly.
 
 A layer of the Llama shape ends its attention and its MLP with ``residual + x @ weight.T``. A matrix
-product that adds to what its output holds costs nothing more, and saves a pass over the hidden
-state that reads two tensors and writes one: two launches less per layer. Norms then read the sum.
+product that adds to its output costs nothing more, and saves a pass over the hidden state that
+reads two tensors and writes one: two launches less per layer. Norms then read the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AddLinear(nn.Module):
     """Adds ``x @ weight.T`` to ``residual``, which the caller sets before each call.
 
     Args:
-        linear: plain, or one that can ``add_to``.
+        linear: a plain linear layer, or a module with ``add_to``.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -63,7 +63,7 @@ class FusedDecoderLayer(nn.Module):
         self.mlp = _adding(layer.mlp, "down_proj")
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run the layer on [1, T, hidden], which is changed, and returned."""
+        """Run the layer on [1, T, hidden], in place; returns the same tensor."""
         residual = hidden_states[0]
         attended = self.input_layernorm(hidden_states)
         self.self_attn.o_proj.residual = residual
@@ -75,20 +75,20 @@ class FusedDecoderLayer(nn.Module):
 
 
 def _adding(module: nn.Module, name: str) -> Any:
-    """A shallow copy of a module, one linear layer of which adds to a residual."""
+    """Return a shallow copy of a module in which one linear layer adds to a residual."""
     other = copy.copy(module)
     other._modules = {**module._modules, name: AddLinear(getattr(module, name))}
     return other
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Swap pre-norm layers for ones that add their products in place, if the model computes the
-    same then.
+    """Replace pre-norm layers by ones that add their products in place, if the model's results stay
+    the same.
 
-    Call it after modules are fused, and before weights are packed.
+    Call it after modules are fused and before weights are packed.
 
     Returns:
-        The number of layers swapped: all that look right, or none.
+        The number of replaced layers: all candidates, or none.
     """
     swaps = find_swaps(model, _fused)
     if not swaps:
@@ -99,7 +99,7 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
 
 
 def find_swaps(model: nn.Module, make: Callable[[Any], nn.Module | None]) -> list[Swap]:
-    """List the modules of a model for which ``make`` returns another one."""
+    """List the modules of a model for which ``make`` returns a replacement."""
     return [
         Swap(parent, name, made)
         for parent in model.modules()

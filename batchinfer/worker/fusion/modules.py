@@ -1,6 +1,6 @@
 """A layer's attention, gated MLP and norms with fewer passes over memory than transformers' own.
 
-Each replaces one of transformers' modules and is called as that was. They fit many families but not
+Each replaces one of transformers' modules and is called like it. They fit many families but not
 all: ``fuse`` compares each with the original before it is used.
 """
 
@@ -23,7 +23,7 @@ class FusedAttention(nn.Module):
     Args:
         attention: with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and both of ``q_norm`` and
             ``k_norm`` or neither.
-        variant: what the original asks of paged attention.
+        variant: how the original calls paged attention.
         norm_offset: added to the weights of the norms.
     """
 
@@ -98,8 +98,8 @@ class FusedRMSNorm(nn.Module):
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """Where ``parent``'s linear layers are once they are merged in this order: by name, the merged
-    layer's name and the first output there."""
+    """The location of ``parent``'s linear layers after merging in this order: by name, the merged
+    layer's name and the first output in it."""
     starts, start = {}, 0
     for name in names:
         starts[name] = (merged_name, start)

@@ -38,8 +38,8 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class NativeDecoderLayers(nn.Module):
     """Consecutive layers as one call: in Python their calls take a tenth of a decode step.
 
-    Gives the bits of the layers it is made of. Those run themselves in steps with adapters, which
-    add to their linear layers, and over a pool that the C kernels do not read (of float8).
+    Gives the same bits as the layers it is made of. Those run themselves in steps with adapters,
+    which add to their linear layers, and over a float8 pool, which the C layers do not read.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -51,7 +51,7 @@ class NativeDecoderLayers(nn.Module):
         keep_plain_attributes(self, layers[0])
         self.layers = nn.ModuleList(layers)
         self.workspace = workspace
-        self._groups: dict[int, int] = {}  # of layers: one that is in it
+        self._groups: dict[int, int] = {}  # by layer group, one of its layers
         self._arguments, self._steps = array_of_layers([]), array_of_steps([])
         self._made_for: tuple[object, ...] = ()
 
@@ -77,7 +77,7 @@ class NativeDecoderLayers(nn.Module):
             try:
                 self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                workspace.release()  # a smaller step must not ask for as much again
+                workspace.release()  # a smaller step must not need as much again
                 raise
             self._made_for = made_for
         for group, number in self._groups.items():
@@ -86,8 +86,8 @@ class NativeDecoderLayers(nn.Module):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Make the C function's arguments for all steps over this pool and workspace; what differs
-        is in ``StepArgs``."""
+        """Make the C function's arguments for all steps over this pool and workspace; those that
+        differ between steps are in ``StepArgs``."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]
@@ -99,13 +99,13 @@ class NativeDecoderLayers(nn.Module):
         self._steps = array_of_steps(steps)
 
     def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """A layer's arguments, over whole buffers: of one row torch tells no stride that rows of a
-        longer step lie at, and a step with more rows than a buffer has makes another."""
+        """A layer's arguments, over whole buffers, as a tensor of one row may report a wrong stride
+        for a longer step. A step with more rows than a buffer makes a new one."""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
         width, workspace = cache.shape(attention.layer).key_width, self.workspace
-        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of 1 row: any
         normed = workspace.take_factor("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
         attended = workspace.take_factor("attended", attention.o_proj.linear.in_features)
@@ -133,26 +133,26 @@ class NativeDecoderLayers(nn.Module):
 
 
 class Workspace:
-    """Buffers of a layer's intermediate results, which the next layer and step use again.
+    """Buffers for a layer's intermediate results, reused by the next layer and step.
 
     Args:
-        dtype: of all of it.
+        dtype: of all buffers.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.generation = 0
-        """Where it stays the same, so does the memory."""
-        self._num_rows = 0  # tokens there is room for
+        """Changes whenever the buffers move."""
+        self._num_rows = 0  # capacity in tokens
         self._empty = torch.empty(0, dtype=dtype)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
         self._current: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
-        self._steps: dict[int, StepArgs] = {}  # by layer group, where they stay
-        self._updated: set[int] = set()  # groups whose steps are of this step
+        self._steps: dict[int, StepArgs] = {}  # by layer group, at fixed addresses
+        self._updated: set[int] = set()  # groups already updated for this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
-        """Begin a step and make room for it, unless layers before have done so."""
+        """Begin a step and make room for it, unless an earlier layer has done so."""
         if (
             self._current
             and self._current[0] is context
@@ -169,8 +169,8 @@ class Workspace:
         """Step arguments of a layer group: always the same object, updated once a step.
 
         Args:
-            group: of layers that have their blocks in common.
-            layer: one of them.
+            group: number of the layer group.
+            layer: one of its layers.
         """
         step = self._steps.setdefault(group, StepArgs())
         if group not in self._updated:
@@ -188,26 +188,26 @@ class Workspace:
         context.backend.point_to_step(group, step)
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for ``num_rows`` tokens; what was taken before may go."""
+        """Make room for ``num_rows`` tokens; may free buffers taken before."""
         if num_rows > self._num_rows:
             self.release()
             self._num_rows = num_rows
 
     def release(self) -> None:
-        """Give the memory back; what was taken before goes."""
+        """Free all buffers."""
         self.generation += 1
         self._num_rows = 0
         self._buffers.clear()
         self._current = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
-        """An uninitialised, contiguous buffer [rows, width], the same for equal arguments."""
+        """An uninitialized, contiguous buffer [rows, width], the same for equal arguments."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
         return self._buffers[name, width]
 
     def take_factor(self, name: str, width: int) -> torch.Tensor:
-        """A buffer as of ``take``, laid out to be multiplied by a weight (``padded_rows``)."""
+        """A buffer like ``take``'s, with padded rows for a matrix product (``padded_rows``)."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = gemm.padded_rows(self._num_rows, width, self._empty)
         return self._buffers[name, width]
@@ -215,7 +215,7 @@ class Workspace:
 
 @torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Swap fused layers for native ones, each by itself, if those give the same bits.
+    """Replace fused layers by native ones, one at a time, if those give the same bits.
 
     Call it after ``fuse`` and ``pack_linears``.
     """
@@ -232,8 +232,8 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 @torch.inference_mode()
 def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Join all layers into one call if all are native, the model calls them in a row, and it gives
-    the same bits then."""
+    """Join all layers into one call, if all are native, the model calls them consecutively, and the
+    bits stay the same."""
     probe = Probe(model, layout, PROBE_TOKENS)
 
     def join(layers: Any) -> nn.Module | None:
@@ -251,7 +251,7 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
-    """A model's layers one by one, whether they are native, joined or neither."""
+    """Yield a model's layers one by one, whether they are native, joined or neither."""
     return nn.ModuleList(
         layer
         for module in modules
@@ -261,8 +261,8 @@ def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
 
 def _pass_on_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
     """Whether each layer was called once, in order, with the same tensor (which layers change in
-    place) and the same rotary positions. These are compared as objects: what they hold may be the
-    same at a few positions and differ at others."""
+    place) and the same rotary positions. These are compared by identity, because their contents may
+    be the same at a few positions and differ at others."""
     hidden, rotary = calls[0].arguments[0], calls[0].options["position_embeddings"]
     return [call.module for call in calls] == layers and all(
         call.arguments[0] is hidden and call.options["position_embeddings"] is rotary
@@ -277,7 +277,7 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     if not (type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
         return False
     if attention.variant.sinks is not None:
-        return False  # the C function takes them as float32, which they may not be
+        return False  # the C function takes float32, which they may not be
     norms = layer.input_layernorm, layer.post_attention_layernorm
     o_proj, down_proj = attention.o_proj.linear, mlp.down_proj.linear
     linears = attention.qkv_proj, o_proj, mlp.gate_up_proj, down_proj

@@ -1,10 +1,10 @@
-"""Checks of a loaded model for ``engine.deterministic``: is it batch-invariant?
+"""Checks for ``engine.deterministic`` that a loaded model is batch-invariant.
 
-On any device the model runs on a few tokens alone, beside others and in chunks, and all bits must
-be equal. That is not enough on a CUDA device: torch chooses how to sum by the number of rows, and
-may choose differently for numbers that were not tried. So torch's operations are checked by name:
-only those are allowed whose elements do not depend on the number of rows, which are pointwise ones,
-moves, and a few reductions of one row by one block of threads.
+On any device the model runs a few tokens alone, with others and in chunks, and all bits must be
+equal. That is not enough on a CUDA device: torch chooses the order of sums by the number
+of rows, and may choose differently for numbers that were not tested. So torch's operations are
+checked by name. Allowed are those whose results do not depend on the number of rows: pointwise
+operations, copies, and a few reductions in which one block of threads reduces one row.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 def check_batch_invariance(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Compare a sequence's logits alone with those beside others, and in chunks.
+    """Compare a sequence's logits alone with those in a batch and in chunks.
 
     Args:
-        layout: of the pool that the model will run over.
-        kernel: of its linear layers.
+        layout: KV layout of the pool that the model will run over.
+        kernel: kernel of its linear layers.
 
     Raises:
         ModelError: they differ, or on a CUDA device may.
@@ -58,8 +58,7 @@ def check_batch_invariance(
             if not torch.equal(beside, alone.repeat(count, 1)):
                 raise _refused(
                     model,
-                    "some layers compute a row's last bits in another way when other rows stand "
-                    "beside it",
+                    "in some layers a row's last bits depend on the other rows in its batch",
                 )
         for size in _CHUNKS:
             ends = (*range(size, len(tokens), size), len(tokens))

@@ -2,9 +2,9 @@
 
 Processors differ: the fastest kernel on one is half as fast on another. So on a CPU kernels are
 timed on the model's shapes, once for a model, processor and version; the result is cached in the
-user's cache folder, beside the compiled C kernels. But a job keeps the kernel that it began with,
+user's cache folder, like the compiled C kernels. But a job keeps the kernel that it began with,
 and a kernel that is not batch-invariant is never taken for a deterministic job. On a CUDA device
-torch multiplies, or the batch-invariant kernel for a deterministic job.
+torch multiplies, except for a deterministic job, which uses the batch-invariant kernel.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _WORTH_A_CHANGE = 1.15
 """How much faster another kernel must be than the project's own, which is batch-invariant and runs
 whole decoder layers in one call."""
 _WORTH_MEASURING = 1 << 22
-"""Elements of all weights; smaller models multiply in no time."""
+"""Elements of all weights; for smaller models the choice does not matter."""
 _SECONDS = 0.2
 """Time for all measurements; the shapes with most of the computation come first."""
 _ROWS = (64, 256)
-"""Rows of a step that decodes, and of one that computes prompts."""
+"""Rows of a typical decode step, and of a typical prompt step."""
 _ROUNDS = 3
 _WEIGHT_ELEMENTS = 1 << 19
 """A larger weight is cut to this many, in whole outputs: 64 rows take half a millisecond."""
@@ -56,8 +56,8 @@ class KernelRequirements:
     deterministic: bool = False
     """``engine.deterministic``: only batch-invariant kernels."""
     pinned: Mapping[str, str] = field(default_factory=dict)
-    """Names of the kernels that earlier runs of the job had, by dtype; a deterministic job must
-    have them, others take them if they can."""
+    """Names of the kernels of the job's earlier runs, by dtype. A deterministic job must use them;
+    others use them if they can."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KernelChoice:
 
     @property
     def name(self) -> str:
-        """The name for people and records."""
+        """The name for users and records."""
         return "torch" if self.kernel is None else self.kernel.name
 
     @property
@@ -84,7 +84,7 @@ class KernelChoice:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
         measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
         keeps = self.kernel is None or self.kernel.is_batch_invariant
-        warning = "" if keeps else "; a row's last bits may depend on the rows beside it"
+        warning = "" if keeps else "; a row's last bits may depend on other rows"
         return f"products by {self.name}: {self.why}{measured}{warning}"
 
 
@@ -95,20 +95,20 @@ def choose_kernel(
 
     Raises:
         DeviceError: this machine has no kernel of the required kind, or no batch-invariant one, or
-            not the one that earlier runs of a deterministic job had.
+            not the one of a deterministic job's earlier runs.
     """
     with phase("compiling kernels"):  # once on a machine
         kernels = _allowed(linear_kernels(dtype), dtype, required)
     pinned = required.pinned.get(_dtype_name(dtype))
     for kernel in kernels:
         if kernel.name == pinned:
-            return KernelChoice(kernel, "as in the runs before")
+            return KernelChoice(kernel, "as in earlier runs")
     if pinned is not None and required.deterministic:
         raise _other_bits(pinned)
     choice = _choose(kernels, model, dtype, required)
     if pinned in (None, choice.name):
         return choice
-    return replace(choice, why=f"{choice.why}; runs before had {pinned}, and bits may differ")
+    return replace(choice, why=f"{choice.why}; earlier runs used {pinned}, so bits may differ")
 
 
 def choose_cuda_kernel(
@@ -117,7 +117,7 @@ def choose_cuda_kernel(
     """Choose the kernel for the weights of a model on a CUDA device.
 
     Raises:
-        DeviceError: earlier runs of a deterministic job had a kernel that is not here.
+        DeviceError: a deterministic job's earlier runs used a kernel that is not available here.
     """
     if not required.deterministic:
         return KernelChoice(None, "as on any CUDA device")
@@ -144,8 +144,7 @@ def _choose(
     if not kernels:
         return KernelChoice(
             None,
-            f"nothing else multiplies {_dtype_name(dtype)}; "
-            "a row's bits may depend on those beside it",
+            f"nothing else multiplies {_dtype_name(dtype)}; a row's bits may depend on other rows",
         )
     if len(kernels) == 1 or required.deterministic:  # the same in every run, however fast
         return KernelChoice(kernels[0], _reason(required))
@@ -159,7 +158,7 @@ def _choose(
 
 
 def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> LinearKernel:
-    """The kernel to take; an own one unless another is ``_WORTH_A_CHANGE``."""
+    """The kernel to use: an own one unless another is faster by ``_WORTH_A_CHANGE``."""
 
     def worth(kernel: LinearKernel) -> float:
         return gflops[kernel.name] * (_WORTH_A_CHANGE if kernel.kind == "own" else 1.0)
@@ -170,7 +169,7 @@ def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> Lin
 def _allowed(
     kernels: Iterable[LinearKernel], dtype: torch.dtype, required: KernelRequirements
 ) -> list[LinearKernel]:
-    """The kernels that meet the requirements, but for the pinned one.
+    """The kernels that meet the requirements, ignoring the pinned one.
 
     Raises:
         DeviceError: there are none.
@@ -188,7 +187,7 @@ def _allowed(
     invariant = [kernel for kernel in found if kernel.is_batch_invariant]
     if not invariant:
         raise DeviceError(
-            "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
+            "engine.deterministic is true, and no batch-invariant kernel multiplies "
             f"{_dtype_name(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
             f"{_DTYPE_NAMES}",
             hint="install one, or set engine.deterministic: false",
@@ -199,7 +198,7 @@ def _allowed(
 def _reason(required: KernelRequirements) -> str:
     if required.kind != "auto":
         return f"engine.cpu_kernels is {required.kind}"
-    return "engine.deterministic is true" if required.deterministic else "there is no other here"
+    return "engine.deterministic is true" if required.deterministic else "the only one here"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -211,8 +210,8 @@ def time_kernels(
 ) -> dict[str, float]:
     """Speed of each kernel over a model's linear layers, in GFLOP/s by name; cached if possible.
 
-    One thread computes, and its processor time is taken: with more threads, or by the clock, other
-    processes decide what is measured (seen: a twentieth of the speed, and another kernel ahead).
+    Measures the processor time of one thread. With more threads, or by the clock, other processes
+    distort the result (seen: a twentieth of the speed, and another kernel ahead).
 
     Args:
         shapes: the number of linear layers of each shape.
@@ -233,7 +232,7 @@ def time_kernels(
 def _measure(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Time every kernel on the same shapes, as many as there is time for."""
+    """Time every kernel on the same shapes, until time is up."""
     ends = time.perf_counter() + _SECONDS
     seconds = dict.fromkeys((kernel.name for kernel in kernels), 0.0)
     flops = 0.0
@@ -253,14 +252,14 @@ def _measure(
 def _time_shape(
     kernels: Sequence[LinearKernel], shape: Shape, dtype: torch.dtype, ends: float
 ) -> dict[str, float]:
-    """Operations per second of each kernel, in turn, in the best round begun before ``ends``."""
+    """Operations per second of each kernel in its best round; rounds begin before ``ends``."""
     outputs, width = shape
     outputs = max(1, min(outputs, _WEIGHT_ELEMENTS // width))
     weight = torch.linspace(-1, 1, outputs * width).to(dtype).view(outputs, width)
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    for number in range(1 + _ROUNDS):  # in the first a kernel prepares for the shape
+    for number in range(1 + _ROUNDS):  # in the first, kernels prepare for the shape
         if number and time.perf_counter() > ends:
             break
         for (name, rows), shortest_s in best.items():
@@ -276,7 +275,7 @@ def _time_shape(
 def _cache_path(
     kernels: Iterable[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> Path | None:
-    """The file for such a model on such a machine; None if there is no folder to write to."""
+    """The cache file for these shapes on this machine; None if no folder is writable."""
     folder = library.cache_folder()
     if folder is None:
         return None

@@ -37,10 +37,10 @@ class Float8Weight:
 
     @classmethod
     def joined(cls, weights: Sequence[Float8Weight]) -> Float8Weight:
-        """One weight whose outputs are those of ``weights``, side by side.
+        """Concatenate the outputs of weights.
 
         Raises:
-            ValueError: their outputs are not whole blocks, which other blocks can follow.
+            ValueError: the outputs of a weight are not whole blocks.
         """
         if any(len(weight.codes) % BLOCK for weight in weights):
             raise ValueError(f"weights whose outputs are not blocks of {BLOCK} cannot be joined")
@@ -55,7 +55,7 @@ class Float8Weight:
 
 
 HostCodes = Int8Weight | GroupedWeight | Float8Rows
-"""Codes that a CPU's kernels multiply by."""
+"""Codes that the CPU kernels multiply by."""
 Codes = HostCodes | Float8Weight
 
 
@@ -76,15 +76,15 @@ def codes_of(linear: nn.Linear) -> Codes | None:
 
 
 def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
-    """Keep the codes of ``linears`` for a layer whose outputs are theirs, side by side."""
+    """Keep the codes of ``linears`` for a layer that concatenates their outputs."""
     readers: list[ReadCodes | None] = [getattr(linear, _NAME, None) for linear in linears]
     if None not in readers:
         keep_codes(joined, lambda: joined_codes([read and read() for read in readers]))
 
 
 def joined_codes(codes: Sequence[Codes | None]) -> Any:
-    """Codes whose outputs are those of ``codes``, side by side; None: one is missing, or they have
-    other types, groups or orders."""
+    """Concatenate the outputs of codes; None if one is missing, or if they differ in type, groups
+    or order."""
     kind: Any = type(codes[0])
     if codes[0] is None or any(type(part) is not kind for part in codes):
         return None

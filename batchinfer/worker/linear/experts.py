@@ -1,7 +1,7 @@
 """Mixtures of experts over weights packed once, on a CPU.
 
-The rows of each expert are multiplied side by side, after transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``). There BLAS rearranges weights in every step and multiplies only
+The rows of each expert are multiplied together, as in transformers' ``integrations/moe.py``
+(``grouped_mm_experts_forward``), where BLAS rearranges weights in every step and multiplies only
 floats. A token's experts are summed in order in float32, so its bits do not depend on other tokens
 if the kernel is batch-invariant.
 """
@@ -49,7 +49,7 @@ class ExpertWeights:
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
     ) -> Iterator[Packed]:
-        """Pack the matrix of each expert; from the codes that were kept if ``as_saved``."""
+        """Pack the matrix of each expert, if ``as_saved`` from the codes that were kept."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, weight in enumerate(self.weight):
             codes: HostCodes | None = read and read(expert)
@@ -66,7 +66,7 @@ class PackedExperts(nn.Module):
 
     Args:
         experts: transformers' module; packed weights are deleted from it.
-        as_saved: pack the codes that experts were saved with, if they were kept.
+        as_saved: pack the saved codes of experts, if they were kept.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PackedExperts(nn.Module):
         self._packed: list[list[Packed]] = []
         self._biases: list[Sequence[torch.Tensor | None]] = []
         self.nbytes = 0
-        """Of the packed weights."""
+        """Bytes of the packed weights."""
         for matrix in matrices_of(experts):
             num_bytes = matrix.weight.nbytes
             packed = list(matrix.packed(kernel, dtype, as_saved=as_saved))
@@ -128,14 +128,14 @@ class PackedExperts(nn.Module):
 
 
 def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
-    """The matrices that go up and down."""
+    """The up and the down matrices."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return ExpertWeights(experts, up), ExpertWeights(experts, "down_proj")
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and module of each layer's experts that are built as transformers' own functions
-    for them require."""
+    """Parent, name and module of each layer's experts, if they have the structure that
+    transformers' own expert functions require."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_plain(child):

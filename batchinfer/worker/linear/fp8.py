@@ -1,8 +1,9 @@
 """Linear layers over weights of float8 e4m3fn in blocks of 128 x 128, on a CUDA device.
 
-A weight takes one byte instead of two, and steps of few rows wait for weights. From compute
-capability 8.9 on the rows are rounded to float8 as well, in groups of 128 columns, and multiplied
-twice as fast as in 16 bits; before that only weights are rounded (``kernels/fp8_linear.py``).
+A weight takes one byte instead of two, which speeds up steps of few rows, as they wait for weights.
+From compute capability 8.9 on, rows are rounded to float8 as well, in groups of 128 columns, and
+multiplied twice as fast as in 16 bits; before that, only weights are rounded
+(``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Fp8Linear(nn.Module):
         codes: [out, in] float8 e4m3fn, contiguous.
         scales: [ceil(out / 128), ceil(in / 128)] float32.
         bias: [out], or None.
-        dtype: of the weight that the codes stand for.
+        dtype: of the dequantized weight.
         rows_too: round rows to float8 as well.
     """
 
@@ -55,8 +56,8 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def quantized(cls, linear: nn.Linear, *, rows_too: bool) -> Fp8Linear:
-        """The layer with its weight in float8: as it was saved, or rounded to nearest, so that a
-        block's largest number becomes 448."""
+        """Return the layer with its weight in float8: as saved, or rounded to nearest with a
+        block's largest number scaled to 448."""
         from batchinfer.kernels.fp8_blocks import quantize_blocks
 
         weight, saved = linear.weight.detach(), codes_of(linear)
@@ -96,14 +97,14 @@ class Fp8Linear(nn.Module):
 def quantize_fp8(model: Any) -> str:
     """Round the weights of a model's linear layers to float8, except the output head's.
 
-    ``model.quantization: fp8``; call it when the layers are fused. Weights that were saved in
-    float8 are taken as they are.
+    ``model.quantization: fp8``; call it after layers are fused. Weights that were saved in
+    float8 are not rounded again.
 
     Args:
         model: one of transformers' for text, on its device.
 
     Returns:
-        The name of their kernel, for people and records.
+        The name of their kernel, for users and records.
 
     Raises:
         ModelError: the model has no such layers.

@@ -1,9 +1,10 @@
-"""Linear layers whose weights are packed once, the way the kernel reads them; quantized or not.
+"""Linear layers whose weights are packed once in the layout that the kernel reads.
 
-``torch.nn.functional.linear`` has oneDNN or BLAS rearrange the weight in every call. The project's
-own kernel is up to 1.7 times oneDNN's packed speed at 8 to 32 rows and as fast at 64 on a processor
-with AVX-512, and oneDNN's packed product 1.3 to 2.4 times ``linear``; which is best elsewhere is
-measured (``choice``). On a CUDA device a weight stays as it is; only the kernel differs.
+In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
+processor with AVX-512, oneDNN's packed product is 1.3 to 2.4 times as fast as ``linear``, and the
+project's own kernel up to 1.7 times as fast as that at 8 to 32 rows, and equally fast at 64. On
+other processors the kernels are timed (``choice``). On a CUDA device weights stay as they are; only
+the kernel differs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _METHODS: Mapping[type, str] = {
 }
 """Values of ``model.quantization`` by the codes that their kernels multiply by."""
 _HEAD_METHOD = "int8"
-"""A head's outputs are compared with each other: four bits would change which is the largest."""
+"""A head's outputs are compared with each other, and four bits would change the largest."""
 
 
 class PackedLinear(nn.Module):
@@ -44,7 +45,7 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: a layer that ``kernel`` takes.
-        packed: the layer's weight as ``kernel`` takes it; None: it is packed here.
+        packed: the layer's weight, packed for ``kernel``; None: pack it.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PackedLinear(nn.Module):
         self._packed = packed or kernel.pack(weight)
         own = self.own
         self.nbytes = 0
-        """Of the packed weight, unless it is a parameter."""
+        """Bytes of the packed weight, unless it is a parameter."""
         if kernel.copies:
             quantized = own is not None and own.weight.dtype != weight.dtype
             self.nbytes = own.weight.nbytes if own and quantized else weight.nbytes
@@ -86,7 +87,7 @@ class PackedLinear(nn.Module):
 
 
 def merged(*linears: nn.Linear) -> nn.Linear:
-    """One layer whose outputs are those of ``linears``, which take the same input, side by side."""
+    """Return one layer that concatenates the outputs of ``linears``, which have the same input."""
     first = linears[0]
     widths = [linear.out_features for linear in linears]
     one = nn.Linear(first.in_features, sum(widths), bias=False, device="meta")
@@ -108,7 +109,7 @@ def pack_linears(
     """Pack the linear layers of a model that ``kernel`` takes, one at a time.
 
     Args:
-        but: a layer that stays.
+        but: a layer to leave as it is.
 
     Returns:
         The number of packed layers.
@@ -136,12 +137,12 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
     """Quantize and pack the weights of a model's linear layers and experts; the output head's to
     int8, or with float8 not at all.
 
-    ``model.quantization: int8``, ``int4`` or ``fp8``; call it when the layers are fused. A weight
-    of int8 has a scale for each output, one of int4 a scale and a zero for each 64 columns of it; a
-    row gets a scale when it is multiplied: its largest number becomes 127. (torchao's
-    ``Int8DynamicActivationInt8WeightConfig`` has it become 127.5 before it is rounded, so results
-    differ by as much as either rounds.) Float8 has a scale for each block of 128 x 128; rows are
-    not rounded.
+    ``model.quantization: int8``, ``int4`` or ``fp8``; call it after layers are fused. An int8
+    weight has a scale for each output, an int4 weight a scale and a zero for each 64 columns of an
+    output. Each row gets a scale when it is multiplied, so that its largest number becomes 127.
+    (torchao's ``Int8DynamicActivationInt8WeightConfig`` scales it to 127.5 before rounding, so
+    results differ by the rounding error.) A float8 weight has a scale for each 128 x 128 block; its
+    rows are not rounded.
 
     Args:
         model: one of transformers' for text.
@@ -160,7 +161,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
         raise DeviceError(
             f"model.quantization: {method} needs a C compiler (cc, or $CC), and model.dtype: "
             "float32 or bfloat16",
-            hint="install one, choose another model.dtype, or take int8_weight_only",
+            hint="install one, choose another model.dtype, or use int8_weight_only",
         )
     prequantized = any(isinstance(module, PackedLinear) for module in model.modules())
     if not pack_linears(model, kernel, dtype, but=head) and not prequantized:
@@ -178,8 +179,8 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
 def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
     """Pack the linear layers of a model whose codes were kept (``codes.keep_codes``).
 
-    Call it when the layers are fused, and before ``pack_linears`` packs the others. If there is
-    no kernel for ``dtype`` they stay plain numbers.
+    Call it after layers are fused and before ``pack_linears`` packs the others. Without a kernel
+    for ``dtype``, weights stay plain numbers.
 
     Args:
         dtype: of the model's weights.

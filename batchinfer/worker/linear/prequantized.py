@@ -1,4 +1,4 @@
-"""Codes of a prequantized checkpoint, found again for the layers that were loaded from them."""
+"""Finds the saved codes of a prequantized checkpoint for layers that were loaded from it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OF_EXPERTS: Mapping[str, Kinds] = {
     "int4": (Int4Weight,),
     "fp8": (Float8Rows,),
 }
-"""Those kept for the experts of a mixture: with as many bits, or fewer."""
+"""Kinds kept for the experts of a mixture: with as many bits, or fewer."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
     4: Int4Weight,
     8: Int8GroupedWeight,
@@ -54,7 +54,7 @@ _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
 """Kinds of weights in groups, by their bits."""
 _INT8_MOST, _INT8_MIDDLE = 127, 128
 _NAN = 0x7F  # of float8 e4m3fn, without the sign
-_STEP = 8  # inputs of a group are a multiple of it
+_STEP = 8  # a group has a multiple of this many inputs
 
 
 def keep_prequantized(
@@ -62,9 +62,9 @@ def keep_prequantized(
 ) -> int:
     """Keep the codes that linear layers were saved with, if they are of the kind wanted.
 
-    Call it before layers are fused. Layers saved in another way keep none (other bits, groups of
-    unequal sizes, other blocks of float8), nor do those whose loaded numbers are not the saved
-    ones, bit for bit, because loading rearranged them.
+    Call it before layers are fused. Skips layers saved in another way (other bits, groups of
+    unequal sizes, other float8 blocks), and layers whose loaded numbers differ from the saved ones,
+    because loading rearranged them.
 
     Args:
         model: as it was loaded from the folder.
@@ -97,8 +97,8 @@ def keep_prequantized(
 
 
 def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
-    """A function that reads a saved weight's codes, if they are of these kinds and stand for
-    ``loaded``."""
+    """Return a function that reads a saved weight's codes, if they have one of these kinds and
+    dequantize to ``loaded``."""
 
     def read() -> Any:
         low_bit = weight.read_low_bit()
@@ -118,14 +118,14 @@ def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
 
 
 def as_codes(weight: LowBitCodes) -> Codes | None:
-    """Convert a saved weight to codes as the kernels take them; None: they take none like it."""
+    """Convert a saved weight to codes for the kernels; None: no kernel supports it."""
     if isinstance(weight, TableWeight):
         return _from_table(weight)
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Its table as it is if all entries are multiples of one number, else rounded to 127 steps,
+    """Keep its table if all entries are multiples of one number, else round it to 127 steps, with
     the largest entry becoming 127."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
@@ -141,7 +141,7 @@ def _from_table(weight: TableWeight) -> Int4Weight | None:
 
 
 def _float8(weight: BlockWeight) -> Float8Weight | None:
-    """In blocks of 128 x 128, also if all of it has one scale."""
+    """Convert it to 128 x 128 blocks, even if the whole weight has one scale."""
     if weight.codes.dtype != torch.float8_e4m3fn:
         return None
     if weight.scales.numel() == 1:
@@ -180,8 +180,8 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
 
 
 def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
-    """The number of inputs in a group, and the order that puts the inputs of each group side by
-    side if they are not; None: groups are of unequal sizes."""
+    """The number of inputs in a group, and the order that makes the inputs of each group adjacent,
+    if they are not; None: groups have unequal sizes."""
     inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
     if weight.group_of is None:
         return (inputs // groups if groups > 1 else -(-inputs // _STEP) * _STEP), None

@@ -1,8 +1,8 @@
-"""Codes that the experts of a mixture were saved with, all in one tensor or one by one.
+"""Finds the saved codes of a mixture's experts, saved in one tensor or in one for each expert.
 
-If a checkpoint has a tensor for each expert, transformers joins them as it loads them: those that
-go up side by side, then all experts of a layer in one tensor. Here each is found again by its name,
-and taken if the loaded numbers are what it stands for, bit for bit.
+If a checkpoint has a tensor for each expert, transformers joins them on loading: first the matrices
+of one expert that share an input, then all experts of a layer. Here each is found by its name, and
+used if it dequantizes to the loaded numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the weights that an expert's matrix is made of, from its first outputs on."""
+"""Names of the weights that an expert's matrix is made of, in order of its outputs."""
 
 AsCodes = Callable[[Any], HostCodes | None]
-"""Converts a saved weight to codes as a kernel takes them; None: they are not of a kind wanted."""
+"""Converts a saved weight to codes for a kernel; None: they have no wanted kind."""
 _Parts = dict[tuple[int, str], Quantized]
 """How weights were saved, by an expert's number and the weight's name."""
 
@@ -43,7 +43,7 @@ _Parts = dict[tuple[int, str], Quantized]
 def keep_prequantized_experts(
     model: nn.Module, saved: Mapping[str, Sequence[Quantized]], as_codes: AsCodes
 ) -> None:
-    """Keep how the codes of a model's experts are read, until they are packed.
+    """Keep functions that read the codes of a model's experts, until these are packed.
 
     Args:
         model: as it was loaded.
@@ -69,14 +69,14 @@ def keep_prequantized_experts(
 
 
 def in_layers(name: str) -> str:
-    """A tensor's name from its layers on: what stands before differs between classes."""
+    """A tensor's name from ``layers`` on, as the part before differs between classes."""
     return name[max(name.find("layers."), 0) :]
 
 
 def _from_one_tensor(
     weight: Quantized, loaded: torch.Tensor, as_codes: AsCodes, expert: int
 ) -> HostCodes | None:
-    """The codes of one expert in a tensor of all, if they stand for ``loaded``."""
+    """The codes of one expert in a tensor of all experts, if they dequantize to ``loaded``."""
     saved, low_bit = weight.read_expert(expert)
     codes = None if low_bit is None else as_codes(low_bit)
     return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
@@ -85,7 +85,7 @@ def _from_one_tensor(
 def _from_parts(
     parts: _Parts, matrix: ExpertWeights, as_codes: AsCodes, expert: int
 ) -> HostCodes | None:
-    """The codes of one expert's matrix, joined from weights that were saved apart."""
+    """The codes of one expert's matrix, joined from weights that were saved separately."""
     loaded = matrix.weight[expert]
     for names in _PARTS[matrix.name]:
         if any((expert, name) not in parts for name in names):

@@ -1,4 +1,4 @@
-"""LoRA adapters: read, checked, added to what linear layers give.
+"""LoRA adapters: reads and checks them, and adds them to the outputs of linear layers.
 
 May import: errors, kernels, engine.kv, worker.
 """

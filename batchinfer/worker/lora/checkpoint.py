@@ -39,7 +39,7 @@ class Linears:
     body: str
     """Name of the part that adapters can change."""
     own_body: str
-    """Its name in the model that is run, which may be the language model of a larger one."""
+    """Name of that part in the model that is run, which may be part of a larger one."""
 
     def own_name(self, module: str) -> str:
         """Name of a layer in the model that is run."""
@@ -113,7 +113,7 @@ def read_adapters(paths: Mapping[str, str], config: PreTrainedConfig) -> tuple[A
         config: of the model they are for.
 
     Raises:
-        ModelError: naming the adapter: it is missing, cannot be run, or is not one of this model.
+        ModelError: naming the adapter: it is missing, cannot be run, or was made for another model.
     """
     if not paths:
         return ()
@@ -144,7 +144,7 @@ def _read(name: str, path: str, linears: Linears) -> Adapter:
 
 
 class _NotOfThisModelError(Exception):
-    """An adapter's weights have no place in the model."""
+    """An adapter's weights do not fit the model."""
 
 
 def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target, ...]:
@@ -183,7 +183,7 @@ def _targets(folder: Path, config: LoraConfig, linears: Linears) -> tuple[Target
 
 
 def _check_named(found: set[str], named: set[str]) -> None:
-    """The weights and the configuration belong together."""
+    """Check that the weights and the configuration belong together."""
     if not found:
         raise NotSupportedError(f"{_FILES[1]} holds no factors")
     for those, others, what in (

@@ -1,6 +1,6 @@
 """An adapter_config.json: which layers the adapter changes, and by how much.
 
-Names match as peft has them match (peft/tuners/tuners_utils.py, peft/utils/other.py). The folder
+Names match as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). The folder
 may come from anywhere: patterns in it are matched with a time limit.
 """
 
@@ -69,7 +69,7 @@ class LoraConfig:
         return int(rank)
 
     def scale(self, module: str) -> float:
-        """The factor for a layer's product."""
+        """The factor that scales a layer's product."""
         alpha, rank = self._number(module, "alpha_pattern", "lora_alpha", 8), self.rank(module)
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
@@ -77,7 +77,7 @@ class LoraConfig:
         """The ``linears`` of a model that the adapter was made for.
 
         Args:
-            head: the one that gives the logits; all-linear leaves it out.
+            head: the output head, which all-linear leaves out.
         """
         wanted = self._values.get("target_modules")
         excluded = self._values.get("exclude_modules")
@@ -111,7 +111,7 @@ class LoraConfig:
         return False
 
     def _number(self, module: str, patterns: str, default: str, otherwise: int) -> float:
-        """A layer's own number, by the first pattern that its name ends in; else the adapter's."""
+        """A layer's number, by the first pattern that its name ends in; else the adapter's."""
         number: Any = self._values.get(default, otherwise)
         by_pattern = self._values.get(patterns) or {}
         if not isinstance(by_pattern, Mapping):

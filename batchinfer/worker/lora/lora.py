@@ -1,6 +1,6 @@
 """LoRA adapters in a loaded model: added to its linear layers, and computed there.
 
-The method is that of Hu et al. 2021 (https://arxiv.org/abs/2106.09685). A layer computes
+Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes
 ``x @ weight.T`` for every row of a step, however the weight is stored; then ``(x @ A.T) @ B.T`` is
 added to the rows of each adapter that the step uses (``sums``). Adapters work in fused layers too.
 """
@@ -26,13 +26,13 @@ _TOKENS = (3, 7)
 
 
 class AdapterLoader:
-    """Loads further adapters into a model whose layers were left apart for them, between two calls.
+    """Loads further adapters into a model whose layers were kept separate for them, between calls.
 
     Args:
         config: of the model.
         layout: of a pool for it.
-        numbers: of the adapters that it has.
-        check: raises for an adapter that does not go with how the model is run.
+        numbers: numbers of its adapters.
+        check: raises for an adapter that conflicts with how the model is run.
         added: called with the number of adapters after each, as captured graphs are stale then.
         kernel: multiplies by adapters' matrices; None: torch does.
     """
@@ -58,12 +58,12 @@ class AdapterLoader:
         """Add an adapter, a folder or hub id, while no step is running.
 
         Raises:
-            ModelError: naming it: it is missing, cannot be run, or is not one of this model.
+            ModelError: naming it: it is missing, cannot be run, or was made for another model.
             DeviceError: it does not fit the device.
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
-        self._last += 1  # no request names one that failed half-way
+        self._last += 1  # after a failure no request uses this number
         add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
         self.numbers[name] = self._last
         self._added(self._last)
@@ -77,7 +77,7 @@ def add_adapters(
     *,
     first: int = 1,
 ) -> None:
-    """Read the adapters' weights and let rows of a step run through them, numbered from ``first``.
+    """Read the adapters' weights and add them to the model, numbered from ``first``.
 
     Args:
         model: its layers may be fused.
@@ -120,8 +120,8 @@ def _add_adapter(
 
 
 def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
-    """The module that computes a linear layer of transformers' model now, and its first output
-    there."""
+    """The module that now computes a linear layer of transformers' model, and the layer's first
+    output in it."""
     module: Any = model
     for part in name.split("."):
         if isinstance(module, nn.ModuleList):
@@ -141,7 +141,7 @@ def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adap
         probe.logits()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code does with its layers
+    except Exception as error:  # a model's own code may use its layers in any way
         raise ModelError(
             f"model.adapters.{adapter.name} changes layers that cannot be added to: {error}"
         ) from error

@@ -1,8 +1,8 @@
-"""The sums that adapters add to the output of one linear layer, as forward hooks of it.
+"""Forward hooks that add adapters to the output of one linear layer.
 
-On a CPU one adapter after the other: the rows of one adapter share its two small products (the idea
-of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA device one kernel computes
-all adapters. Rows without an adapter are not touched.
+On a CPU adapters are computed one after the other, each with two small products for all of its rows
+(the idea of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA device one kernel
+computes all adapters. Rows without an adapter are not touched.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LoraSum(nn.Module):
 
 
 class _LayerFactors(nn.Module):
-    """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
+    """One adapter's factors of one layer: A matrices concatenated, B matrices separate."""
 
     def __init__(self, factors: list[Factors], kernel: LinearKernel | None) -> None:
         super().__init__()
@@ -168,5 +168,5 @@ def _as_matrices(
     """
     x, out = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
     if len(x) != len(current_context().tensors["positions"]):
-        raise RuntimeError(f"a {type(layer).__name__} takes some of a step's rows only")
+        raise RuntimeError(f"a {type(layer).__name__} gets only some of a step's rows")
     return x, out

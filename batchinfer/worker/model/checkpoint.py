@@ -32,7 +32,7 @@ def resolve_folder(
     Args:
         revision: of the repository on the hub.
         patterns: the files to download.
-        key: where the user wrote the name.
+        key: configuration key with the name, for messages.
 
     Raises:
         ModelError: naming the key: the folder does not exist, or the hub cannot deliver the model;
@@ -50,7 +50,7 @@ def resolve_folder(
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises errors of several libraries
         raise ModelError(
-            f"{key}: {name} is no local folder and cannot be fetched from the hub: "
+            f"{key}: {name} is not a local folder and cannot be fetched from the hub: "
             f"{one_line(error)}",
             hint="download it where there is a network and give the folder's path",
         ) from error
@@ -68,7 +68,8 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, refused if it names code to run or an adapter lies beside it.
+    """Return the folder's config.json, refusing it if it names code to run or if the folder holds
+    an adapter.
 
     Raises:
         ModelError: missing, not JSON, or one of the above.
@@ -92,7 +93,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None where there is no such file.
+    """Return the JSON object in a file; None if there is no such file.
 
     Raises:
         ModelError: the file cannot be read or holds something else.
@@ -117,7 +118,7 @@ def check_weights(folder: Path) -> dict[str, str]:
         The dtype of every tensor, by name, as safetensors writes it (``F32``, ``BF16``).
 
     Raises:
-        ModelError: there are none, one that the index names is missing, or one is truncated.
+        ModelError: there are no files, a file in the index is missing, or a file is truncated.
     """
     names = weight_files(folder)
     if not names:

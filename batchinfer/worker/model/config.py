@@ -55,7 +55,7 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     family = raw.get("model_type")
     if not isinstance(family, str):
         raise ModelError(
-            f"{folder}/config.json has no model_type that says what the model is; "
+            f"{folder}/config.json has no model_type, so the model's family is unknown; "
             "fetch the model again"
         )
     if family not in CONFIG_MAPPING:
@@ -92,7 +92,7 @@ def _check_filled(config: PreTrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The reason for a failure on one line; the first sentence of a validator's report."""
+    """Return the reason for a failure on one line: the first sentence of a validator's report."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 

@@ -43,11 +43,11 @@ _LISTS = ("layer_types", "layers_block_type", "architectures")
 
 
 class BadValueError(Exception):
-    """A value that no model has; names its key."""
+    """A config value that no model has; the message names its key."""
 
 
 def readable(text: object, most: int = 300) -> str:
-    """Text of a file or another library on one line, printable, and not too long."""
+    """Return text from a file or library on one line, printable, and not too long."""
     line = " ".join(str(text).split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= most else f"{line[:most]}..."
@@ -111,7 +111,7 @@ _KINDS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (_ROPE_NUMBERS, lambda value: not isinstance(value, str), "a number"),
     (_LISTS, _is_list_of_strings, "a list of strings, or null"),
 )
-"""Keys, the check of their values, and what it expects."""
+"""Keys, the check of their values, and the expected type in words."""
 
 
 def _check_kind(key: str, value: Any) -> None:

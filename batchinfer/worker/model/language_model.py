@@ -37,15 +37,15 @@ _LOGIT_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def is_wrapper(config: PreTrainedConfig) -> bool:
-    """Whether the config nests that of a language model (``text_config``)."""
+    """Whether the config contains the config of a language model (``text_config``)."""
     text = config.get_text_config()
     return text is not config and text is getattr(config, "text_config", None)
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of the causal language model that is run for a config; None: it writes no text.
+    """The class of the causal language model to run for a config; None: it does not write text.
 
-    For some wrappers' language models transformers has no such class; one is made with a head.
+    transformers has no such class for some wrappers' language models; then one with a head is made.
     """
     if not is_wrapper(config):
         plain: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -61,8 +61,8 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """The config key by which a wrapper changes its logits after its head, which the class made for
-    it here would not do."""
+    """The config key with which a wrapper changes its logits after the head, if any; the class made
+    for it here would not do that."""
     if not getattr(causal_class(config), "has_own_head", False):
         return None
     values: dict[str, Any] = config.get_text_config().to_dict()
@@ -70,7 +70,7 @@ def changed_logits(config: PreTrainedConfig) -> str | None:
 
 
 def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class that a folder's weights were saved from; None: it writes no text."""
+    """transformers' class that a folder's weights were saved from; None: it does not write text."""
     if not is_wrapper(config):
         return causal_class(config)
     listed = [mapping[type(config)] for mapping in _WRAPPERS if type(config) in mapping]
@@ -184,7 +184,8 @@ def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedMode
 
 
 def _keep(module: nn.Module, kept: list[nn.Module]) -> bool:
-    """Delete all submodules that neither are kept nor contain a kept one; whether any remain."""
+    """Delete all submodules that are not kept and contain no kept one; returns whether any
+    remain."""
     if any(module is one for one in kept):
         return True
     for name, child in list(module.named_children()):

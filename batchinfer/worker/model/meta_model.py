@@ -24,11 +24,11 @@ from batchinfer.worker.model.language_model import language_model_config
 from batchinfer.worker.model.quiet import quiet_transformers
 
 _PARAMETERS_PER_BYTE = 4
-"""More are not saved in a byte: two of four bits, and the output head twice where it is tied."""
+"""Most parameters per byte of file: two of 4 bits, and a tied output head counts twice."""
 _SMALL = 1 << 22
-"""Parameters for which there is memory in any case: their shapes are compared one by one later."""
+"""Smaller models always fit in memory; their shapes are compared one by one later."""
 _SEARCH_S = 3.0
-"""Of the processor's time: what is found must not depend on what else runs."""
+"""Processor time, so that the result does not depend on other processes."""
 _TOKENS = 4
 
 
@@ -50,7 +50,7 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
     """
     try:
         model = build_on_meta(config)
-    except Exception as error:  # whatever a model's own code raises on values it did not expect
+    except Exception as error:  # a model's own code may raise anything on unexpected values
         raise ModelError(
             f"{folder}/config.json: {blame(folder, build_on_meta)}transformers cannot build the "
             f"model: {described(error)}; fetch the model again"
@@ -84,11 +84,14 @@ def runs_on_meta(config: PreTrainedConfig) -> None:
 
 
 def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
-    """The key of config.json without which ``attempt`` succeeds, and its value, as the start of a
-    message; "" where there is none, or the search takes long."""
+    """Find the key of config.json without which ``attempt`` succeeds.
+
+    Returns:
+        The key and its value as the start of a message; "" if none is found in time.
+    """
     until = time.thread_time() + _SEARCH_S
     raw = read_config(folder)
-    if _succeeds(attempt, raw):  # not the model's code failed
+    if _succeeds(attempt, raw):  # no key of the config is the cause
         return ""
     for name, value, changed in _changes(raw):
         if time.thread_time() > until:
@@ -108,7 +111,7 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each key, its value, and the config with the family's default, or 1, in its place."""
+    """Yield each key, its value, and the config with the family's default, or 1, in its place."""
     for key, value in raw.items():
         others = {name: other for name, other in raw.items() if name != key}
         if key != "model_type":
@@ -121,6 +124,6 @@ def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]
 
 
 def described(error: Exception) -> str:
-    """The class and text of another library's error, on one line."""
+    """Return the class and text of another library's error, on one line."""
     text = readable(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

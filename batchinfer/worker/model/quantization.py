@@ -46,7 +46,7 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
         raise ModelError(
-            f"not yet: model.quantization: {wanted} is for CPUs; on a CUDA device take "
+            f"not yet: model.quantization: {wanted} is for CPUs; on a CUDA device use "
             f"{wanted}_weight_only"
         )
     saved = saved_section(config)
@@ -142,7 +142,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
             ao.quantize_(linear.to(device), config)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # torchao and the operators below it raise of all kinds
+        except Exception as error:  # torchao and its operators raise any type
             reason = one_line(error, 200)
             raise ModelError(
                 f"model.quantization: {method} does not work for {name} in "
@@ -156,7 +156,7 @@ def is_plain(linear: object) -> TypeGuard[nn.Linear]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a quantized one is made of."""
+    """The tensor itself, or the tensors that a quantized one is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

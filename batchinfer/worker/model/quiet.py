@@ -16,7 +16,7 @@ def quiet_transformers(
     """Silence transformers below errors inside; restored after.
 
     Args:
-        show_share: called with what its progress bars would show, from 0 to 1.
+        show_share: called with the progress that its bars would show, from 0 to 1.
     """
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()

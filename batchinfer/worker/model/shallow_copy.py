@@ -50,12 +50,12 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     """Copy the first layers of a model as transformers loaded it.
 
     Args:
-        max_model_len: windows of at least so many tokens stay as they are.
+        max_model_len: windows of at least this many tokens stay as they are.
         free_bytes: of the device's memory. If a copy in float32, where rounding hides nothing, fits
             a quarter of that and 2 GiB, it is made; else the copy shares the model's weights.
 
     Raises:
-        Exception: whatever the model's own code raises where no such model can be built.
+        Exception: any, from the model's own code, if no such model can be built.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -112,7 +112,7 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """The number of first layers that show each kind."""
+    """The number of first layers that include each kind."""
     whole = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((found for found in lists if len(found) == whole), None)
@@ -122,7 +122,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _kind(layer: nn.Module) -> list[Any]:
-    """Values that are equal for layers that compute the same."""
+    """Return values that are equal for layers of the same kind."""
     return [
         (
             name,

@@ -44,10 +44,10 @@ def load_tokenizer(
         key: where the user wrote the name, for messages.
 
     Raises:
-        ModelError: there is none, it needs its own code, or its files are damaged.
+        ModelError: it is missing, needs its own code, or has damaged files.
     """
     folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
-    read_json(folder / "config.json")  # transformers would blame the tokenizer for its faults
+    read_json(folder / "config.json")  # otherwise transformers blames the tokenizer for its errors
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
@@ -138,7 +138,7 @@ def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> No
         vocab_size: of the model.
 
     Raises:
-        ModelError: embeddings are missing, or the tokenizer is.
+        ModelError: embeddings or the tokenizer are missing.
     """
     if tokenizer is not None:
         folder = resolve_folder(tokenizer, None, CONFIG_FILES, key="model.tokenizer")
@@ -165,13 +165,13 @@ def _backend(folder: Path) -> Tokenizer | None:
 
 
 def _try(path: Path) -> None:
-    """``try_tokenizer``, where there is a file that can be read."""
+    """Call ``try_tokenizer`` if the file can be read."""
     with suppress(OSError):
         try_tokenizer(path)
 
 
 def _chat_template(template: Any) -> str | None:
-    """The chat template; of several by name the one called default."""
+    """Return the chat template; if there are several by name, the one called default."""
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None
@@ -183,7 +183,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 def _control_tokens(backend: Tokenizer) -> frozenset[str]:
-    """Special tokens, and added ones that look like markup: chat formats use some unmarked."""
+    """Return special tokens, and added ones that look like markup, which some chat formats use."""
     added = backend.get_added_tokens_decoder().values()
     return frozenset(
         token.content for token in added if token.special or _MARKUP.fullmatch(token.content)

@@ -1,4 +1,4 @@
-"""Loads a tokenizer file in a process of its own first, where it may loop, grow, panic or abort.
+"""Loads a tokenizer file first in a separate process, where it may loop, grow, panic or abort.
 
 Native code processes its patterns and tables when it is loaded, and its decoder whenever tokens
 become text. Without the trial a crash there would end the job without an explanation.
@@ -67,10 +67,10 @@ def try_tokenizer(path: Path) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _died_of(path: Path, content: bytes) -> str:
-    """How the process died, as the rest of a sentence; "" if it did not.
+    """Return how the process died, as the predicate of a sentence; "" if it did not.
 
     Args:
-        content: hash of the file's, for the cache.
+        content: hash of the file's content, for the cache.
     """
     del content
     if not sys.executable or getattr(sys, "frozen", False):

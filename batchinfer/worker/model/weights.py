@@ -79,8 +79,8 @@ def load_weights(
         random: take the class's initial weights, the same each time on a device, and no files.
 
     Raises:
-        ModelError: the files cannot be read, or are not of the model that the config describes; or
-            random weights would be quantized.
+        ModelError: the files cannot be read or belong to another model than the config; or random
+            weights would be quantized.
         DeviceError: the weights do not fit the device.
     """
     register()
@@ -118,7 +118,7 @@ def _make_random(config: PreTrainedConfig, dtype: str, device: torch.device) -> 
 
 @contextmanager
 def _errors_named(folder: Path, problem: str) -> Iterator[None]:
-    """Raise errors of a model's code and of the libraries below it as ones that name the folder."""
+    """Raise errors of a model's code and its libraries as errors that name the folder."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -169,9 +169,9 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """The ``unused`` tensors that lie inside the model's own layers, embeddings and output head:
     without them it would write other text than it was trained to.
 
-    Others are spare: whole parts the model does not have (value heads, classifiers, draft layers),
-    masks and rotary frequencies that older versions of transformers saved, and the layers after the
-    last that predict tokens further ahead (``num_nextn_predict_layers``).
+    Others are not needed: parts that the model does not have (value heads, classifiers, draft
+    layers), masks and rotary frequencies that older versions of transformers saved, and layers
+    after the last that predict tokens further ahead (``num_nextn_predict_layers``).
     """
     decoder, prefix = model.base_model, f"{model.base_model_prefix}."
     parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}
@@ -209,7 +209,9 @@ def check_loaded(
     unused = _misplaced(model, set(found["unexpected_keys"]) - set(spare))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(found["mismatched_keys"])
-    missing = found["missing_keys"] - {name for name, *_ in mismatched}  # they are in both lists
+    missing = found["missing_keys"] - {
+        name for name, *_ in mismatched
+    }  # these are in both lists
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:

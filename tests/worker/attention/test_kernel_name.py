@@ -61,4 +61,4 @@ def test_an_engine_logs_and_records_its_attention_kernel(tmp_path: Path) -> None
     )
     [line] = [line for line in lines if line.startswith("attention by ")]
     assert line.startswith(f"attention by {context.kernels['attention']}")
-    assert line.endswith("runs before had another, and bits may differ")
+    assert line.endswith("earlier runs used another, so bits may differ")

@@ -94,7 +94,7 @@ def test_a_body_that_attends_otherwise_is_refused(
     folder = make_encoder(tmp_path / "model", "llama", causal=True)
     packed = loader.packed_sequences
     monkeypatch.setattr(loader, "packed_sequences", lambda runs, causal: packed(runs))
-    with pytest.raises(ModelError, match="transformers gives other hidden states"):
+    with pytest.raises(ModelError, match="hidden states differ from those of transformers"):
         runner(folder, runner="whole_texts")
 
 

@@ -79,7 +79,7 @@ def test_the_fastest_kernel_is_chosen_and_speeds_are_logged(
     assert choice.kernel is ONEDNN
     assert str(choice) == (
         "products by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, own AVX2 100, "
-        "onednn AVX2 900, torch AVX2 300); a row's last bits may depend on the rows beside it"
+        "onednn AVX2 900, torch AVX2 300); a row's last bits may depend on other rows"
     )
 
 
@@ -132,12 +132,12 @@ def test_a_deterministic_job_takes_the_first_batch_invariant_kernel(
 def test_a_resumed_job_keeps_its_kernel(before: LinearKernel) -> None:
     required = KernelRequirements(pinned={"float32": before.name, "bfloat16": "own AMX"})
     choice = choose_kernel(nn.Sequential(LARGE), F32, required)
-    assert (choice.kernel, choice.why) == (before, "as in the runs before")
+    assert (choice.kernel, choice.why) == (before, "as in earlier runs")
 
 
 def test_a_missing_pinned_kernel_is_logged_or_refused_if_deterministic() -> None:
     required = KernelRequirements("onednn", pinned={"float32": "own AMX"})
-    assert "runs before had own AMX, and bits may differ" in str(
+    assert "earlier runs used own AMX, so bits may differ" in str(
         choose_kernel(nn.Sequential(LARGE), F32, required)
     )
     with pytest.raises(DeviceError, match="own AMX, which does not run on this machine"):

@@ -1,8 +1,9 @@
 """bitsandbytes' weights of 4 bits (NF4, FP4; scales quantized again or not) and of 8 (LLM.int8()).
 
 From bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
-``int8_vectorwise_dequant``): a 4-bit weight is a flat row of bytes, the upper half first, which are
-places in a table; runs of ``blocksize`` numbers share a scale. Other values are JSON in a tensor.
+``int8_vectorwise_dequant``): a 4-bit weight is a flat row of bytes with two codes each, the upper
+half first; codes are indices into a table, and runs of ``blocksize`` numbers share a scale. Other
+values are JSON in a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from batchinfer.worker.model.quantized.stored import (
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _NESTED = (".nested_absmax", ".nested_quant_map")
-_ONE_127TH = 7.874015718698502e-3  # the library's own number
+_ONE_127TH = 7.874015718698502e-3  # the library's constant
 
 
 class BitsAndBytes:
@@ -65,7 +66,7 @@ class _State:
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether it is [out, in], and no run that shares a scale crosses two outputs."""
+        """Whether it is [out, in] and no run that shares a scale spans two outputs."""
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 

@@ -26,7 +26,7 @@ class Dequantized:
 
     weight: Quantized
     dtype: torch.dtype
-    """That it will be loaded in."""
+    """The dtype that it will be loaded in."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.weight.read(self.dtype)[index]
@@ -40,7 +40,7 @@ def dequantized_tensors(
     Reads and checks headers now, numbers when a tensor is indexed.
 
     Args:
-        dtype: that the weights will be loaded in.
+        dtype: the dtype that the weights will be loaded in.
 
     Raises:
         ModelError: some of a weight's tensors are missing, or do not match.
@@ -58,8 +58,8 @@ def dequantized_tensors(
 
 
 def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
-    """Names of all-zero biases of dequantized layers. GPTQ tools save them for layers that have no
-    bias, so a model may do without them."""
+    """Names of all-zero biases of dequantized layers. GPTQ tools save them for layers without a
+    bias, so a model may not have them."""
     names = (
         name.removesuffix("weight") + "bias"
         for name, tensor in tensors.items()

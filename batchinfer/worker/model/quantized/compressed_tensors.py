@@ -1,4 +1,4 @@
-"""compressed-tensors, in which llm-compressor saves: integers packed or not, and float8.
+"""compressed-tensors, the format of llm-compressor: integers, packed or not, and float8.
 
 From the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
 ``quantization/lifecycle/forward_helpers.py``. Layers fall into groups (``config_groups``), each
@@ -112,7 +112,7 @@ class CompressedTensors:
 
 
 def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object at a key; empty where it is missing."""
+    """Return the object at a key, or an empty one."""
     value = saved.get(key) or {}
     if not isinstance(value, Mapping):
         raise refused(key, value, "it must be an object")
@@ -182,7 +182,7 @@ def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> in
     if scheme.group_size and width > scheme.group_size and width % scheme.group_size:
         raise ModelError(
             f"{scales.name}: rows of {width} do not fall into groups of {scheme.group_size} "
-            "(group_size in config.json); take both from the same model"
+            "(group_size in config.json); use files of the same model"
         )
     groups = -(-width // (scheme.group_size or max(width, 1)))
     whole = ((*experts, 1, 1), (*experts, 1), (1,), ())

@@ -11,12 +11,12 @@ _MOST_SHOWN = 60
 
 
 def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any = None) -> Any:
-    """The value of a key, one of the ``known`` ones.
+    """Return the value of a key, which must be one of ``known``.
 
     Args:
         saved: the section, or an object in it.
         key: in ``saved``; dotted where ``saved`` is an object in the section.
-        default: where there is no such key.
+        default: value of a missing key.
 
     Raises:
         ModelError: naming the key and the known values.
@@ -30,7 +30,7 @@ def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: 
 
 
 def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """Inputs that share a scale; None: all of them.
+    """Return the number of inputs that share a scale; None: all of them.
 
     Raises:
         ModelError: naming the key.
@@ -44,7 +44,7 @@ def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
 
 
 def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Rows and columns of a block; None where the key is null.
+    """Return the rows and columns of a block; None if the key is null.
 
     Raises:
         ModelError: naming the key.

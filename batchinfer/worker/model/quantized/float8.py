@@ -1,6 +1,6 @@
 """Weights of float8 with scales: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
 
-A weight is codes * scales, a scale for all of it, for each row or for each block, as in
+A weight is codes * scales, with one scale, one for each row, or one for each block, as in
 transformers' ``integrations/finegrained_fp8.py``. Scales of rows (activations) are left out: rows
 keep the model's dtype.
 """
@@ -30,7 +30,7 @@ class Float8:
 
     name: str
     scale_ends: tuple[str, ...]
-    """Ends that the names of scales may have, by what wrote them."""
+    """Suffixes of the names of scales; tools differ in these."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None: one scale for each row or for the whole weight, as
     the shape of the scales says."""

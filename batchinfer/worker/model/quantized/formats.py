@@ -20,26 +20,26 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """For people and records, such as ``awq``."""
+        """Name for users and records, such as ``awq``."""
         ...
 
     @property
     def ends(self) -> Mapping[str, str]:
-        """Ends of the names of tensors that belong to a weight, and what replaces each to get the
-        weight's own name."""
+        """Suffixes of the tensors that belong to a weight, and the replacement of each that gives
+        the weight's own name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
-        """The weight that some tensors stand for; None: it is not quantized, or they are not
+        """Return the weight that tensors represent; None: it is not quantized, or they are not
         needed.
 
         Args:
-            name: the weight's.
-            parts: by the end of their names, one of ``ends``, or "" for the tensor of that name.
+            name: the weight's. parts: its tensors by suffix, one of ``ends``, or "" for the tensor
+            with the weight's name.
 
         Raises:
-            ModelError: a tensor is missing, or of another shape or dtype than the others and
-                config.json say.
+            ModelError: a tensor is missing, or its shape or dtype contradicts the others or
+                config.json.
         """
         ...
 

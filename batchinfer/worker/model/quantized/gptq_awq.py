@@ -36,7 +36,7 @@ from batchinfer.worker.model.quantized.stored import (
 
 _AWQ_BITS = 4
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of its eight outputs stands."""
+"""Position in a word of each of its eight outputs."""
 
 
 class Gptq:
@@ -75,7 +75,7 @@ class Gptq:
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]
         if self._zeros_less_one:
-            # On whole words, as GPTQModel adds it and, when it saves, subtracts it: with carries.
+            # On whole words, with carries, as GPTQModel adds it, and subtracts it when saving.
             ones = sum(1 << shift for shift in range(0, WORD_BITS, self._bits))
             words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         zeros = unpack(words, self._bits).T[: len(scales)]

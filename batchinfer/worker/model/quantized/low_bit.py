@@ -1,4 +1,4 @@
-"""Low-bit weights as they are saved: integers, places in a table, or float8 in blocks."""
+"""Low-bit weights as saved: integers, indices into a table, or float8 in blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
-    """Check the groups [in] of a weight's inputs, out of so many ``groups``.
+    """Check the group [in] of each input of a weight that has ``groups`` groups.
 
     Raises:
         ModelError: an input's group does not exist.
@@ -102,7 +102,7 @@ LowBitCodes = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """Repeat the scale of each block for its elements, as far as broadcasting does not do it.
+    """Repeat the scale of each block for its elements, where broadcasting does not.
 
     Args:
         scales: [ceil(out / block[0]), ceil(in / block[1])].

@@ -1,4 +1,4 @@
-"""MXFP4, in which gpt-oss's experts are saved: pairs of 4-bit floats, 32 of them to a scale.
+"""MXFP4, the format of gpt-oss's experts: 4-bit floats in pairs, with a scale for each 32.
 
 From the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for the
 layout: the lower half of a byte comes first; a scale is a power of two, saved as its exponent plus

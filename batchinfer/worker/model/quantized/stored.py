@@ -1,4 +1,4 @@
-"""Tensors of weight files before they are read: saved ones, and weights that several stand for."""
+"""Tensors of weight files before they are read, and weights made of several such tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.worker.model.quantized.low_bit import BlockWeight, IntegerWeight
 
 FLOATS = ("F32", "F16", "BF16")
 Tensors = Mapping[str, torch.Tensor]
-"""The tensors that stand for a weight, by the ends of their names."""
+"""The tensors of a weight, by suffix."""
 
 
 class Stored:
@@ -26,10 +26,10 @@ class Stored:
         self._file, self.name = file, name
         self.shape: tuple[int, ...] = tuple(header.get_shape())
         self.dtype: str = header.get_dtype()
-        """As safetensors writes it: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``."""
+        """Name in safetensors: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``."""
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """The tensor, in its own dtype; of one expert its part, or the single number for all."""
+        """The tensor in its own dtype; for one expert its part, or the single number for all."""
         tensor: torch.Tensor
         if expert is None or len(self.shape) < 2:
             tensor = self._file.get_tensor(self.name)
@@ -42,26 +42,26 @@ class Stored:
 
 
 def stored_tensors(path: Path) -> Iterator[Stored]:
-    """Every tensor of a safetensors file; its numbers stay in the file."""
+    """Yield every tensor of a safetensors file without reading its numbers."""
     file: Any = safe_open(path, framework="pt", device="cpu")
     return (Stored(file, name) for name in file.keys())  # noqa: SIM118 - it is not a mapping
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight that some tensors stand for together; their headers are checked."""
+    """A weight made of several tensors, whose headers are checked."""
 
     shape: tuple[int, ...]
     """[out, in], or [experts, out, in] and the like."""
     parts: Mapping[str, Stored]
-    """By the ends of their names. Experts come first in their shapes."""
+    """The tensors by suffix. Experts are the first dimension."""
     dequantize: Callable[[Tensors], torch.Tensor]
-    """All parts, or those of one expert, to the weight in float32."""
+    """Converts all parts, or those of one expert, to the weight in float32."""
     by_expert: bool = False
     """Whether experts are dequantized one at a time."""
     low_bit: Callable[[Tensors], LowBitCodes] | None = None
-    """All parts, or those of one expert, to [out, in] codes for a low-bit kernel, the weight but
-    for a last rounding; None: it has no such form."""
+    """Converts all parts, or those of one expert, to [out, in] codes for a low-bit kernel, which
+    are the weight except for a last rounding; None: it has no such form."""
 
     @classmethod
     def of_low_bit(
@@ -112,7 +112,7 @@ class Quantized:
 
 
 def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
-    """The part of a weight whose name ends so.
+    """Return the part of a weight with a suffix.
 
     Raises:
         ModelError: it is missing.
@@ -121,7 +121,7 @@ def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
         present = ", ".join(sorted(part.name for part in parts.values()))
         raise ModelError(
             f"{weight} is quantized, and the weight files have no {f'*{end}' if end else weight} "
-            f"beside {present}; fetch the model again"
+            f"to go with {present}; fetch the model again"
         )
     return parts[end]
 
