@@ -80,7 +80,7 @@ ROOMS = [
     Room("engine.stats", "statistics of a step"),
     Room(
         "engine.scheduler",
-        "Who runs next: admission, preemption, and the blocks of what runs.",
+        "Chooses the sequences of each step: admission, preemption, blocks of running sequences.",
         ("engine.step", "engine.request", "engine.kv", "engine.sequence", "engine.stats"),
     ),
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
@@ -175,7 +175,7 @@ ROOMS = [
     Room("worker.free_memory", "memory that is left", ("worker.memory",)),
     Room(
         "worker.encoder",
-        "Encoders: models that read whole texts. Loads them, runs packed texts, pools hidden states.",
+        "Encoders: models that read whole texts. Loads them, runs packed texts, pools states.",
         ("config", "errors", "console", "kernels", "engine", "worker"),
     ),
     Room(

@@ -36,7 +36,7 @@ def llm(text_model: Path) -> LLM:
 
 
 def test_a_prompt_with_one_is_an_error_and_others_run(llm: LLM) -> None:
-    message = "prompt 1: the tokenizer makes token 259 of the text.*token ids end at 258"
+    message = "prompt 1: the text contains token 259.*token ids end at 258"
     with pytest.raises(ValueError, match=message):
         llm.generate(["fine", f"not {ADDED}"], SHORT, use_tqdm=False)
     fine, failed = llm.generate(["fine", f"not {ADDED}"], SHORT, use_tqdm=False, errors="return")

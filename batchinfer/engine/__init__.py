@@ -1,5 +1,6 @@
 """Control plane: requests, sequences, blocks and steps. No torch, no text, no files.
 
-``engine`` runs one step at a time: ``scheduler`` says what it computes, ``step_io`` makes arrays of
-that and takes the result back, ``kv`` has the blocks. ``simulate`` runs the same without computing.
+``engine`` runs one step at a time: ``scheduler`` chooses what to compute, ``step_io`` builds its
+arrays and processes its result, ``kv`` manages blocks. ``simulate`` does the same without
+computing.
 """

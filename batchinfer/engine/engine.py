@@ -67,7 +67,7 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """The initial limit: refusals must not depend on a later lack of memory."""
+        """The initial limit, so that refusals do not depend on later memory shortage."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock

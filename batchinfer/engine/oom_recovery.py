@@ -60,7 +60,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
         raise DeviceError(
             "the device has no memory for the smallest step "
             f"(engine.max_num_batched_tokens {most}): {error}",
-            hint="free memory that other processes use, or leave more beside the KV pool: lower "
+            hint="free memory that other processes use, or make the KV pool smaller: lower "
             "engine.kv_cache_memory or engine.gpu_memory_utilization; then run again",
         )
     scheduler.max_num_batched_tokens = max(most // 2, least)

@@ -49,7 +49,7 @@ class Request:
     number: int = 0
     """Number of the request within its row."""
     given_token: int | None = None
-    """The only output token, whatever the logits: scoring asks how likely it was."""
+    """The fixed only output token, to score how likely it is."""
     adapter: int = 0
     """Number of the row's adapter; 0 = the base model."""
     pools: bool = False
@@ -135,8 +135,8 @@ def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, st
         return None
     return (
         "unsupported_content",
-        f"the tokenizer makes token {highest} of the text, and the model's token ids end at "
-        f"{vocab_size - 1}; take the tokenizer that belongs to the model, or leave that token out",
+        f"the text contains token {highest}, but the model's token ids end at {vocab_size - 1}; "
+        "use the model's own tokenizer, or remove that token",
     )
 
 

@@ -1,8 +1,8 @@
 """Requests that continue from the output of an earlier run.
 
-Such a request is like one that was preempted and is recomputed: its prompt and its tokens are
-computed again, and the next token is drawn. State that follows from the tokens is rebuilt: that of
-the grammar, of stop strings and of penalties. Random numbers are keyed by position.
+Such a request is treated like a preempted request that is recomputed: its prompt and its tokens are
+computed again, and the next token is drawn. The state of grammars, stop strings and penalties is
+rebuilt from the tokens. Random numbers are keyed by position.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ def pieces_bytes(
     total = 0
     for window, shape in kinds:
         reach = min(max_model_len, window) if window else max_model_len
-        pieces = -(-reach // _PIECE_TOKENS) + bool(
-            window
-        )  # one may begin at the window
+        pieces = -(-reach // _PIECE_TOKENS) + bool(window)  # one may begin at the window
         partials = max_num_seqs * heads * pieces if pieces > 1 else 0
         total += min(4 * partials * (shape.value_width + 2), _MAX_PIECES_BYTES)
     return total

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, with logits taken a few rows at a time.
 
-A prompt's logits are as many rows as it has tokens: of 8,192 tokens and a vocabulary of 150,000
-they are 5 GB in float32. So the model's head is called again and again on the hidden states that
-the body gave in one pass, and of each call's logits only what is asked for is kept.
+A prompt has as many rows of logits as tokens: for 8,192 tokens and a vocabulary of 150,000 they
+take 5 GB in float32. So the model's head is called repeatedly on parts of the hidden states that
+the body computed in one pass, and only the requested values of each call's logits are kept.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from batchinfer.worker.sampling.sampler import workspace_rows
 from batchinfer.worker.transfer import to_device
 
 SCORED_ROWS = 256
-"""Rows of logits taken at a time: enough for the head to run at its speed. They are planned for
-where ``engine.max_num_seqs`` is less."""
+"""Rows of logits to compute at a time: enough for the head to run at full speed. Memory is planned
+for them even if ``engine.max_num_seqs`` is less."""
 
 
 class PromptScorer:
-    """Scorer of given tokens by a model's own head, with whatever its class does to logits.
+    """Scores given tokens by a model's own head, including changes that its class makes to logits.
 
     Args:
         model: one of transformers' causal language models: a body, then a head on the rows of
             hidden states that ``logits_to_keep`` names.
-        rows: of logits at a time.
+        rows: rows of logits to compute at a time.
     """
 
     def __init__(self, model: torch.nn.Module, rows: int = SCORED_ROWS) -> None:
@@ -66,7 +66,7 @@ class PromptScorer:
         return SampleHandle(on["ids"], found.values[:, 0], ~torch.cat(finite), found)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        nothing = rows.new_zeros((1, num_tokens))  # Gemma 4 asks how many there were
+        nothing = rows.new_zeros((1, num_tokens))  # Gemma 4 needs their number
         output = self._model(input_ids=nothing, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
@@ -75,8 +75,8 @@ class PromptScorer:
 def _score_tokens(
     logits: Tensor, ids: Tensor, tokens: ScoredTokens, span: slice
 ) -> tuple[Reported, Tensor]:
-    """Log-probabilities of a span of ``tokens``, ``ids`` [P] on the device, from their logits
-    [P, V]; and whether they are numbers, bool [P]."""
+    """Return log-probabilities of a span of ``tokens`` from their logits [P, V], with ``ids`` [P]
+    on the device, and whether they are numbers, bool [P]."""
     count, vocab = logits.shape
     chunk = workspace_rows(vocab, logits.device.type)
     stats, _ = row_stats(logits, chunk)
@@ -96,7 +96,7 @@ def _score_tokens(
 
 @contextmanager
 def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Replace what the body computes, inside, by an output."""
+    """Replace the body's result by an output, inside."""
     body.forward = lambda *_, **__: output
     try:
         yield
@@ -106,7 +106,7 @@ def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredHandle:
-    """Handle of a step that also scores tokens of prompts."""
+    """Handle of a step that also scores prompt tokens."""
 
     sampled: SampleHandle
     scored: SampleHandle
@@ -115,6 +115,6 @@ class ScoredHandle:
         """The samples and the scored tokens on the host.
 
         Raises:
-            OutOfMemory: the device says only now that it had none for the step.
+            OutOfMemory: the device reports only now that it had no memory for the step.
         """
         return replace(self.sampled.result(), scored=self.scored.result())

@@ -1,7 +1,7 @@
-"""Tries a model on a few tokens before a job trusts it.
+"""Tests a model on a few tokens before a job uses it.
 
-``verify`` is the one comparison: of a model with transformers' own forward pass, of fused modules
-with the modules that they replace, and of a row alone with the row beside others.
+``verify`` compares a model with transformers' own forward pass, fused modules with the modules that
+they replace, and a row alone with the row in a batch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
 
 
 def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Find the rows [..., width] of ``after`` that are further from those of ``before`` than
-    ``tolerance`` times their norm; bool [...].
+    """Find the rows [..., width] of ``after`` that differ from those of ``before`` by more
+    than ``tolerance`` times their norm; bool [...].
 
     Rows of ``before`` that are not finite never differ: if weights overflow, each row of a job
-    finds that out by itself.
+    reports that itself.
     """
     before, after = before.float(), after.float()
     same: torch.Tensor = (after - before).norm(dim=-1) <= tolerance * before.norm(dim=-1)
@@ -50,7 +50,7 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
 
 
 class Swap(NamedTuple):
-    """A module to be put in the place of another."""
+    """A module that will replace another."""
 
     parent: nn.Module
     name: str
@@ -79,7 +79,7 @@ def swap_verified(
             return True
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the model's own code uses its modules in another way
+    except Exception:  # the model's own code uses the module differently
         pass
     _put(originals)
     return False
@@ -91,15 +91,15 @@ def _put(swaps: Iterable[Swap]) -> None:
 
 
 class Probe:
-    """Equal sequences of a few tokens side by side in one packed row, over a pool of their own.
+    """Equal sequences of a few tokens in one packed row, over a separate pool.
 
     Args:
-        layout: of a pool for the model.
+        layout: KV layout of a pool for the model.
         token_ids: the tokens of each sequence.
         positions: the positions that the model is given; from 0 on by default.
         adapters: the number of each sequence's adapter; None: the base model alone.
-        dtype: of the pool; that of the weights by default.
-        kernel: the linear layers' kernel, which attention is chosen by.
+        dtype: of the pool; default: the weights' dtype.
+        kernel: the linear layers' kernel, by which attention is chosen.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Probe:
 
     @contextmanager
     def in_forward(self, backend: AttentionBackend) -> Iterator[None]:
-        """Open the probe's step, so that modules of the model can be called by themselves."""
+        """Open the probe's step, so that modules of the model can be called directly."""
         tensors = to_device(device_arrays(self._step), self.cache.pool.device)
         backend.begin_step(self._step, tensors)
         with forward_context(ForwardContext(self.cache, backend, tensors)):
@@ -194,14 +194,14 @@ def probe_step(
 
 
 def probe_block_size(config: Config, most: int) -> int:
-    """Tokens per block of a pool that a model is tried with, whatever the engine's: at most
-    ``most``, and such that blocks fill the chunks that layers attend within, if any do."""
+    """Block size of a pool to test a model with, independent of the engine's: at most ``most``, and
+    such that blocks fill attention chunks evenly, if layers have any."""
     chunk = text_config(config).get("attention_chunk_size")
     return math.gcd(most, chunk) if isinstance(chunk, int) else most
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module: what it took and returned."""
+    """A call of a module: its arguments and its result."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -211,7 +211,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record each call of the modules inside, when it returns, with the very objects it took."""
+    """Record each call of the modules inside, on return, with the same objects as arguments."""
     calls: list[ModuleCall] = []
 
     def record(*call: Any) -> None:
@@ -226,7 +226,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asked of paged attention."""
+    """A layer's call of paged attention."""
 
     layer: int
     query: torch.Tensor

@@ -5,9 +5,9 @@ group if that is full attention, and ``window_slots`` in the others (in all, if 
 window). The prefix tree, references and copies work on blocks. A window slot is freed separately
 from its block, once it is outside the windows of all sequences that refer to the block. If the
 block is indexed, the slot is kept until space is needed, because a prefix that ends within a window
-after it needs the slot again. If a prefix lacks a slot in its last window, it is found only up to
-that slot (``prefix_hit.py``); blocks computed again then replace the incomplete ones in the index.
-Blocks of a model with windows have no host slots yet.
+after it needs the slot again. If a prefix has no slot in part of its last window, it is found only
+up to that slot (``prefix_hit.py``); blocks computed again then replace the incomplete ones in the
+index. Blocks of a model with windows have no host slots yet.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).

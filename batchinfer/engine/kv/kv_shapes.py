@@ -105,7 +105,7 @@ def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     last_of_kind = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
     if not 0 < first < num_layers or not last_of_kind.keys() >= set(kinds[first:]):
         raise ValueError(
-            f"num_kv_shared_layers is {num_shared!r}; of each kind that layer_types names for the "
-            f"last layers there must be one before them, among {num_layers} in all"
+            f"num_kv_shared_layers is {num_shared!r}; each type that layer_types "
+            f"gives the last layers must also occur before them, among {num_layers} layers"
         )
     return (*range(first), *(last_of_kind[kind] for kind in kinds[first:]))

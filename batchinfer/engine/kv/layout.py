@@ -284,11 +284,11 @@ def _unsupported(config: Config, family: str) -> str | None:
             "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"
         )
     if family in _RECURRENT_FAMILIES:
-        return "it keeps recurrent state beside its KV"
+        return "it keeps recurrent state in addition to its KV"
     if family == "longcat_flash":
-        return "each of its layers attends twice, which is not built yet"
+        return "each of its layers attends twice, which is not supported yet"
     if family == "paligemma":
-        return "it attends both ways over its prompt"
+        return "its attention over the prompt is bidirectional"
     if family in {"bloom", "mpt"}:
         return "it uses ALiBi position biases"
     if config.get("alibi"):
@@ -307,7 +307,7 @@ def _unsupported(config: Config, family: str) -> str | None:
             return f"its layers differ in the shape of their KV ({key})"
     for key in _SPARSE_KEYS:
         if config.get(key):
-            return f"it attends to chosen parts of its context ({key})"
+            return f"its attention is sparse ({key})"
     return _unsupported_rope(config)
 
 

@@ -1,4 +1,4 @@
-"""Who runs next: admission, preemption, and the blocks of what runs.
+"""Chooses the sequences of each step: admission, preemption, blocks of running sequences.
 
 May import: engine.step, engine.request, engine.kv, engine.sequence, engine.stats.
 """

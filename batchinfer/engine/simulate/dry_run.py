@@ -32,7 +32,7 @@ _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
 # Measured on two cores: the host's time, which a longer step of a GPU hides, and the time that
-# steps of a tiny model take on a CPU besides arithmetic.
+# steps of a tiny model take on a CPU in addition to arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6

@@ -27,7 +27,7 @@ _NAN: Failure = ("nan_logits", "the logits hold NaN or infinity")
 _GRAMMAR_ERROR = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
-    "bad_words, allowed_token_ids, min_tokens or the grammar leave no token that may come next",
+    "bad_words, allowed_token_ids, min_tokens or the grammar exclude every next token",
 )
 
 

@@ -1,4 +1,4 @@
-"""Encoders: models that read whole texts. Loads them, runs packed texts, pools hidden states.
+"""Encoders: models that read whole texts. Loads them, runs packed texts, pools states.
 
 May import: config, errors, console, kernels, engine, worker.
 """

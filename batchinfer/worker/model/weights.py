@@ -209,9 +209,7 @@ def check_loaded(
     unused = _misplaced(model, set(found["unexpected_keys"]) - set(spare))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(found["mismatched_keys"])
-    missing = found["missing_keys"] - {
-        name for name, *_ in mismatched
-    }  # these are in both lists
+    missing = found["missing_keys"] - {name for name, *_ in mismatched}  # these are in both lists
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:

@@ -16,7 +16,7 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples in ascending order, those of one distribution side by side."""
+    """Samples in ascending order; those of one distribution are adjacent."""
 
     samples: Int64  # [k] index into the batch's K samples
     starts: Int64  # [D + 1] where the samples of each distribution begin
@@ -28,7 +28,7 @@ class SampleGroup:
 
     @property
     def distributions(self) -> Int64:
-        """[k] which of the D each sample draws from."""
+        """[k] index of the distribution that each sample draws from."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
 

@@ -23,7 +23,7 @@ _Change = Callable[[Tensor, SamplingBatch, Int64], None]
 def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
     """Run users' functions on their rows of ``logits`` [R, V], in place.
 
-    Tokens whose logits they make infinite become the only ones, equally likely.
+    If they make logits infinite, only these tokens remain, equally likely.
 
     Raises:
         TypeError, ValueError: a function returns something other than logits.
@@ -88,7 +88,7 @@ def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
 
 
 def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Tensor]:
-    # On a GPU an index out of range takes the whole process with it.
+    # On a GPU an index out of range crashes the whole process.
     assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], "token id not in the model"
     at = to_device({"rows": rows, "ids": token_ids.astype(np.int64)}, logits.device)
     return at["rows"], at["ids"]
@@ -141,8 +141,8 @@ LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
     (lambda batch: batch.allowed_samples, _keep_allowed),
     (_penalized_samples, _penalize),
 )
-"""In their order: the samples that each applies to, and the function that changes the logits, which
-takes the row of each sample, [K]; -1 = it has none."""
+"""In order of application: the samples that each processor applies to, and the function that
+changes the logits. It gets the row of each sample, [K]; -1 = none."""
 
 
 def _rewrite(
@@ -168,10 +168,9 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32) -> None:
     """Set the logits of tokens that are not in their row's mask to -inf, in place, on a CPU.
 
     Args:
-        logits: [R, V] floating point.
-        rows: [M] of the R.
-        masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may come; a
-            token beyond the last word may not.
+        logits: [R, V] floating point. rows: [M] of the R. masks: [M, words] bit ``i % 32`` of word
+        ``i // 32`` is set if token ``i`` is allowed; tokens
+            after the last word are not.
     """
     if native.supports(logits.dtype):
         row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))

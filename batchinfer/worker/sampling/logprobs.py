@@ -64,10 +64,10 @@ def empty_stats(logits: Tensor) -> RowStats:
 
 
 class Reported(NamedTuple):
-    """Logits or log-probabilities that K samples are reported with, on their device."""
+    """Logits or log-probabilities to report for K samples, on their device."""
 
     values: Tensor  # float32 [K, 1 + L + W] of the token itself, the most likely and the named ones
-    ranks: Tensor  # int64 [K] 1 = most likely; 0 for samples that ask for no log-probabilities
+    ranks: Tensor  # int64 [K] 1 = most likely; 0 for samples without log-probabilities
     top_token_ids: Tensor  # int64 [K, L] best first
 
 
@@ -81,13 +81,13 @@ def look_up(
     num_top: int,
     chunk: int,
 ) -> Reported:
-    """Look up the logits that K samples are reported with.
+    """Look up the logits to report for K samples.
 
     Args:
         logits: [R, V].
         rows: [K] row of each sample.
         token_ids: int64 [K] on the device.
-        wanted: [K] most likely ones that a sample asks for; -1: not even the rank of its token.
+        wanted: [K] number of most likely tokens to report; -1: not even the rank of its own token.
         named_token_ids: [K, W] below V, padded with -1, whose value is -inf.
         num_top: L, at most V.
         chunk: rows to work on at a time.
@@ -115,7 +115,7 @@ def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chu
 
 
 def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
-    # On a GPU an index out of range takes the whole process with it.
+    # On a GPU an index out of range crashes the whole process.
     assert token_ids.max(initial=-1) < logits.shape[1], "token id not in the model"
     ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
     values = logits[rows[:, None], ids.clamp(min=0)].float()

@@ -61,10 +61,10 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 def _draw_in_workspace(
     logits: Tensor, batch: SamplingBatch, group: SampleGroup, bits: Int64
 ) -> tuple[Tensor, Tensor]:
-    """Draw a group that all takes the most likely token, or all draws, from copies of its rows.
+    """Draw a group from copies of its rows; either all or none take the most likely token.
 
     Returns:
-        Token ids [k], and why none could be drawn [k] (0 = drawn).
+        Token ids [k], and the reason why a sample has no token [k] (0 = drawn).
     """
     own = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
     edit_logits(own, batch, group.heads)
@@ -81,14 +81,14 @@ def _draw_in_workspace(
 
 
 def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
-    """Why nothing can be drawn from rows with these largest logits [R]; 0 = it can. ``of_nothing``
-    is the reason where all logits are -inf."""
+    """The reason why rows with these largest logits [R] have no token; 0 = they have one.
+    ``of_nothing`` is the reason if all logits are -inf."""
     failing = torch.where(maximum.isneginf(), of_nothing, NONFINITE)
     return failing.masked_fill_(maximum.isfinite(), 0)
 
 
 def _random_bits(batch: SamplingBatch) -> Int64:
-    """[K] uniform in [0, 2**RANDOM_BITS), the same from C as from NumPy."""
+    """[K] uniform in [0, 2**RANDOM_BITS), the same in C and NumPy."""
     keys = batch.seed, batch.stream, batch.sample_index, batch.position
     if not native.supports(torch.float32):
         return random_bits(*keys)

@@ -1,7 +1,7 @@
 """Draws samples by the Triton kernels, for CUDA: one launch edits logits, one more draws tokens.
 
-All that the host knows of a step's samples goes over in one copy. Samples whose logits are edited
-have a launch of their own; more than one where their rows of edited logits take too much memory.
+All parameters of a step's samples are sent in one copy. Samples whose logits are edited have a
+separate launch, or several if their rows of edited logits take too much memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 _EDITED_ELEMENTS = 2**26
 """Most edited logits that memory is allocated for at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""The kernel's memory for a row, for each 128 of its logits, and most for what it finds there."""
+"""The kernel's memory for a row, for each 128 of its logits, and at most for candidates."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
@@ -39,7 +39,7 @@ def workspace_bytes(rows: int, vocab: int) -> int:
 
 
 def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
-    """Draw every sample. No wait, and no operation whose size the device decides.
+    """Draw every sample, without waiting and without sizes that depend on device data.
 
     Args:
         logits: [R, V] on a CUDA device; tokens that masks forbid become -inf.
@@ -145,7 +145,7 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
     for name, (owners, token_ids) in lists.items():
         kept = owners >= 0
         ids, owners = token_ids[kept], owners[kept]
-        # On a GPU an index out of range takes the whole process with it.
+        # On a GPU an index out of range crashes the whole process.
         assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < vocab, "token id not in the model"
         arrays[f"{name}_ids"] = ids[np.argsort(owners, kind="stable")]
         ends = np.bincount(owners, minlength=len(heads)).cumsum()
@@ -154,8 +154,8 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
 
 
 def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
-    """The distribution (-1 = none of this group) and the id of each token in the prompts or outputs
-    that penalties look back at."""
+    """The distribution (-1 = not in this group) and the id of each token in the prompts or outputs
+    that penalties apply to."""
     if batch.penalties is None:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     padded = getattr(batch.penalties, f"{part}_token_ids")

@@ -1,4 +1,4 @@
-"""A step's samples: on the device for the next step, and on their way to the host."""
+"""A step's samples: on the device for the next step, and copied to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.worker.sampling.logprobs import Reported, RowStats
 from batchinfer.worker.transfer import HostCopy
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
-"""Why a sample has no token: its logits hold NaN or infinity; bans and allowed ids leave none."""
+"""Reasons why a sample has no token: NaN or infinite logits; bans and allowed ids exclude all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Draws:
 
     token_ids: Tensor  # int64 [K]
     logprobs: Tensor  # float32 [K]
-    failures: Tensor  # [K] 0, or why the sample has no token; its token and log-probability are 0
+    failures: Tensor  # [K] 0, or the reason for no token; then its token and log-probability are 0
     stats: RowStats  # of the rows
 
 
@@ -33,8 +33,8 @@ class SampleHandle:
     Args:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
-        failures: [K] 0, or why the sample has no token; true is ``NONFINITE``.
-        reported: ranks, alternatives and named ids; None when no sample asked for any. Its first
+        failures: [K] 0, or the reason for no token; True counts as ``NONFINITE``.
+        reported: ranks, alternatives and named ids; None if no sample requested any. Its first
             column is not used.
     """
 

@@ -19,14 +19,14 @@ from batchinfer.worker.transfer import to_device
 
 
 def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Reported | None:
-    """Log-probabilities of all samples, or what their ``LogprobsMode`` asks for instead.
+    """Return log-probabilities of all samples, or the values that their ``LogprobsMode`` selects.
 
     Args:
         logits: [R, V] that the samples were drawn from.
         chunk: rows to work on at a time.
 
     Returns:
-        None where no sample asks for any; the token's is 0 where none could be drawn.
+        None if no sample requests any; 0 for samples without a token.
     """
     wanted, modes = batch.num_logprobs, batch.logprobs_modes
     if wanted.max() < 0:
@@ -75,16 +75,16 @@ def _report_processed(
 
 
 def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> Tensor:
-    """Logits as samples are drawn from them: edited, divided by their temperature, filtered.
+    """Logits from which samples are drawn: edited, divided by the temperature, filtered.
 
-    Those of samples that take the most likely token have no temperature and no filters.
+    Samples that take the most likely token have no temperature and no filters.
 
     Args:
         logits: [R, V]; left as they are.
         samples: [k] of the batch's.
 
     Returns:
-        float32 [k, V], -inf where a token is left out.
+        float32 [k, V], -inf for excluded tokens.
     """
     rows = to_device({"rows": batch.logits_rows[samples].astype(np.int64)}, logits.device)["rows"]
     own = logits.index_select(0, rows).float()

@@ -23,14 +23,14 @@ from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.reported import report
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
-"""Most logits that torch works on at a time, or one row; the CPU's is about what a cache holds."""
+"""Most logits that torch processes at a time, or one row; the CPU's fit into a cache."""
 _WORKSPACE_BYTES_EACH = 64
 """Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k of nearly the vocabulary, 54
 for top-p on flat rows; the rest is for a device's own sorting of alternatives."""
 
 
 def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
-    """Most bytes that sampling takes besides the logits, for ``rows`` rows of ``vocab`` logits."""
+    """Most bytes that sampling needs in addition to ``rows`` rows of ``vocab`` logits."""
     elements = min(rows * vocab, max(vocab, _WORKSPACE_ELEMENTS[device_type]))
     by_torch = elements * _WORKSPACE_BYTES_EACH
     if device_type == "cpu":
@@ -39,7 +39,7 @@ def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
 
 
 def workspace_rows(vocab: int, device_type: str) -> int:
-    """Rows of ``vocab`` logits worked on at a time."""
+    """Rows of ``vocab`` logits to process at a time."""
     return max(1, _WORKSPACE_ELEMENTS[device_type] // vocab)
 
 
@@ -55,22 +55,21 @@ class Sampler:
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampleHandle:
-        """Draw every sample's token; one copy from device to host, at the end, not waited for.
+        """Draw every sample's token, and start one copy from device to host without waiting.
 
-        A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
-        also as having no token left where its bans and allowed ids leave none; its token and
-        log-probability are 0. Other samples are not affected.
-        A sample whose token is given gets that, with its log-probability.
-        Equally likely tokens count as ordered by id.
+        A sample is marked nonfinite if its raw row holds NaN or +inf or nothing but -inf. If its
+        bans and allowed ids exclude all tokens, it is also marked as having no token left. Its
+        token and log-probability are then 0. Other samples are not affected. A sample with a given
+        token gets that token, with its log-probability. Equally likely tokens are ordered by id.
 
         Args:
-            logits: [R, V] floating point, on any device; left as they are, except for rows that
-                users' functions change, and tokens that masks forbid, which become -inf.
+            logits: [R, V] floating point, on any device; unchanged, except for rows that users'
+                functions change, and tokens that masks forbid, which become -inf.
             batch: how to draw K samples.
 
         Returns:
-            The samples, on their way to the host. ``ranks`` are 0, ``top_token_ids`` 0 and
-            ``top_logprobs`` -inf for samples that asked for none while others did; L is at most V.
+            The samples, being copied to the host. ``ranks`` are 0, ``top_token_ids`` 0 and
+            ``top_logprobs`` -inf for samples that requested none while others did; L is at most V.
         """
         if len(batch.logits_rows) == 0:
             return SampleHandle.nothing(logits.device)

@@ -28,14 +28,14 @@ def integer_weights(relative: Tensor) -> Tensor:
 
 
 def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> Tensor:
-    """Tokens outside of top-k, then of top-p, bool [D, V].
+    """Tokens excluded by top-k, then by top-p, bool [D, V].
 
-    Top-p keeps the smallest set of most likely tokens whose share of what top-k left reaches
-    ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
+    Top-p keeps the smallest set of most likely tokens whose share of the weight after top-k
+    reaches ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
 
     Args:
         weights: int64 [D, V], not negative; tokens removed before are 0.
-        logits: float32 [D, V], in the order of which tokens are kept.
+        logits: float32 [D, V], which order the tokens.
         top_k: [D] 0 = all.
         top_p: [D].
     """
@@ -65,7 +65,7 @@ def _last_kept(
     mass = weights.gather(1, candidates).cumsum(1)
     end = (most - 1).clamp(max=size - 1)
     total = torch.where(most < vocab, mass.gather(1, end), weights.sum(1, keepdim=True))
-    # Both sides of the comparison round alike on the way to float64.
+    # Both sides of the comparison are rounded to float64 in the same way.
     before = (mass.double() < share * total.double()).sum(1, keepdim=True)
     enough = (before <= end) | (size == vocab)
     return candidates.gather(1, torch.minimum(before, end)), enough[:, 0]

@@ -17,7 +17,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.step import SamplingBatch, SamplingColumns
 
 _Unset = Mapping[str, tuple[object, ...]]
-"""Parameters, and the values with which they do nothing."""
+"""Parameters, and the values with which they have no effect."""
 _NO_EDITS: _Unset = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -54,7 +54,7 @@ class SamplingVariants:
     forced_tokens: bool
     """Whether tokens are given instead of drawn."""
     num_logprobs: int
-    """Most alternatives; -1: no log-probabilities."""
+    """Largest number of alternatives; -1: no log-probabilities."""
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class SamplingVariants:
             draws |= _are_set(one, own, {"temperature": (0.0,)})
             if "beam_width" in own:
                 draws |= {False}
-            # A top-k of the vocabulary and more leaves nothing out.
+            # A top-k of at least the vocabulary excludes nothing.
             no_top_k = () if 0 < one.top_k < vocab else (one.top_k,)
             filters |= _are_set(one, own, {"top_k": no_top_k, "top_p": (1.0,)})
             masked |= True in _are_set(one, own, _NO_GRAMMARS)
@@ -128,7 +128,7 @@ class SamplingVariants:
 
 
 def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
-    """Whether any of some parameters does something in a row: True, False, or either."""
+    """Whether any of the parameters has an effect in a row: {True}, {False}, or both."""
     fixed = {name: values for name, values in unset.items() if name not in own}
     if any(getattr(params, name) not in values for name, values in fixed.items()):
         return {True}

@@ -1,9 +1,9 @@
 """Binds each computing thread to a core of its own, if there are as many cores as threads.
 
 Linux moves unbound threads when other processes keep the cores busy; two then share a core, and all
-others wait for them. Beside a process that burns each of four cores, steps took 3.55 times as long
-as alone, and 2.36 times with bound threads; beside such processes of the lowest priority 1.35
-times, and as long as alone with bound ones (W1, float32, AVX2, 2026-11-23).
+others wait for them. With a busy process on each of four cores, steps took 3.55 times as long as
+alone, and 2.36 times with bound threads; with busy processes of the lowest priority 1.35 times, and
+as long as alone with bound threads (W1, float32, AVX2, 2026-11-23).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Every matrix product waits for its slowest thread, so one thread without a core holds up all others.
 The sign of that is the run delay: the time that threads were ready to run and did not (the second
 number of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). Whether
-fewer threads are faster then is always tried, never assumed. Only batch-invariant kernels are
-governed: they give the same bits with any number of threads, while others may split a row's sums
-among the threads.
+fewer threads are faster then is always measured, never assumed. Only batch-invariant kernels are
+governed: they give the same bits with any number of threads, while other kernels may split a
+row's sums among the threads.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class ThreadGovernor:
         return False
 
     def _worth_trying(self, window: _Window) -> list[int]:
-        """Numbers of threads to try; none while all threads compute and do not lack cores.
+        """Numbers of threads to try; none while all threads compute and have enough cores.
 
         Fewer threads wait less for each other; more get a larger share of cores that all processes
-        share. Waiting costs at most the share of time that threads were delayed, so numbers so low
-        that they would cost more than that are left out.
+        share. Waiting costs at most the share of time that threads were delayed, so numbers low
+        enough to cost more than that are left out.
         """
         share = self._delayed_share(window)
         delayed = share is not None and share >= _DELAYED
@@ -182,19 +182,20 @@ class ThreadGovernor:
         return sorted(fewer, reverse=True) + sorted(c for c in self._counts if c > self.count)
 
     def _delayed_share(self, window: _Window) -> float | None:
-        """Run delay per second of a window; None if unknown, as if no file can be opened."""
+        """Run delay per second of a window; None if unknown, for example without open files
+        left."""
         before, after = window.delay, self._read_delay()
         if before is None or after is None:
             return None
-        return max(0.0, after - before) / window.seconds  # ended threads take theirs with them
+        return max(0.0, after - before) / window.seconds  # the delay of ended threads is lost
 
     def _log_change(self) -> None:
         """Log the first time that threads step down, and the first time that all are back."""
         if self.count < self._most and self._num_logged == 0:
             self._num_logged = 1
             _LOG.warning(
-                "%d of %d threads while other processes use the cores (engine.num_threads keeps a "
-                "number)",
+                "%d of %d threads while other processes use the cores (set engine.num_threads to "
+                "keep a number)",
                 *(self.count, self._most),
             )
         elif self.count == self._most and self._num_logged == 1:

@@ -32,7 +32,7 @@ class ThreadCount:
     count: int
     why: str
     pinned: bool = False
-    """The user set it: it stays the same whatever else runs."""
+    """Whether the user set it, so that it never changes."""
 
     def line(self) -> str:
         """The count and its reason, for the log."""
@@ -45,10 +45,10 @@ def choose_threads(
     """Choose the number of threads for this process.
 
     Args:
-        asked: ``engine.num_threads``; it wins.
+        asked: ``engine.num_threads``, which has priority.
         limits: cores that the process may use.
         torch_count: torch's own choice: the physical cores, or what its caller set.
-        environ: a number of threads set here wins over ``limits``.
+        environ: a number of threads set here has priority over ``limits``.
     """
     if asked is not None:
         return ThreadCount(asked, "engine.num_threads", pinned=True)
@@ -70,7 +70,8 @@ def choose_threads(
 
 
 class TorchThreads:
-    """torch's number of threads, which outlives an engine: the caller's, and the one set here."""
+    """torch's number of threads, which outlives an engine: the caller's number and the one set
+    here."""
 
     def __init__(self) -> None:
         self._found = 0

@@ -52,7 +52,7 @@ def test_an_adapter_of_a_multimodal_model_changes_its_language_model(tmp_path: P
     ("family", "message"),
     [
         ("muse_glimmer", r"they change their logits \(final_logit_softcapping\)"),
-        ("paligemma", "it attends both ways over its prompt"),
+        ("paligemma", "its attention over the prompt is bidirectional"),
     ],
 )
 def test_unsupported_multimodal_models_are_refused_with_the_reason(
