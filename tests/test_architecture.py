@@ -125,7 +125,7 @@ ROOMS = [
     Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
     Room(
         "worker.threads",
-        "Threads that compute on a CPU: how many, on which cores, and fewer while others use them.",
+        "CPU threads: how many, on which cores, and fewer while other processes compute.",
         ("process", "kernels", "engine.runner", "engine.step"),
     ),
     Room(

@@ -1,5 +1,4 @@
-"""Threads that compute on a CPU: how many, on which cores, and fewer while other processes use
-them.
+"""CPU threads: how many, on which cores, and fewer while other processes compute.
 
 May import: process, kernels, engine.runner, engine.step.
 """
