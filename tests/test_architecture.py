@@ -86,7 +86,7 @@ ROOMS = [
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
     Room(
         "engine.step_io",
-        "From a schedule to a step's arrays, and from its result to the sequences.",
+        "Builds a step's arrays from a schedule, and applies its result to sequences.",
         ("protocols", "engine"),
     ),
     Room("engine.oom_recovery", "smaller steps after out-of-memory errors", ("errors", "engine")),

@@ -58,10 +58,10 @@ class OutputIncrement:
 
 @dataclass(slots=True)
 class _Reported:
-    """What was reported of a request."""
+    """The part of a request's output that was reported."""
 
     skips_prefix_cache: bool
-    """As in its state; it changes when the request restarts."""
+    """The value in its state, which changes when the request restarts."""
     sizes: dict[int, int]
     """Reported tokens of each sample, plus 1 for its end."""
     chain: int = -1

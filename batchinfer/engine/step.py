@@ -62,7 +62,7 @@ class SamplingColumns:
 
 _DTYPES = {"Float32": np.float32, "Int32": np.int32, "UInt64": np.uint64}
 _COLUMN_DTYPES = {column.name: _DTYPES[str(column.type)] for column in fields(SamplingColumns)}
-"""From the annotations, which are strings."""
+"""Dtypes of the columns, from their annotations, which are strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Penalties:
 
 
 class LogprobsMode(IntFlag):
-    """What to return as log-probabilities."""
+    """Selects the values to return as log-probabilities."""
 
     RAW = 0
     """Log-probabilities from the unmodified logits."""

@@ -1,4 +1,4 @@
-"""Keeps control-token text in a row's columns apart from that of templates.
+"""Distinguishes control-token text in a row's columns from control tokens in templates.
 
 ``<|im_end|>`` in a template ends a turn; the same characters in a row are plain text. Both look the
 same after rendering, so that marks replace the row's occurrences before it: private-use characters,

@@ -1,6 +1,6 @@
 """The source of a row's prompt: a column, a template, or a conversation of templates.
 
-Also finds settings that contradict each other, whatever the data and the model.
+Also finds settings that contradict each other, regardless of data and model.
 """
 
 from __future__ import annotations

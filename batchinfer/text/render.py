@@ -24,7 +24,7 @@ class RowRenderer:
     """Renders rows.
 
     A string becomes a user message if there is a chat template; otherwise it is the prompt. A
-    conversation without a system message gets that of the job.
+    conversation without a system message gets the job's system message.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Rows to prompts with completions to score.
 
-The border between prompt and completion is that of EleutherAI's lm-evaluation-harness
+Prompt and completion are separated as in EleutherAI's lm-evaluation-harness
 (``_encode_pair`` in lm_eval/api/model.py), so that scores are comparable: whitespace at the end of
 the prompt belongs to the completion; prompt and completion are tokenized as one text; the
 completion's tokens are those beyond the number of tokens of the prompt alone. All completions of a

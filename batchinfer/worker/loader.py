@@ -113,7 +113,7 @@ class LoadedModel(ModelDescription):
     kernel_names: Mapping[str, str]
     """Kernels of the linear layers, by dtype or quantization of the weights."""
     facts: Mapping[str, Any]
-    """For the summary: name, revision, family, parameters, bytes."""
+    """Facts for the summary: name, revision, family, parameters, bytes."""
 
 
 def describe_model(

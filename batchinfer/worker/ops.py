@@ -50,7 +50,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate: [T, 2 * W], gate and up side by side, to [T, W]; rows may be strided."""
+    """SwiGLU's gate: [T, 2 * W], gate, then up, to [T, W]; rows may be strided."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul

@@ -134,7 +134,7 @@ INLINE vec widened(const int second, vec pairs) {
 }
 
 /* float8 e4m3fn to floats, exactly: sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no
-   infinity, one NaN. Below 2^-6 the numbers lie 2^-9 apart. */
+   infinity, one NaN. Below 2^-6 the numbers are 2^-9 apart. */
 INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     for (int at = 0; at < count; at += LANES) {
         const int here = count - at < LANES ? count - at : LANES;

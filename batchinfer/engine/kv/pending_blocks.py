@@ -53,8 +53,8 @@ class BlockCopies:
     """Copies before a step: swap-outs, then swap-ins, then device copies, each list in order."""
 
     outs: Pairs = field(default_factory=list)
-    """From device slots to host slots."""
+    """Copies from device slots to host slots."""
     ins: Pairs = field(default_factory=list)
-    """From host slots to device slots."""
+    """Copies from host slots to device slots."""
     within: Pairs = field(default_factory=list)
-    """From device slots to device slots; no destination is also a source."""
+    """Copies between device slots; no destination is also a source."""

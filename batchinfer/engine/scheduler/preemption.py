@@ -26,7 +26,7 @@ _FIRST_TOKEN_S = 1e-4
 
 
 class PreemptionPolicy:
-    """Swaps or recomputes a preempted sequence, whichever takes less time.
+    """Chooses to swap or to recompute a preempted sequence, by the time that each takes.
 
     Swapping moves its blocks to the host and back, at the bandwidth of copies. Recomputing computes
     their tokens again, at the speed of this run's prompts. Blocks shared with others are not freed

@@ -1,4 +1,4 @@
-"""From a schedule to a step's arrays, and from its result to the sequences.
+"""Builds a step's arrays from a schedule, and applies its result to sequences.
 
 May import: protocols, engine.
 """

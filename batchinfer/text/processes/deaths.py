@@ -9,7 +9,7 @@ from batchinfer.text.processes.limits import Limits
 
 _MAX_TOLD_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
-"""What Rust's runtime writes before it aborts."""
+"""Printed by Rust's runtime before it aborts."""
 _COMPUTES_S = 0.1
 """A process with less processor time than this only waited."""
 _KILLED = "another process killed it (SIGKILL), as the system does when it runs out of memory"

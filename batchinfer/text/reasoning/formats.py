@@ -39,7 +39,7 @@ PARSERS: Mapping[str, str | Mapping[str, str]] = {
     "openai_gptoss": "auto",
     "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
 }
-"""What to ask ``find_reasoning_format`` for, by the names of vLLM's ``--reasoning-parser``."""
+"""Values of ``asked`` for ``find_reasoning_format``, by vLLM's names (``--reasoning-parser``)."""
 
 
 def checked_reasoning(asked: object) -> str | Mapping[str, str]:

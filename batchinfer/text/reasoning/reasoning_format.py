@@ -20,7 +20,7 @@ class SampleText:
     """The text of a sample as ``output_text`` gives it, and positions in it by tokens.
 
     Args:
-        keeps_special: keep special tokens in the text, whatever ``params`` say.
+        keeps_special: keep special tokens in the text, even if ``params`` skip them.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SampleText:
         self._tokenizer = tokenizer
         self._skips = params.skip_special_tokens and not keeps_special
         self.num_tokens = len(sample.token_ids)
-        """Tokens of the sample, including the one that ended it."""
+        """Tokens of the sample, including its end token."""
         ids, match = sample.token_ids, sample.stop_match
         stopped_by_token = sample.finish_reason == "stop" and match is None
         if stopped_by_token and not params.include_stop_str_in_output:
@@ -62,13 +62,13 @@ class SampleText:
 
 
 class Phase(Enum):
-    """Where a sample stands after some of its tokens."""
+    """The state of a sample after some of its tokens."""
 
     BEFORE = "before"
     """Neither reasoning nor answer has begun; either may."""
     THINKING = "thinking"
     BETWEEN = "between"
-    """In neither: in the head of a message, or in a tool call."""
+    """In neither, but in the head of a message or in a tool call."""
     ANSWER = "answer"
 
 

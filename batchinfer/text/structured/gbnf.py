@@ -1,9 +1,9 @@
 """Translates GBNF grammars, as llama.cpp, xgrammar and vLLM accept them, to Lark.
 
-The syntax is that of llama.cpp's grammars/README.md: rules ``name ::= ...`` from ``root`` on, made
-of strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins a comment. A
-rule ends where the next one begins, even on the same line. Lark matches a terminal greedily and
-GBNF does not, so every terminal is a single character.
+The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...`` from ``root`` on,
+made of strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins a
+comment. A rule ends where the next one begins, even on the same line. Lark matches a terminal
+greedily and GBNF does not, so every terminal is a single character.
 """
 
 from __future__ import annotations

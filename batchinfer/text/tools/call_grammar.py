@@ -21,7 +21,7 @@ ANY_TEXT = "ANY_TEXT: /(?s:.*)/"
 """A terminal: any text without special tokens."""
 _DEFINITIONS = ("$defs", "definitions")
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps writes it, like the conversations that models are trained on."""
+"""Spacing of json.dumps, as in the conversations that models are trained on."""
 _OF_PLAIN_OBJECTS = frozenset(
     {
         *("type", "properties", "required", "additionalProperties", "title", "description"),

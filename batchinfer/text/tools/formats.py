@@ -41,7 +41,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "kimi_k2": KimiFormat(),
     "openai": HarmonyCalls(),
 }
-"""By vLLM's names of ``--tool-call-parser``; ``lfm2`` is SGLang's."""
+"""Formats by vLLM's names of ``--tool-call-parser``; ``lfm2`` is SGLang's."""
 
 _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),

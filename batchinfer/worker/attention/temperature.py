@@ -14,7 +14,7 @@ from torch import nn
 
 
 class QueryTemperature(NamedTuple):
-    """How a layer's queries grow with their position."""
+    """Parameters of a layer's attention temperature."""
 
     floor_scale: float
     """f, tokens until it grows."""

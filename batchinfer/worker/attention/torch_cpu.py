@@ -26,7 +26,7 @@ class CpuAttention:
         self._cache = cache
         self._buffers: dict[str, torch.Tensor] = {}
         self._plans: dict[tuple[int, int, KVShape], Plan] = {}
-        """By layer group, window, and shape of a layer's KV."""
+        """Plans of the step, by layer group, window and KV shape."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._step = step

@@ -24,7 +24,7 @@ _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
 """Arguments that would change the result, and that this function does not implement."""
 
 Runs = Sequence[tuple[int, int, int]]
-"""As ``EncoderStep.runs``."""
+"""Runs of equal sequences, as in ``EncoderStep.runs``."""
 
 _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 

@@ -121,7 +121,7 @@ class LoadedEncoder:
     kernel_names: Mapping[str, str]
     """The kernel of the linear layers, by the dtype of their weights."""
     facts: Mapping[str, Any]
-    """For the summary."""
+    """Facts for the summary."""
 
 
 def load_encoder(

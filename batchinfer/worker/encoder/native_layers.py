@@ -28,7 +28,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""For rows of hidden states: far above rounding errors, far below the effect of another text."""
+"""Tolerance of hidden states: far above rounding errors, far below the effect of another text."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",

@@ -30,7 +30,7 @@ _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
 """Larger inputs saturate a softmax, where rounding decides between two keys."""
 _TOLERANCE = 2e-5
-"""For the rounding of float32 sums."""
+"""Tolerance for rounding errors of float32 sums."""
 
 _Recipe = Callable[[Any, AttentionVariant | None], nn.Module]
 """Makes a fused module from transformers' module and, for attention, its variant."""

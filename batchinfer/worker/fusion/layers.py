@@ -20,7 +20,7 @@ from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.verify import Probe, Swap, swap_verified
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""For the logits of a model in its own dtype: fused modules round to 16 bits less often."""
+"""Tolerance of logits by the model's dtype: fused modules round to 16 bits less often."""
 PROBE_TOKENS = (3, 7, 5, 3)
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 

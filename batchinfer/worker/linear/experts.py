@@ -23,7 +23,7 @@ _CODES = "saved_codes"
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One of the matrices that a layer's experts have.
+    """One weight matrix of each expert of a layer.
 
     Args:
         experts: transformers' module.

@@ -37,7 +37,7 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 AsCodes = Callable[[Any], HostCodes | None]
 """Converts a saved weight to codes for a kernel; None: they have no wanted kind."""
 _Parts = dict[tuple[int, str], Quantized]
-"""How weights were saved, by an expert's number and the weight's name."""
+"""Saved weights, by the expert's number and the weight's name."""
 
 
 def keep_prequantized_experts(

@@ -52,7 +52,7 @@ class AdapterLoader:
         self._check, self._added = check, added
         self._last = len(numbers)
         self.numbers = dict(numbers)
-        """Of all adapters by name, for ``Request.adapter``."""
+        """Numbers of all adapters by name, for ``Request.adapter``."""
 
     def load(self, name: str, path: str) -> None:
         """Add an adapter, a folder or hub id, while no step is running.

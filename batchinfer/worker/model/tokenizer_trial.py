@@ -18,7 +18,7 @@ from batchinfer.errors import ModelError, one_line
 
 _CPU_S = 60
 _WALL_S = 600
-"""For a process that sleeps, or gets no processor."""
+"""Limit for a process that sleeps or gets no processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
 # sys.path is set first: it begins with the current folder, which may hold anything.

@@ -32,7 +32,7 @@ _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (
 
 
 class KernelVariant(NamedTuple):
-    """What the kernels of one launch are compiled for."""
+    """The variant of the kernels that one launch uses."""
 
     edited: bool
     """Logits are edited first."""

@@ -46,7 +46,7 @@ _SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights of one group of layers are saved."""
+    """The storage format of one group of layers."""
 
     targets: tuple[str, ...]
     patterns: tuple[regex.Pattern[str], ...]
@@ -56,7 +56,8 @@ class _Scheme:
     has_zeros: bool
 
     def rank(self, module: str) -> int:
-        """How closely it names a module: 0 by name, 1 by pattern, 2 by module class, 3 not at all.
+        """Return how closely the group names a module: 0 by name, 1 by pattern, 2 by module class,
+        3 not at all.
 
         Classes are not compared: only linear layers are saved quantized.
         """

@@ -45,14 +45,14 @@ class Mxfp4:
 
 
 def _dequantize(tensors: Tensors) -> torch.Tensor:
-    """One expert: [out, blocks, 16] bytes to [in, out]."""
+    """Convert one expert from [out, blocks, 16] bytes to [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
     return values.mul_(_powers(scales).unsqueeze(-1)).flatten(1).T
 
 
 def _codes(tensors: Tensors) -> TableWeight:
-    """One expert: [out, in] codes."""
+    """Convert one expert to [out, in] codes."""
     blocks = tensors["_blocks"]
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     return TableWeight(codes, _FLOAT4, _powers(tensors["_scales"]))

@@ -97,7 +97,7 @@ class Quantized:
         return self.low_bit(self._tensors())
 
     def read_expert(self, expert: int) -> tuple[torch.Tensor, LowBitCodes | None]:
-        """One expert's weight in float32, and its codes as saved; None: it has no such form."""
+        """One expert's weight in float32, and its saved codes; None: it has no codes."""
         tensors = self._tensors(expert)
         return self.dequantize(tensors), None if self.low_bit is None else self.low_bit(tensors)
 
