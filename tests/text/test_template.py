@@ -105,7 +105,7 @@ def test_a_template_that_cannot_run_is_refused_at_once(source: str) -> None:
 
 
 def test_another_template_is_refused_by_the_tag_that_names_it() -> None:
-    with pytest.raises(UsageError, match=r"\(line 2\): \{% from %\} has no other template"):
+    with pytest.raises(UsageError, match=r"\(line 2\): \{% from %\} cannot load another template"):
         compile_template("fine\n{% from 'file' import f %}")
 
 

@@ -273,7 +273,7 @@ def test_a_model_that_fused_layers_change_is_loaded_again(
     [
         ("minicpm3", "o_proj", "cpu", None),
         ("minicpm3", "kv_b_proj", "cpu", "an adapter changes kv_b_proj"),
-        ("minicpm3", "o_proj", "cuda", "here are 16"),
+        ("minicpm3", "o_proj", "cuda", "the model has 16"),
         ("llama", "o_proj", "cpu", "'llama' have no latents to cache"),
     ],
 )

@@ -128,7 +128,7 @@ def test_names_of_families(config: dict[str, Any], expected: tuple[int, int, int
         ({"model_type": "rwkv"}, "recurrent"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"model_type": "longcat_flash"}, "attends twice"),
-        ({"model_type": "paligemma"}, "both ways over its prompt"),
+        ({"model_type": "paligemma"}, "attention over the prompt is bidirectional"),
         ({"model_type": "bloom"}, "ALiBi"),
         ({"alibi": True}, "ALiBi"),
         ({"num_key_value_heads": [4, 2]}, "differ in the shape"),

@@ -175,7 +175,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("fp8 blocks", drop("weight_scale_inv"), r"weight files have no \*_scale_inv beside a.w"),
+        ("fp8 blocks", drop("weight_scale_inv"), r"weight files have no \*_scale_inv to go with a.w"),
         ("fp8 blocks", cut("weight_scale_inv"), "scale_inv is 2 x 2 of F32; .* be 3 x 2 of F32"),
         ("fp8 blocks", cast("weight", torch.int8), "a.weight is 72 x 96 of I8; .* of F8_E4M3"),
         ("packed int4", drop("weight_shape"), r"weight files have no \*.weight_shape"),
@@ -183,7 +183,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("packed int4 with zeros", cut("weight_zero_point"), "_zero_point is 8 x 3 .* be 9 x 3"),
         ("packed int4", in_group(3), "a.weight: g_idx puts .* groups 3 to 3, and there are 3"),
         ("packed int4", narrowed, "rows of 80 do not fall into groups of 32"),
-        ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale beside a.weight"),
+        ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale to go with a.weight"),
         (
             "fp8 blocks",
             damaged("weight_scale_inv", float("inf")),
@@ -192,17 +192,17 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         (
             "packed int4 with zeros",
             drop("weight_zero_point"),
-            r"have no \*.weight_zero_point beside",
+            r"have no \*.weight_zero_point to go with",
         ),
         ("int8 with zeros", cut("weight_zero_point"), "weight_zero_point is 71 x 1 .* be 72 x 1"),
         ("float8 rows", cut("weight_scale"), "a.weight_scale is 71 x 1 of F32; .* be 1 x 1"),
-        ("awq", drop("qzeros"), r"weight files have no \*.qzeros beside a.qweight, a.scales"),
+        ("awq", drop("qzeros"), r"weight files have no \*.qzeros to go with a.qweight, a.scales"),
         ("awq", cut("scales"), "a.scales is 2 x 72 of F16; .* must be 3 x 72"),
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
         ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, and there are 3"),
         ("gptq", damaged("scales"), "a.scales holds NaN or infinity; fetch the model again"),
-        ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx beside a.qweight"),
+        ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx to go with a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
         ("nf4", drop("weight.quant_state.bitsandbytes__nf4"), "bitsandbytes of 0.41 or later"),
