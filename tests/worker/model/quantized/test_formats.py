@@ -175,7 +175,11 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        ("fp8 blocks", drop("weight_scale_inv"), r"weight files have no \*_scale_inv to go with a.w"),
+        (
+            "fp8 blocks",
+            drop("weight_scale_inv"),
+            r"files have no \*_scale_inv to go with a.w",
+        ),
         ("fp8 blocks", cut("weight_scale_inv"), "scale_inv is 2 x 2 of F32; .* be 3 x 2 of F32"),
         ("fp8 blocks", cast("weight", torch.int8), "a.weight is 72 x 96 of I8; .* of F8_E4M3"),
         ("packed int4", drop("weight_shape"), r"weight files have no \*.weight_shape"),
