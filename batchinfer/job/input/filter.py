@@ -50,7 +50,8 @@ _HINTS: tuple[tuple[str, str | None], ...] = (
     ("cannot compare|'is_in' cannot|expected `.*`, got|arithmetic on dtypes", _CAST),
     ("casting from .* to Boolean", _COMPARE),
     ("conversion from", "try_cast gives null for what cannot be converted"),
-    ("unable to parse|unexpected token", _QUOTE),
+    ("unable to parse|Unterminated", "it ends too early, or a bracket or a quote is open"),
+    ("unexpected token", _QUOTE),
     ("expected an expression", "write only what follows WHERE"),
 )
 """What to do about an error of Polars, by a pattern of its message."""

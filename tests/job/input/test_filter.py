@@ -256,7 +256,8 @@ SCHEMA = pa.schema(
     [
         ("land = 'en'", 'no column "land"; did you mean lang?'),
         ('lang = "en"', "single quotes"),
-        ("lang = 'en", "cannot be evaluated"),
+        ("lang = 'en", "or a quote is open"),
+        ("length(lang >", "a bracket or a quote is open"),
         (
             "lang > 3",
             "cannot compare string with numeric type (i32) (lang is string)\ncast one side",
