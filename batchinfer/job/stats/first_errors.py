@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.console.format import counted, printable
 from batchinfer.console.table import SummaryLine
+from batchinfer.job.input.arrow_text import python_values
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
@@ -69,9 +71,13 @@ def named_row(row_id: int, known_as: str | None) -> str:
     return f"row {row_id}" if known_as is None else f"row {row_id} ({known_as})"
 
 
-def shown_id(value: object) -> str | None:
-    """A value of the id column, as messages show it."""
-    return None if value is None else printable(str(value), _MOST_CHARACTERS)
+def shown_ids(column: pa.Array) -> list[str | None]:
+    """Values of the id column, as messages show them; times that Python lacks are numbers."""
+    try:
+        values = column.to_pylist()
+    except (OverflowError, ValueError):
+        values = python_values(column)
+    return [None if value is None else printable(str(value), _MOST_CHARACTERS) for value in values]
 
 
 def id_column(manifest: Manifest) -> str | None:
@@ -87,6 +93,8 @@ def _failed(out: OutputDir, part: Part, column: str | None) -> Iterator[dict[str
     columns = ["row_id", "error.code", *([] if column is None else [column])]
     with suppress(OSError, pa.ArrowException), out.files.open(out.part_file(part)) as file:
         for batch in pq.ParquetFile(file).iter_batches(columns=columns):
-            for row in batch.filter(batch.column("error").is_valid()).slice(0, MOST).to_pylist():
-                known_as = shown_id(None if column is None else row[column])
+            failed = batch.filter(batch.column("error").is_valid()).slice(0, MOST)
+            ids = repeat(None) if column is None else shown_ids(failed.column(column))
+            rows = failed.select(["row_id", "error"]).to_pylist()
+            for row, known_as in zip(rows, ids, strict=False):
                 yield {"row_id": row["row_id"], "id": known_as, "code": row["error"]["code"]}
