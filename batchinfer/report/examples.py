@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import size
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.task import Task
-from batchinfer.job.stats.first_errors import named_row, shown_id
+from batchinfer.job.stats.first_errors import named_row, shown_ids
 from batchinfer.report.report_data import Example, Failure
 from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 
@@ -25,6 +26,8 @@ MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, EXAMPLES_PER_CODE = 12, 3
 MOST_CHARACTERS = 2000
 """Longest text that is read; the page shows less."""
+_MOST_BYTES = 1 << 20
+"""A larger value of another type, such as a conversation, is not read."""
 
 
 def find_examples(
@@ -85,11 +88,11 @@ def _errors(
         rows = done.removed_from(batch)
         failed = rows.filter(rows.column("error").is_valid())
         codes, messages = (failed.column("error").field(name) for name in ("code", "message"))
-        names = failed.column(ids).to_pylist() if ids in failed.schema.names else repeat(None)
-        for row_id, id_, code, message in zip(
+        names = shown_ids(failed.column(ids)) if ids in failed.schema.names else repeat(None)
+        for row_id, name, code, message in zip(
             failed.column("row_id").to_pylist(), names, codes, messages, strict=False
         ):
-            yield named_row(row_id, shown_id(id_)), _text(code), _text(message)
+            yield named_row(row_id, name), _text(code), _text(message)
 
 
 def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[Example]:
@@ -123,15 +126,24 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
     answer, facts = task.summarise(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
-        inputs=[(name, _text(_cut(row.column(name))[0])) for name in inputs],
+        inputs=[(name, _input_text(row.column(name))) for name in inputs],
         answer=answer and answer[:MOST_CHARACTERS],
         facts=facts,
         error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
     )
 
 
+def _input_text(value: pa.Array) -> str:
+    """The text of one row's value: a row may hold half a gigabyte."""
+    if pa.types.is_dictionary(value.type):
+        value = value.dictionary_decode()
+    if not _is_text(value.type) and value.nbytes > _MOST_BYTES:
+        return f"({size(value.nbytes)})"
+    return _text(_cut(value)[0])
+
+
 def _cut(values: pa.Array) -> pa.Array:
-    """Keep only the beginning of texts: a row may hold half a gigabyte."""
+    """Keep only the beginning of texts."""
     return pc.utf8_slice_codeunits(values, 0, MOST_CHARACTERS) if _is_text(values.type) else values
 
 

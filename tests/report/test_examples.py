@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run import run_job
 from batchinfer.report.examples import MOST_CHARACTERS
@@ -48,6 +50,18 @@ def test_charts_can_be_written_as_pictures(out: Path, tmp_path: Path) -> None:
         assert "<path" in svg
 
 
+def test_huge_values_of_other_types_are_left_out(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "x" * (2 << 20)}]
+    word = pa.array(["y" * 9999] * 2).dictionary_encode()
+    columns = {"prompt": ["a", "b"], "talk": [talk, talk[:0]], "word": word}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    run_job(job(tmp_path), build=FakeBuild(), quiet=True)
+    huge, small = from_output(OutputDir(tmp_path / "out"), time.time()).examples
+    assert dict(huge.inputs)["talk"] == "(2 MiB)"
+    assert dict(small.inputs)["talk"] == "[]"
+    assert len(dict(small.inputs)["word"]) == MOST_CHARACTERS
+
+
 def test_failed_rows_are_named_by_id(tmp_path: Path) -> None:
     columns = {"prompt": ["a", "", "c"], "name": ["x", "<y>", "z"]}
     write_parquet(tmp_path / "in" / "x.parquet", columns)
@@ -56,3 +70,13 @@ def test_failed_rows_are_named_by_id(tmp_path: Path) -> None:
     (failure,) = from_output(OutputDir(tmp_path / "out"), time.time()).failures
     assert (failure.code, failure.rows) == ("empty_prompt", 1)
     assert [row for row, _ in failure.examples] == ["row 1 (<y>)"]
+
+
+def test_failed_rows_may_have_times_as_ids_that_python_lacks(tmp_path: Path) -> None:
+    ids = pa.array([1, 2, None], pa.timestamp("ns"))
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "", "c"], "at": ids})
+    spec = job(tmp_path, input={"id_column": "at"}, errors={"max_error_rate": 1})
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    failures = from_output(OutputDir(tmp_path / "out"), time.time()).failures
+    named = {failure.code: failure.examples[0][0] for failure in failures}
+    assert named == {"empty_prompt": "row 1 (2)", "missing_id": "row 2"}
