@@ -52,8 +52,9 @@ V1 = "sys/fs/cgroup/cpu,cpuacct"
         ("2:cpu,cpuacct:/docker/5e1f\n", v1_quota(V1, 150_000), 1.5),
         ("2:cpu,cpuacct:/docker/5e1f/in\n", v1_quota(V1, -1) | v1_quota(f"{V1}/in", 50_000), 0.5),
         ("0::/../../elsewhere\n", {"sys/fs/cgroup/cpu.max": "100000 100000\n"}, 1.0),
+        ("0::/a..b\n", {"sys/fs/cgroup/a..b/cpu.max": "100000 100000\n"}, 1.0),
     ],
-    ids=["namespace", "version 1", "both versions", "host", "group in a container", "outside"],
+    ids=["namespace", "version 1", "both versions", "host", "in a container", "outside", "dots"],
 )
 def test_cgroup_quota(
     tmp_path: Path, cgroup: str, files: Mapping[str, str], expected: float

@@ -82,7 +82,9 @@ def cgroup_quota(root: str = "/") -> float | None:
         elif "cpu" in controllers.split(","):
             points = [f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"]
             files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        parts = [] if ".." in group else group.strip("/").split("/")
+        parts = group.strip("/").split("/")
+        if ".." in parts:  # outside the namespace: only the mount point can be seen
+            parts = []
         ends = range(len(parts) + 1)
         for begin, end, point in product(ends, ends, points):
             folder = "/".join([point, *parts[begin:end]])
