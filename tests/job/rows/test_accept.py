@@ -17,8 +17,9 @@ from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
+from tests.engine.invariants import check_scheduler
 from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, job
+from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
 from tests.models import make_text_model
 
 REGEX = "^[^a-e]*[f-m]"
@@ -91,6 +92,31 @@ def test_accept_does_not_depend_on_batching(folder: Path) -> None:
     second, other = run(folder, "second", accept, **tight)
     assert first == second
     assert summary["accept"] == other["accept"]
+
+
+@pytest.mark.parametrize("regex", ["", "b", "never"])
+def test_accept_frees_all_blocks(tmp_path: Path, regex: str) -> None:
+    engines = []
+
+    class Build(FakeBuild):
+        def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
+            built = super().__call__(*arguments, **options)
+            engines.append(built.engine)
+            return built
+
+    prompts = ["a", "ab", "a longer one", "", "x" * 30]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    fields = job(tmp_path, sampling={"max_tokens": 6, "temperature": 1.0})
+    accept = {"regex": regex, "k": 2, "max_tries": 9, "dedup": True}
+    errors = {"max_error_rate": 1.0}
+    spec = JobSpec.model_validate(
+        {**fields.model_dump(by_alias=True), "accept": accept, "errors": errors}
+    )
+    assert run_job(spec, build=Build(16, next_token=drawn), quiet=True) is ExitCode.OK
+    pool = engines[0].scheduler.pool
+    assert pool.num_used == pool.num_shared == 0
+    assert pool.num_available == pool.num_blocks
+    check_scheduler(engines[0].scheduler)
 
 
 def test_rows_without_a_passing_sample_are_not_errors(folder: Path) -> None:
