@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.status import read_status
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job
-from tests.job.output.test_resume import Build, Model, check_sums, on_disk, stop_at, table
+from tests.job.output.test_resume import Build, Dies, Model, check_sums, on_disk, stop_at, table
 
 NUM_ROWS = 60
 ODD = "n % 2 = 1"
@@ -108,6 +109,21 @@ def test_a_stopped_run_resumes(tmp_path: Path) -> None:
     assert run_job(chosen, build=second, quiet=True) is ExitCode.OK
     assert sorted(second.ran + kept) == ODD_ROWS
     check(tmp_path, ODD_ROWS, texts)
+
+
+def test_a_row_that_kills_the_process_under_a_filter_is_given_up_alone(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    chosen = spec(tmp_path, errors={"max_error_rate": 0.5})
+    code = None
+    for _ in range(20):
+        with suppress(RuntimeError):
+            code = run_job(chosen, build=Dies(31), quiet=True)
+            break
+    assert code is ExitCode.OK
+    rows = table(tmp_path).to_pylist()
+    assert [row["row_id"] for row in rows] == ODD_ROWS
+    failed = {row["row_id"]: row["error"]["code"] for row in rows if row["status"] == "error"}
+    assert failed == {31: "crashed_engine"}
 
 
 def test_retry_errors_runs_only_selected_error_rows(tmp_path: Path) -> None:
