@@ -78,7 +78,7 @@ def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
         kind = schema.field(name).type
         try:
             found[name] = None if value is None else pa.scalar(value).cast(kind).as_py()
-        except pa.ArrowException:
+        except (pa.ArrowException, ValueError):  # ValueError: a time that Python does not have
             raise DataError(
                 f"{path}: its folder says {name}={value}, where rows of other files hold {kind}",
                 hint=f"give these rows a {name} of their own, or rename the folder",
