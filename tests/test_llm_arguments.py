@@ -82,7 +82,12 @@ def test_arguments_without_effect_are_named_in_one_warning(
 
 @pytest.mark.parametrize(
     ("name", "default"),
-    [("pipeline_parallel_size", 1), ("cpu_offload_gb", 0), ("prompt_embeds", None)],
+    [
+        ("pipeline_parallel_size", 1),
+        ("cpu_offload_gb", 0),
+        ("prompt_embeds", None),
+        ("allowed_media_domains", None),
+    ],
 )
 def test_arguments_that_are_not_built_are_refused_unless_they_have_their_default(
     name: str, default: object
