@@ -104,6 +104,15 @@ def test_a_file_without_a_column_gets_it_from_its_folder(
         open_source(str(tmp_path))
 
 
+def test_a_folder_named_by_a_time_that_python_lacks_is_an_error_of_the_data(tmp_path: Path) -> None:
+    at = pa.array([1], pa.timestamp("ns"))
+    write_parquet(tmp_path / "at=1" / "x.parquet", {"prompt": ["a"], "at": at})
+    folder = "at=2020-01-01 00:00:00.000000001"
+    write_parquet(tmp_path / folder / "x.parquet", {"prompt": ["b"]})
+    with pytest.raises(DataError, match=r"its folder says at=2020.* hold timestamp\[ns\]"):
+        open_source(str(tmp_path), mode="union")
+
+
 def test_a_job_uses_and_keeps_them(lake: Path, tmp_path: Path) -> None:
     spec = job(tmp_path, prompt={"column": None, "template": "{{ year }} {{ prompt }}"})
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
