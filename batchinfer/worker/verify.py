@@ -65,6 +65,8 @@ def swap_verified(
 ) -> bool:
     """Swap modules, all or none: they stay only if the model computes what it did before.
 
+    Without a finite row there is nothing to compare, and the modules are not swapped.
+
     Args:
         outputs: runs the model; its results [..., width].
         before: what it returned before the swap.
@@ -72,6 +74,8 @@ def swap_verified(
     Returns:
         Whether the modules were swapped.
     """
+    if not before.isfinite().all(dim=-1).any():
+        return False
     originals = [Swap(parent, name, getattr(parent, name)) for parent, name, _ in swaps]
     try:
         _put(swaps)

@@ -213,8 +213,8 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
     transformers.
 
     Raises:
-        ModelError: it cannot be run packed, its texts affect each other, or its hidden states
-            differ from those of transformers.
+        ModelError: it cannot be run packed, its texts affect each other, or its hidden states are
+            not finite or differ from those of transformers.
     """
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
@@ -225,6 +225,8 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
         expected = _reference(body, first)
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
+    if not expected.isfinite().all():  # ``verify`` skips such rows: nothing would be compared
+        raise ModelError(f"{family} cannot be run: its hidden states are NaN or infinite")
     if not verify(alone, packed[3:], TOLERANCE):
         raise ModelError(f"{family} cannot be run: texts in one packed row affect each other")
     if not verify(expected, packed[:3], TOLERANCE):

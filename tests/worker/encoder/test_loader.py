@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batchinfer.config import ModelConfig, Runner
 from batchinfer.config.encoder import ENCODER_FAMILIES
@@ -96,6 +97,16 @@ def test_a_body_that_attends_otherwise_is_refused(
     monkeypatch.setattr(loader, "packed_sequences", lambda runs, causal: packed(runs))
     with pytest.raises(ModelError, match="hidden states differ from those of transformers"):
         runner(folder, runner="whole_texts")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_hidden_states_that_are_not_finite_are_refused(tmp_path: Path, poison: float) -> None:
+    folder = make_encoder(tmp_path / "model", "bert")
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layer.1.output.LayerNorm.bias"][0] = poison
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="its hidden states are NaN or infinite"):
+        runner(folder)
 
 
 def test_first_tokens_are_left_out_of_what_is_pooled(tmp_path: Path) -> None:
