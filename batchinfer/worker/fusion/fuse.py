@@ -19,7 +19,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.variant import AttentionVariant
-from batchinfer.worker.fusion.layers import LOGITS_TOLERANCE, fuse_layers
+from batchinfer.worker.fusion.layers import LOGITS_TOLERANCE, fuse_layers, fused_layer
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.verify import AttentionRecorder, ModuleCall, Probe, record_calls, verify
@@ -49,7 +49,8 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
     with torch.inference_mode():
         modules = _ModuleFusion(model, layout, max_model_len)
         modules.fuse_children(model)
-        fuse_layers(model, layout)
+        if modules.layers_add_plainly():
+            fuse_layers(model, layout)
         tolerance = LOGITS_TOLERANCE[next(model.parameters()).dtype]
         return verify(modules.logits_before, modules.logits(), tolerance)
 
@@ -64,7 +65,8 @@ class _ModuleFusion:
         self.logits = probe.logits
         self._float32 = Probe(model, layout, _TOKENS, positions=positions, dtype=torch.float32)
         attention = AttentionRecorder(probe.backend)
-        with record_calls(module for module in model.modules() if _recipes(module)) as calls:
+        recorded = [m for m in model.modules() if _recipes(m) or fused_layer(m)]
+        with record_calls(recorded) as calls:
             self.logits_before = probe.logits(attention)
         self._calls = {call.module: call for call in calls}
         self._variants = {call.layer: call.variant for call in attention.calls}
@@ -80,14 +82,14 @@ class _ModuleFusion:
 
     def _fused(self, module: nn.Module) -> nn.Module | None:
         """Make a fused module with the same results as ``module``; None: there is none."""
-        call = self._calls.get(module)
-        if call is None:
+        call, recipes = self._calls.get(module), _recipes(module)
+        if call is None or not recipes:
             return None
         if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
             return None  # part of it is kept in another precision
         variant = self._variants.get(getattr(module, "layer_idx", -1))
         original = copy.deepcopy(module).float()
-        for recipe in _recipes(module):
+        for recipe in recipes:
             try:
                 candidate = recipe(original, variant)
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
@@ -98,6 +100,23 @@ class _ModuleFusion:
             if same:
                 return recipe(module, variant)
         return None
+
+    def layers_add_plainly(self) -> bool:
+        """Whether decoder layers compute what layers that add in place do: one of each class is
+        tried, in float32. The logits in 16 bits do not show that a layer scales what it adds."""
+        layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
+        for layer in layers.values():
+            original = copy.deepcopy(layer).float()
+            candidate = fused_layer(original)
+            assert candidate is not None
+            try:
+                if not self._agree(original, candidate, self._calls[layer], 1.0):
+                    return False
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it is called in another way
+                return False
+        return True
 
     def _agree(
         self, original: nn.Module, candidate: nn.Module, call: ModuleCall, scale: float

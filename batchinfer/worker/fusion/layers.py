@@ -90,7 +90,7 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
     Returns:
         The number of replaced layers: all candidates, or none.
     """
-    swaps = find_swaps(model, _fused)
+    swaps = find_swaps(model, fused_layer)
     if not swaps:
         return 0
     probe = Probe(model, layout, PROBE_TOKENS)
@@ -108,7 +108,8 @@ def find_swaps(model: nn.Module, make: Callable[[Any], nn.Module | None]) -> lis
     ]
 
 
-def _fused(layer: Any) -> nn.Module | None:
+def fused_layer(layer: Any) -> FusedDecoderLayer | None:
+    """Make a layer that adds in place from a module with such parts; None: it has others."""
     if {name for name, _ in layer.named_children()} != _PARTS:
         return None
     products = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)

@@ -21,13 +21,16 @@ from tests.worker.on_triton import pretend_cuda, traced
 from tests.worker.step_maker import StepMaker
 
 
-def fused(family: str, **changes: Any) -> tuple[torch.nn.Module, KVLayout, int]:
+def fused(
+    family: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> tuple[torch.nn.Module, KVLayout, int]:
     """A fused model, its layout, and the number of its fused layers."""
     register()
-    model = tiny_model(family, **changes)
+    model = tiny_model(family, **changes).to(dtype)  # type: ignore[arg-type]
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     config: Any = model.config
-    layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype="float32")
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype=name)
     assert fuse(model, layout, 512)
     return model, layout, sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
 
@@ -64,6 +67,12 @@ def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
     for step in steps:
         got = forward(model, cache, make_backend(cache), step)
     torch.testing.assert_close(got, expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_that_scales_its_sum_is_left_alone_in_16_bits(dtype: torch.dtype) -> None:
+    assert fused("granite", dtype, residual_multiplier=0.99)[2] == 0
+    assert fused("llama", dtype)[2] == 3
 
 
 def test_a_layer_that_scales_its_sum_is_left_alone() -> None:
