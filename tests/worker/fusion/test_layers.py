@@ -26,7 +26,7 @@ def fused(
 ) -> tuple[torch.nn.Module, KVLayout, int]:
     """A fused model, its layout, and the number of its fused layers."""
     register()
-    model = tiny_model(family, **changes).to(dtype)  # type: ignore[arg-type]
+    model = tiny_model(family, **changes).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     config: Any = model.config
     name = str(dtype).removeprefix("torch.")

@@ -67,7 +67,9 @@ def test_no_step_of_mixed_samples_launches_another_variant(
     in_steps = compiled.in_steps(requests)
     assert in_steps <= compiled.ahead(*[request.params for request in requests])
     rows_own = {"own": field_names(SamplingParams)}
-    assert in_steps <= compiled.ahead(SamplingParams(), **rows_own)
+    ahead = compiled.ahead(SamplingParams(), **rows_own)
+    assert in_steps <= ahead
+    assert "_forbid_masked_kernel" in {name for name, *_ in ahead}  # of a row's own grammar
     assert in_steps <= compiled.ahead(SamplingParams(top_k=5, presence_penalty=1.0), **rows_own)
 
 
