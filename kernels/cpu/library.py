@@ -40,6 +40,9 @@ FLAGS = (
 _X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
 _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
+_MOST_SECONDS = 600
+"""Limit for the compiler. On a busy machine it can need minutes, and other kernels would then give
+other bits."""
 
 _why_not = ""
 
@@ -58,7 +61,8 @@ def load() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         printed = getattr(error, "stderr", None) or b""
-        lines = printed.decode(errors="replace").split("\n") if printed else [str(error)]
+        without_command = str(error).rpartition("]' ")[2]
+        lines = printed.decode(errors="replace").split("\n") if printed else [without_command]
         reason = next((line for line in lines if "error" in line), lines[0])
         _why_not = f"they cannot be compiled by {compiler}: {reason[:200]}"
         _log.warning("the C kernels cannot be compiled by %s: %s", compiler, reason[:200])
@@ -132,7 +136,7 @@ def _built(compiler: str) -> Path:
                     [compiler, *flags, *sources, "-o", str(new), "-fopenmp", *openmp, "-lm"],
                     capture_output=True,
                     check=True,
-                    timeout=120,
+                    timeout=_MOST_SECONDS,
                 )
                 os.replace(new, path)  # another process may have built the same
                 return path

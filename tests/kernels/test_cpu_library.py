@@ -113,3 +113,22 @@ def test_a_compiler_that_fails_is_named(
         f"the C kernels cannot be compiled by {compiler}: x.c: error: no"
     )
     assert library.why_not() == f"they cannot be compiled by {compiler}: x.c: error: no"
+
+
+def test_a_compiler_that_takes_too_long_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is not lost behind the compiler's long command."""
+    compiler = tmp_path / "slow-cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec tail -f /dev/null\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(library, "_why_not", "")
+    monkeypatch.setattr(library, "_MOST_SECONDS", 0.1)
+    monkeypatch.setattr(library, "_openmp_libraries", tuple)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING, "batchinfer")
+    assert library.load.__wrapped__() is None
+    assert caplog.messages[-1].endswith(
+        f"cannot be compiled by {compiler}: timed out after 0.1 seconds"
+    )
