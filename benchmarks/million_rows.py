@@ -61,9 +61,9 @@ from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Step
+from batchinfer.job.claims import queue
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.segments import Segments
-from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import Recorder
@@ -215,7 +215,7 @@ def run_here(spec: JobSpec, folder: Path) -> None:
     """Run the job in this process; what it took goes to ``folder/run.json``."""
     runner = SwappingStub(host_blocks(spec.engine))
     commits = Stopwatch()
-    parts = ((part_writer, "stage"), (pipeline, "publish"))
+    parts = ((part_writer, "stage"), (queue, "publish"))
     for owner, name in (*parts, (Segments, "add"), (Recorder, "checkpoint")):
         commits.time(owner, name)
     began = time.perf_counter()

@@ -234,5 +234,5 @@ def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
 def test_attention_by_each_of_the_instructions_there_are() -> None:
     for name in native.available(torch.bfloat16):
         check_attention(CASES[0], torch.bfloat16, native.kernel_of(torch.bfloat16, name))
-    with pytest.raises(ValueError, match="does not compute by slide rule here, but by "):
+    with pytest.raises(ValueError, match="slide rule cannot be used here"):
         native.kernel_of(torch.bfloat16, "slide rule")
