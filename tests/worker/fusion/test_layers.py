@@ -82,6 +82,16 @@ def test_a_layer_that_scales_its_sum_is_left_alone() -> None:
     assert forward(model, cache, make_backend(cache), steps[0]).isfinite().all()
 
 
+def test_layers_are_left_alone_if_no_logits_can_be_compared() -> None:
+    register()
+    model: Any = tiny_model("llama")
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.lm_head.weight.data[:, 0] = torch.nan
+    layout = KVLayout.from_config(model.config.to_dict(), block_size=16, dtype="float32")
+    assert fuse(model, layout, 512)
+    assert not any(isinstance(module, FusedDecoderLayer) for module in model.modules())
+
+
 def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of a decode step of two sequences."""
     model, layout, _ = fused("qwen3", num_hidden_layers=num_layers)
