@@ -24,8 +24,8 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
 _UPDATE = (
-    "use --update to make anew what differs, --output (run-batch: -o) for another place, or "
-    "--overwrite to start over"
+    "use --update to recompute only the rows that changed, --output (run-batch: -o) for another "
+    "place, or --overwrite to start over"
 )
 """What to do about the output of a job that was edited since."""
 _OTHER_PLACE = (
@@ -99,8 +99,8 @@ class Manifest:
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
                 f"the input has changed since this output was begun: {problem}",
-                hint="use --update to make anew what differs, or put the input back, or use "
-                "--output (run-batch: -o) for another place, or --overwrite to start over",
+                hint="use --update to recompute only the rows that changed, or put the input back, "
+                "or use --output (run-batch: -o) for another place, or --overwrite to start over",
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:

@@ -63,9 +63,10 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
 def _checked(index: int, count: int) -> Shard:
     if not 0 <= index < count:
         last = f": with N = {count}, the shards are 0/{count} to {count - 1}/{count}"
+        array = f"--array=0-{max(count, 1) - 1}"
         raise UsageError(
             f"--shard {index}/{count}: I must be from 0 to N - 1{last if count else ''}",
-            hint="number a Slurm array from 0 (--array=0-3), or use --shard auto in it",
+            hint=f"number a Slurm array from 0 ({array}), or use --shard auto in it",
         )
     return Shard(index, count)
 

@@ -187,11 +187,11 @@ class RunReporter:
         self.display.say("nothing_to_do", line, is_result=True, shard=shard)
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
-        """The parts of this run are made, and it is for others to end the job."""
-        left = f"left to other shards: {counted(others_left, 'part')}"
+        """This process has made its parts; another one ends the job."""
+        left = f"left to other processes: {counted(others_left, 'part')}"
         if not others_left:
-            left = "another shard has ended the job"
-        done = f"the parts of this shard are made in {printable(str(out.root))}; {left}"
+            left = "another process has ended the job"
+        done = f"this process has made its parts in {printable(str(out.root))}; {left}"
         self.display.say("shard_ended", done, is_result=True, parts_left=others_left)
 
     def too_many_errors(self, out: OutputDir, rows: dict[str, Any], limit: float) -> None:

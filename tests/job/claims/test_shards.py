@@ -110,7 +110,7 @@ def test_shards_make_what_one_run_makes(
 ) -> None:
     for index, left in ((2, 6), (0, 4), (3, 2)):
         assert run_shard(spec, index, quiet=False) is ExitCode.OK
-        assert f"left to other shards: {left} parts" in capsys.readouterr().out
+        assert f"left to other processes: {left} parts" in capsys.readouterr().out
         assert not (out_of(spec) / "_SUCCESS").exists()
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
