@@ -188,6 +188,21 @@ def test_greedy_answers_are_the_models_own(done: Path, model: Path) -> None:
         assert answer == tokenizer.decode(made, skip_special_tokens=True)
 
 
+def test_completions_have_the_offsets_of_their_token_texts(done: Path) -> None:
+    scored = [
+        choice["logprobs"]
+        for line in lines(done / "openai" / "output.jsonl")
+        if line["response"]["body"]["object"] == "text_completion"
+        for choice in line["response"]["body"]["choices"]
+        if choice["logprobs"]
+    ]
+    assert scored
+    for logprobs in scored:
+        texts = logprobs["tokens"]
+        assert len(texts) == len(logprobs["token_logprobs"])
+        assert logprobs["text_offset"] == [sum(map(len, texts[:at])) for at in range(len(texts))]
+
+
 def test_the_same_rows_are_in_parquet(done: Path) -> None:
     rows = pq.read_table(sorted((done / "data").iterdir())).to_pylist()
     assert [row["row_id"] for row in rows] == list(range(NUM_LINES))

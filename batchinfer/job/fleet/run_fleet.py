@@ -10,7 +10,7 @@ from typing import Any
 
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
-from batchinfer.errors import UsageError
+from batchinfer.errors import UsageError, install_command
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.fleet.launcher import Launcher
 from batchinfer.job.fleet.local_workers import LocalWorker, WorkerHandle
@@ -144,7 +144,7 @@ def _cluster_gpus(cluster: str) -> Iterator[int]:
     except ModuleNotFoundError:
         raise UsageError(
             f"scale.cluster {cluster} needs Ray, which is not installed",
-            hint="pip install 'batchinfer[ray]'",
+            hint=install_command("ray"),
         ) from None
     with ExitStack() as stack:
         with phase("joining the Ray cluster"):
