@@ -51,6 +51,13 @@ class Trace(TorchDispatchMode):
         return [launch.name for launch in self.launches]
 
 
+def _fixed(argument: Any) -> Any:
+    """An argument with None in place of tensors, also of those in tuples."""
+    if isinstance(argument, tuple):
+        return tuple(map(_fixed, argument))
+    return None if isinstance(argument, torch.Tensor) else argument
+
+
 @contextmanager
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
     """Note the launches of what runs inside."""
@@ -58,11 +65,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
     execute = GridExecutor.__call__
 
     def note(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fixed = tuple(
-            sorted((k, v) for k, v in kwargs.items() if not isinstance(v, torch.Tensor | None))
-        )
-        fixed += tuple(arg for arg in args if not isinstance(arg, torch.Tensor | None))
-        trace.launches.append(Launch(self.fn.__name__, (self.grid, *fixed)))
+        named = ((name, _fixed(kwargs[name])) for name in sorted(kwargs))
+        fixed = (self.grid, *named, *map(_fixed, args))
+        trace.launches.append(Launch(self.fn.__name__, fixed))
         trace.inside_triton = True
         try:
             return execute(self, *args, **kwargs)
