@@ -89,7 +89,7 @@ class Claim(Protocol):
         ...
 
     def ending(self, is_over: Callable[[], bool]) -> AbstractContextManager[Ending]:
-        """What is left to do once this run's parts are made; whoever ends the job does so inside.
+        """What is left to do once this run's parts are made. The last run ends the job inside it.
 
         Args:
             is_over: whether others that end the job are not waited for any longer.

@@ -69,7 +69,7 @@ class CrashHistory:
     """The runs whose deaths were counted last."""
     fruitless: NonNegativeInt = 0
     """Deaths in a row without a row finished in between, whatever tokens were kept; while there are
-    suspects it does not go down, or each group would have to wait anew."""
+    suspects it does not go down, or each group would wait again."""
 
     def after_death(
         self,

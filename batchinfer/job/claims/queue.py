@@ -75,7 +75,7 @@ class PartQueue(Protocol):
 
     @property
     def missing(self) -> list[range]:
-        """Rows that have to run, as far as is known when the run begins, by whoever takes them."""
+        """Rows that have to run in any process, as far as is known when the run begins."""
         ...
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:

@@ -5,9 +5,9 @@ each holds that lock for a moment only, while it looks, prepares, claims, publis
 and a lock of its own, ``locks/NAME``, for as long as it lives. Locks of writers are taken and tried
 under the directory's lock.
 
-``claims/NAME.json`` has the parts that a writer makes. Whoever finds a writer's lock free, or not
-refreshed for long, deletes that file: from then on the writer publishes nothing, and its unfinished
-parts are free.
+``claims/NAME.json`` has the parts that a writer makes. A process that finds a writer's lock free,
+or not refreshed for long, deletes that file. From then on the writer publishes nothing, and its
+unfinished parts are free.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def wait_for(
     """Hold the directory's lock as soon as the writers that hold it for a moment let go.
 
     Args:
-        for_anyone: wait for whoever holds it, as long as it takes: it will not be held for long.
+        for_anyone: wait for any holder without a limit; nobody holds it for long.
         is_over: whether to wait no longer.
 
     Yields:
@@ -185,7 +185,7 @@ class Claims:
     """The parts that one writer makes; changed under the directory's lock.
 
     Args:
-        out: the directory, as whoever holds its lock writes to it.
+        out: the directory, as the holder of its lock writes to it.
     """
 
     def __init__(self, out: OutputDir, writer: Writer) -> None:
