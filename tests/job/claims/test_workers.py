@@ -197,7 +197,8 @@ def test_workers_and_other_writers_keep_apart(spec: JobSpec) -> None:
     build = FakeBuild()
     build.before_step = begin_others
     assert work(spec, build) is ExitCode.OK
-    assert all("worker 1 is writing to" in line for line in refused)
+    # The other run meets either the worker's own lock or the directory's, held for a moment.
+    assert all("is writing to" in line for line in refused)
 
 
 def test_an_overwritten_output_is_deleted_once(spec: JobSpec, plain: dict[str, bytes]) -> None:
