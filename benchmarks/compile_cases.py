@@ -11,25 +11,26 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.block_copy import block_copy
-from batchinfer.kernels.edit_logits import edit_logits
-from batchinfer.kernels.fixed_attention import fixed_attention
-from batchinfer.kernels.forbid_masked import forbid_masked
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import num_blocks
 from batchinfer.kernels.fp8_linear import fp8_linear
 from batchinfer.kernels.kv_write import kv_write
-from batchinfer.kernels.latent_attention import latent_attention
 from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.matmul import matmul
+from batchinfer.kernels.mla_attention import mla_attention
 from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.penalties import apply_penalties
 from batchinfer.kernels.quantize_groups import quantize_groups
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
 from batchinfer.kernels.sample import sample
 from batchinfer.kernels.silu_mul import silu_mul
-from batchinfer.kernels.unpack_tables import unpack_tables
+from batchinfer.kernels.token_bitmask import apply_token_bitmask
+from batchinfer.kernels.unpack_block_tables import unpack_block_tables
+from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import (
     AttentionCase,
     CopyCase,
@@ -40,9 +41,8 @@ from tests.kernels.cases import (
     build_tables,
     build_write,
 )
-from tests.kernels.fixed_cases import fixed_arguments
-from tests.kernels.latent_cases import LatentCase, build_latent, work_lists
 from tests.kernels.lora_cases import LoraCase, build_lora
+from tests.kernels.mla_cases import MLACase, build_mla, work_lists
 from tests.kernels.row_cases import (
     RotaryCase,
     RowCase,
@@ -89,24 +89,26 @@ def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
     return Case(name, kernels, launch)
 
 
-def _fixed(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
+def _batch_invariant(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
     """A step as `_attention`'s, in a fixed order of sums."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
         inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
-        fixed_attention(**fixed_arguments(inputs.arguments, max_context_len=_MAX_CONTEXT))
+        batch_invariant_attention(
+            **batch_invariant_arguments(inputs.arguments, max_context_len=_MAX_CONTEXT)
+        )
 
     return Case(name, kernels, launch)
 
 
-def _latent(name: str, *kernels: str, num_heads: int) -> Case:
+def _mla(name: str, *kernels: str, num_heads: int) -> Case:
     """A step of a decode and a chunk over DeepSeek's latents."""
 
     def launch() -> None:
-        case = LatentCase(name, ((1, 40), (20, 40)), num_heads, rank=512, rotary=64, num_splits=8)
-        arguments = build_latent(case, "cpu", _DTYPE)
-        latent_attention(**arguments, **work_lists(case, arguments))
+        case = MLACase(name, ((1, 40), (20, 40)), num_heads, rank=512, rotary=64, num_splits=8)
+        arguments = build_mla(case, "cpu", _DTYPE)
+        mla_attention(**arguments, **work_lists(case, arguments))
 
     return Case(name, kernels, launch)
 
@@ -224,32 +226,34 @@ def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) ->
 
     def launch() -> None:
         logits = Rows(151_936).logits(2, _DTYPE)
-        edits = edit_logits(**build_edits(logits, [{"bias": {1: 1.0}}, {}])) if edited else None
+        edits = apply_penalties(**build_edits(logits, [{"bias": {1: 1.0}}, {}])) if edited else None
         sample(**build_sample(logits, [*KINDS.values()][:2]), edits=edits, **programs)
 
     return Case(name, kernels, launch)
 
 
-def _forbid_masked() -> Case:
+def _token_bitmask() -> Case:
     def launch() -> None:
         logits = Rows(151_936).logits(2, _DTYPE)
         rows, masks = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4748, dtype=torch.int32)
-        forbid_masked(logits, rows, masks)
+        apply_token_bitmask(logits, rows, masks)
 
-    return Case("forbid_masked", ("_forbid_masked_kernel",), launch)
+    return Case("apply_token_bitmask", ("_token_bitmask_kernel",), launch)
 
 
-def _unpack_tables() -> Case:
+def _unpack_block_tables() -> Case:
     def launch() -> None:
-        unpack_tables(**build_tables(TablesCase("unpack_tables", 1, 2, 128, 4, 256), "cpu"))
+        unpack_block_tables(
+            **build_tables(TablesCase("unpack_block_tables", 1, 2, 128, 4, 256), "cpu")
+        )
 
-    return Case("unpack_tables", ("_unpack_tables_kernel",), launch)
+    return Case("unpack_block_tables", ("_unpack_block_tables_kernel",), launch)
 
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
-_SAMPLE, _FIXED = "_sample_kernel", "_fixed_kernel"
+_SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
-_LATENT_DECODE, _LATENT_CHUNK = "_latent_decode_kernel", "_latent_chunk_kernel"
+_MLA_DECODE, _MLA_CHUNK = "_mla_decode_kernel", "_mla_chunk_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
@@ -299,18 +303,27 @@ CASES = (
     _shared("shared_d64_cap_sinks", _SHARED, **_D64, softcap=3.0, sinks=True),
     _shared("shared_d128_fp8", _SHARED, fp8=True, **_D128),
     _shared("shared_d256_fp8", _SHARED, fp8=True, **_D256),
-    _fixed("fixed_d128", "_plan_fixed_kernel", _FIXED, _MERGE, **_D128),
-    _fixed("fixed_d64", _FIXED, **_D64),
-    _fixed("fixed_d256_window_cap", _FIXED, sliding_window=1024, softcap=50.0, **_D256),
-    _fixed("fixed_d64_window_sinks", _FIXED, **_D64, sliding_window=128, sinks=True),
-    _fixed(
-        "fixed_d192_128", _FIXED, num_heads=16, num_kv_heads=16, key_width=192, value_width=128
+    _batch_invariant(
+        "batch_invariant_d128", "_plan_batch_invariant_kernel", _BATCH_INVARIANT, _MERGE, **_D128
     ),
-    _fixed("fixed_d128_fp8", _FIXED, fp8=True, **_D128),
+    _batch_invariant("batch_invariant_d64", _BATCH_INVARIANT, **_D64),
+    _batch_invariant(
+        "batch_invariant_d256_window_cap", _BATCH_INVARIANT,
+        sliding_window=1024, softcap=50.0, **_D256,
+    ),
+    _batch_invariant(
+        "batch_invariant_d64_window_sinks", _BATCH_INVARIANT,
+        sliding_window=128, sinks=True, **_D64,
+    ),
+    _batch_invariant(
+        "batch_invariant_d192_128", _BATCH_INVARIANT,
+        num_heads=16, num_kv_heads=16, key_width=192, value_width=128,
+    ),
+    _batch_invariant("batch_invariant_d128_fp8", _BATCH_INVARIANT, fp8=True, **_D128),
     # DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite
-    _latent("latent_128", _LATENT_DECODE, _LATENT_CHUNK, _MERGE, num_heads=128),
-    _latent("latent_20", _LATENT_DECODE, _LATENT_CHUNK, num_heads=20),
-    _latent("latent_16", _LATENT_DECODE, num_heads=16),
+    _mla("mla_128", _MLA_DECODE, _MLA_CHUNK, _MERGE, num_heads=128),
+    _mla("mla_20", _MLA_DECODE, _MLA_CHUNK, num_heads=20),
+    _mla("mla_16", _MLA_DECODE, num_heads=16),
     _rotary("rotary_d128", 32, 8, 128),
     _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),
@@ -325,10 +338,10 @@ CASES = (
     _sample("sample_greedy", _SAMPLE, draws=False, filters=False),
     _sample("sample_temperature", _SAMPLE, filters=False),
     _sample("sample_filters", _SAMPLE, "_sample_rest_kernel"),
-    _sample("sample_edited", _SAMPLE, "_edit_logits_kernel", edited=True),
-    _forbid_masked(),
+    _sample("sample_edited", _SAMPLE, "_penalties_kernel", edited=True),
+    _token_bitmask(),
     _block_copy(),
-    _unpack_tables(),
+    _unpack_block_tables(),
     _lora("lora_r16_4096", 16, 4096, 4096),
     # Llama-3.1-8B's gate and up, its o_proj; the head of Qwen3-0.6B
     _matmul("matmul_28672_4096", 28672, 4096),

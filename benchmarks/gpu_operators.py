@@ -18,8 +18,8 @@ from gpu_results import Results
 from roofline import Ceilings, Shape
 from torch import nn
 
-from batchinfer.kernels import decode_work
-from batchinfer.kernels.decode_work import plan_decode
+from batchinfer.kernels import decode_plan
+from batchinfer.kernels.decode_plan import plan_decode
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.worker.linear.fp8 import Fp8Linear
 
@@ -218,11 +218,11 @@ def _spread(count: int, context: int) -> list[int]:
 def _decode(
     device: torch.device, ceilings: Ceilings, heads: int, count: int, context: int, piece: int
 ) -> dict[str, Any]:
-    usual, decode_work.DECODE_PIECE = decode_work.DECODE_PIECE, piece
+    usual, decode_plan.DECODE_PIECE = decode_plan.DECODE_PIECE, piece
     try:
         return _timed_decode(device, ceilings, Pool(device, _spread(count, context)), heads)
     finally:
-        decode_work.DECODE_PIECE = usual
+        decode_plan.DECODE_PIECE = usual
 
 
 def _timed_decode(

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import (
+from batchinfer.kernels.attention_loop import (
     Heads,
     LaunchConfig,
     attend,
@@ -23,7 +23,7 @@ from batchinfer.kernels.attend import (
     load_query,
     padded,
 )
-from batchinfer.kernels.decode_work import SEQUENCES_AT_ONCE, append_items
+from batchinfer.kernels.decode_plan import SEQUENCES_AT_ONCE, append_items
 from batchinfer.kernels.launch import OPTIONS
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import (
+from batchinfer.kernels.attention_loop import (
     Heads,
     LaunchConfig,
     attend,
@@ -22,11 +22,11 @@ from batchinfer.kernels.attend import (
     padded,
     tile_tokens,
 )
-from batchinfer.kernels.decode_work import DecodeWork
-from batchinfer.kernels.fp8_split import MAX_HEADS, attend_split, load_split
+from batchinfer.kernels.decode_plan import DecodeWork
+from batchinfer.kernels.fp8_decode_attention import MAX_HEADS, attend_split, load_split
 from batchinfer.kernels.launch import OPTIONS, num_persistent
-from batchinfer.kernels.pieces import merge_partials, pieces, store_partials
 from batchinfer.kernels.shared_attention import attend_shared
+from batchinfer.kernels.split_kv import merge_partials, pieces, store_partials
 
 _FLOAT8_WIDTH = 32
 """The least that `tl.dot` sums over of float8."""

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import FP8, as_readable, widen
 from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, num_blocks
-from batchinfer.kernels.fp8_widen import widen_words
+from batchinfer.kernels.fp8_to_16_bits import widen_words
 from batchinfer.kernels.launch import (
     OPTIONS,
     check_launchable,

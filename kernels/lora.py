@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import padded
+from batchinfer.kernels.attention_loop import padded
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 SPLIT = 1024

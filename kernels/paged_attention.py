@@ -9,10 +9,10 @@ Formula, for the query token at position p of a sequence, head h, and the positi
 Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq / Hkv). The heads of
 such a group are packed, next to each other, into the rows of one matrix product.
 
-Sequences with one query token go to `decode_attention.py`, those with more to `chunk_attention.py`;
-they share the loop over the cache (`attend.py`). Every program derives its work from lengths on the
-device, so that a launch can be replayed with others as long as the shapes of its tensors, the work
-list and "is max_query_len over 1" stay the same.
+`decode_attention.py` computes sequences with one query token, `chunk_attention.py` longer ones.
+Both use the loop over the cache in `attention_loop.py`. Every program reads the lengths on the
+device, so that a captured launch can be replayed with other lengths, as long as the shapes of its
+tensors stay the same.
 
 Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
 query's dtype for the product with V. With a float8 cache that is float16, or float32 for
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from batchinfer.kernels.attend import LOG2E, Cache, Heads
+from batchinfer.kernels.attention_loop import LOG2E, Cache, Heads
 from batchinfer.kernels.chunk_attention import ChunkWork, attend_chunks, plan_chunks, query_tile
 from batchinfer.kernels.decode_attention import attend_decodes
-from batchinfer.kernels.decode_work import DecodeWork, plan_decode
+from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.fp8 import FP8, is_transposed
 from batchinfer.kernels.launch import check_launchable
 

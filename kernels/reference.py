@@ -132,7 +132,7 @@ def kv_write(
     value_cache[slots, :, offsets] = stored(value, value_cache.dtype)
 
 
-def unpack_tables(
+def unpack_block_tables(
     packed: torch.Tensor,  # [N] int32
     shape: torch.Tensor,  # [2] int32
     tables: torch.Tensor,  # [G, S, max_blocks] int32

@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.edit_logits import EditedLogits
 from batchinfer.kernels.launch import check_launchable
+from batchinfer.kernels.penalties import EditedLogits
 from batchinfer.kernels.row_stats import add_logits, merge_lanes
 from batchinfer.kernels.sampling_draw import Draws, Samples, write_samples
-from batchinfer.kernels.sampling_filter import Found, add_up, find_in_one_pass, first_low
-from batchinfer.kernels.sampling_row import LOWEST_KEY, RowShape, load_logits, sort_keys
-from batchinfer.kernels.sampling_search import search_last_kept
+from batchinfer.kernels.sampling_weights import LOWEST_KEY, RowShape, load_logits, sort_keys
+from batchinfer.kernels.top_k_top_p import Found, add_up, find_in_one_pass, first_low
+from batchinfer.kernels.top_k_top_p_search import search_last_kept
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
 """Why a sample has no token: its logits hold NaN or infinity; its edits leave none."""

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.sampling_row import is_kept, load_logits, sort_keys, weigh
+from batchinfer.kernels.sampling_weights import is_kept, load_logits, sort_keys, weigh
 
 _SUMS_AT_A_TIME = tl.constexpr(1024)
 

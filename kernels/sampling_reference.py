@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from batchinfer.kernels.edit_logits import EditedLogits
+from batchinfer.kernels.penalties import EditedLogits
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
 _WORD = 0xFFFFFFFF
@@ -124,7 +124,7 @@ def random_bits(
     return c[0] >> 8
 
 
-def edit_logits(
+def apply_penalties(
     logits: torch.Tensor,  # [R, V]
     *,
     rows: torch.Tensor,  # [D] int32
@@ -175,7 +175,7 @@ def edit_logits(
     )
 
 
-def forbid_masked(
+def apply_token_bitmask(
     logits: torch.Tensor,  # [R, V], changed in place
     rows: torch.Tensor,  # [M] int32
     masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i may come

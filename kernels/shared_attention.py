@@ -14,16 +14,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import (
+from batchinfer.kernels.attention_loop import (
     Heads,
     LaunchConfig,
     attend,
     initial_state,
     load_query,
 )
-from batchinfer.kernels.decode_work import DecodeWork, shared_rows
+from batchinfer.kernels.decode_plan import DecodeWork, shared_rows
 from batchinfer.kernels.launch import OPTIONS, num_persistent
-from batchinfer.kernels.pieces import store_partials
+from batchinfer.kernels.split_kv import store_partials
 
 
 def shared_config(heads: Heads) -> LaunchConfig:

@@ -19,7 +19,7 @@ from tests.worker.sampling.compiled import WatchedEngines
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 DRAWS, FILTERS, EDITS, MASKS, JUDGES = (
     *("_sample_kernel", "_sample_rest_kernel"),
-    *("_edit_logits_kernel", "_forbid_masked_kernel", "row_stats"),
+    *("_penalties_kernel", "_token_bitmask_kernel", "row_stats"),
 )
 
 

@@ -17,7 +17,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Int32
 from batchinfer.errors import DeviceError
 from batchinfer.kernels import reference
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
 LAYER_MAJOR = False
@@ -115,8 +115,8 @@ class KVCache:
     ``[layer, slot, key or value, kv_head]``.
 
     In the block of a KV head they are ``[token, width]``; the C kernels for a CPU use another order
-    (``kernels/cpu/blocks.h``). On a CUDA device float8 values are
-    ``[width, token]``, and none may be NaN (``kernels/fp8_split.py``), so such a pool is zeroed.
+    (``kernels/cpu/kv_block_layout.h``). On a CUDA device float8 values are ``[width, token]``, and
+    none may be NaN (``kernels/fp8_decode_attention.py``), so such a pool is zeroed.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
@@ -174,7 +174,7 @@ class KVCache:
         latents."""
         if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
-        return native.reads(self.pool.dtype, self.dtype)
+        return cpu_attention.reads(self.pool.dtype, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -217,10 +217,10 @@ class KVCache:
         """Copy the keys and values of a block, [kv_head, block_size, width], or of several."""
         key, value = self.key(layer)[slots], self.value(layer)[slots]
         if self.is_native and not self.layout.fp8:
-            key = native.read_keys(key)
+            key = cpu_attention.read_keys(key)
             if self.shape(layer).values_in_keys:
                 return key, key[..., : value.shape[-1]].clone()
-            return key, native.read_values(value)
+            return key, cpu_attention.read_values(value)
         return key.clone(), value.clone()
 
     def write(
@@ -250,7 +250,7 @@ class KVCache:
             if own.values_in_keys:
                 value, value_cache = value[..., :0], value_cache[..., :0]  # part of the keys
             key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-            native.kv_write(key, value, key_cache, value_cache, slot_mapping)
+            cpu_attention.kv_write(key, value, key_cache, value_cache, slot_mapping)
         else:
             reference.kv_write(key, value, key_cache, value_cache, slot_mapping)
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.cpu import gemm
-from batchinfer.kernels.float8_rows import Float8Rows
+from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 
 _PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
@@ -90,9 +90,9 @@ def _pack_own(instructions: str, weight: torch.Tensor) -> OwnPacked:
     return OwnPacked(gemm.pack(weight, instructions), len(weight))
 
 
-def pack_codes(weight: LowBitWeight | Float8Rows, dtype: torch.dtype) -> OwnPacked:
+def pack_codes(weight: LowBitWeight | Float8GroupedWeight, dtype: torch.dtype) -> OwnPacked:
     """Pack a quantized weight for the project's C kernel, for rows of ``dtype``."""
-    if isinstance(weight, Float8Rows):
+    if isinstance(weight, Float8GroupedWeight):
         return OwnPacked(gemm.pack_float8(weight, dtype), len(weight.codes))
     return OwnPacked(gemm.pack_low_bit(weight), len(weight.codes))
 
@@ -175,7 +175,7 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
             "own",
             f"float8, {gemm.vector_instructions(dtype)}",
             True,
-            lambda weight: pack_codes(Float8Rows.rounded(weight), dtype),
+            lambda weight: pack_codes(Float8GroupedWeight.rounded(weight), dtype),
             gemm.supports,
         )
     rounded = LOW_BIT_METHODS[method]

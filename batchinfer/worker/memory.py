@@ -29,7 +29,7 @@ _BYTES_PER_GRAPH = 8 * 2**20  # estimate for some hundred kernels
 _GRAPH_SHARE = 1 / 64
 _TABLE_COPIES = 2  # packed as sent to the device, and unpacked to rows of a fixed length
 # Tokens of a piece of a context, and the most that partial results take, for layers of one window
-# and shape (`kernels/decode_work.py`).
+# and shape (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import row_ops as cpu
 from batchinfer.kernels.cpu.gemm import padded_rows
 
@@ -115,4 +115,4 @@ def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
 
 
 def _cpu(dtype: torch.dtype) -> ModuleType:
-    return cpu if native.supports(dtype) else reference
+    return cpu if cpu_attention.supports(dtype) else reference

@@ -11,7 +11,7 @@ enum { FLOATS, INT8, GROUPS, FLOAT8 }; /* kinds of packed weights: gemm._KINDS *
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
     void *out;         /* [T, Hq, Dv], the last two contiguous */
-    const void *keys;  /* [slot, Hkv] blocks with the layout of blocks.h */
+    const void *keys;  /* [slot, Hkv] blocks with the layout of kv_block_layout.h */
     const void *values;
     const int32_t *block_tables; /* [S, table_width] */
     const int32_t *query_starts; /* [S + 1] */
@@ -30,7 +30,7 @@ typedef struct {
 
 typedef struct {
     const void *key, *value;                     /* [T, Hkv, Dk], [T, Hkv, Dv] */
-    void *keys, *values;                         /* [slot, Hkv] blocks as in blocks.h */
+    void *keys, *values;                         /* [slot, Hkv] blocks as in kv_block_layout.h */
     const int64_t *slot_mapping;                 /* [T] slot * block_size + offset */
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
@@ -57,7 +57,7 @@ typedef struct {
     void *qkv;                   /* [T, (Hq + 2 * Hkv) * width] */
     const void *cos, *sin;       /* [T, rotary_width], contiguous */
     const void *q_norm, *k_norm; /* [width] or NULL */
-    void *keys, *values;         /* [slot, Hkv] blocks as in blocks.h */
+    void *keys, *values;         /* [slot, Hkv] blocks as in kv_block_layout.h */
     const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
     int64_t token_stride;        /* in elements, as all strides here */
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
@@ -100,7 +100,7 @@ typedef struct {
     const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: i is allowed */
     int64_t num_masked, row_stride, width, words;
     int32_t num_threads;
-} mask_args;
+} token_bitmask_args;
 
 typedef struct {
     const void *logits;    /* [R, vocab] */
@@ -144,8 +144,8 @@ typedef struct { /* the fields of layer_args that depend on the step; all layers
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;
 
-typedef struct product_rows product_rows;           /* product_rows.h */
-typedef struct attention_plan attention_plan; /* attend_plan.h */
+typedef struct product_rows product_rows;           /* gemm_rows.h */
+typedef struct attention_plan attention_plan; /* attention_plan.h */
 
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);

@@ -2,12 +2,12 @@
 
    All threads run the layers together in one parallel region; one region per part would double the
    number of barriers. The thread that computes a row also converts it to the form that the next
-   product needs (product_rows.h). */
+   product needs (gemm_rows.h). */
 
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "product_rows.h"
+#include "gemm_rows.h"
 
 typedef struct { /* memory for the layers of a step */
     attention_plan **plans; /* of each layer; adjacent equal layers share one */

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels.cpu.compiled_library import INT32, INT64, POINTER, SUFFIX, load
 from batchinfer.kernels.cpu.gemm import GemmArgs
-from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, load
-from batchinfer.kernels.cpu.native import AttentionArgs
+from batchinfer.kernels.cpu.paged_attention import AttentionArgs
 from batchinfer.kernels.cpu.row_ops import RMSNormArgs, RotaryWriteArgs, SiluMulArgs
 
 

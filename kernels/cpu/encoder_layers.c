@@ -10,10 +10,10 @@
 
 #include <stdlib.h>
 
-#include "ahead.h"
-#include "encoder.h"
+#include "panel_prefetch.h"
+#include "encoder_arguments.h"
 #include "epilogue.h"
-#include "small_product.h"
+#include "small_gemm.h"
 
 #define TASK_ROWS 256      /* their activations fill most of a core's second-level cache */
 #define LEAST_ROWS 64      /* of a task at the end of a step, so that threads finish together */

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from batchinfer.kernels.cpu.compiled_library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 from batchinfer.kernels.cpu.gemm import GemmArgs
-from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
-"""Activations of an MLP; their indices are the numbers in encoder.h."""
+"""Activations of an MLP; their indices are the numbers in encoder_arguments.h."""
 
 
 class LayerNormArgs(ctypes.Structure):

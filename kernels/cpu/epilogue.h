@@ -5,8 +5,8 @@
 #define BATCHINFER_EPILOGUE_H
 
 #include "arguments.h"
-#include "elements.h"
-#include "vectors.h"
+#include "element_types.h"
+#include "simd.h"
 
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 

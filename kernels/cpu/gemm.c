@@ -8,23 +8,23 @@
 
    The sums of up to TILE_ROWS rows and one panel stay in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
-   multiply-adds in the order of k, so a row's bits do not depend on the other rows. gemm_tiles.inc
+   multiply-adds in the order of k, so a row's bits do not depend on the other rows. gemm_amx.inc
    multiplies bfloat16 by AMX tiles, gemm_int8.c int8, gemm_groups.c codes with a scale for each
    group of columns, and gemm_float8.inc float8.
 
    The header of a packed weight names the kernel that multiplies by it. */
 
-#include "in_order.h" /* no reordering of a chain, even without FMA instructions */
+#include "no_reassociation.h" /* no reordering of a chain, even without FMA instructions */
 
 #include <stdlib.h>
 
-#include "ahead.h"
+#include "panel_prefetch.h"
 #include "arguments.h"
 #include "gemm_low_bit.h"
 #include "epilogue.h"
-#include "product_rows.h"
-#include "tiles.h"
-#include "vectors.h"
+#include "gemm_rows.h"
+#include "amx_tiles.h"
+#include "simd.h"
 
 #define CHUNK 8 /* steps of k between prefetches */
 
@@ -82,7 +82,7 @@
 #include "gemm_float8.inc"
 
 #if HAS_TILES
-#include "gemm_tiles.inc"
+#include "gemm_amx.inc"
 #endif
 
 /* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */

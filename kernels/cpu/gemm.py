@@ -6,8 +6,7 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.huge_pages import HugePages
-from batchinfer.kernels.cpu.library import (
+from batchinfer.kernels.cpu.compiled_library import (
     INT32,
     INT64,
     POINTER,
@@ -17,7 +16,8 @@ from batchinfer.kernels.cpu.library import (
     kernels_of,
     load,
 )
-from batchinfer.kernels.float8_rows import Float8Rows
+from batchinfer.kernels.cpu.huge_pages import HugePages
+from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
 
 _MANY_ROWS = 8
@@ -144,7 +144,7 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
     return _packed(arguments, _low_bit_suffix(type(weight)), torch.uint8)
 
 
-def pack_float8(weight: Float8Rows, dtype: torch.dtype) -> torch.Tensor:
+def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Pack a float8 weight like ``pack``, for rows of ``dtype``, which are not rounded.
 
     Products have the same bits as with the dequantized weight, rounded to ``dtype`` and packed for

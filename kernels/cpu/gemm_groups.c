@@ -11,16 +11,16 @@
    int8 is multiplied here. 4-bit codes are [k / 8][vector][lane][4]: the lower half of a byte
    belongs to the first four of eight k, the upper half to the others. */
 
-#include "in_order.h"
+#include "no_reassociation.h"
 
 #include "no_fma_contract.h"
 
 #include "gemm_low_bit.h"
 
-#include "ahead.h"
+#include "panel_prefetch.h"
 #include "epilogue.h"
-#include "quads.h"
-#include "product_rows.h"
+#include "int8_dot.h"
+#include "gemm_rows.h"
 
 #define STEP 8     /* k at a time: two quads */
 #define MIDDLE 128 /* of 8-bit codes */

@@ -3,20 +3,20 @@
    in float.
 
    Packed: scales [outputs] and panels [panel][k / 4][output][4], k padded with zeros to whole
-   tiles. For tiles, a panel is two adjacent ones; for vectors, codes have OFFSET added (quads.h).
+   tiles. For tiles, a panel is two adjacent ones; for vectors, codes have OFFSET added (int8_dot.h).
    */
 
-#include "in_order.h"
+#include "no_reassociation.h"
 
 #include "no_fma_contract.h"
 
 #include "gemm_low_bit.h"
 
-#include "ahead.h"
+#include "panel_prefetch.h"
 #include "epilogue.h"
-#include "quads.h"
-#include "product_rows.h"
-#include "tiles.h"
+#include "int8_dot.h"
+#include "gemm_rows.h"
+#include "amx_tiles.h"
 
 #define MOST_ROWS 32 /* rows of x at once, by tiles */
 #define TILED_PANEL 32

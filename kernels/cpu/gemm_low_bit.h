@@ -13,7 +13,7 @@ typedef struct {
     int64_t group;       /* GROUPS, FLOAT8: columns that share a scale */
     int32_t bits;        /* GROUPS: bits of a code, 4 or 8 */
     int32_t has_table;   /* GROUPS: 4-bit codes are indices into `table` */
-    uint8_t table[16];   /* values plus OFFSET (quads.h) */
+    uint8_t table[16];   /* values plus OFFSET (int8_dot.h) */
     int32_t has_order;   /* GROUPS: an order of columns follows, before the panels */
     int32_t halves;      /* FLOATS, FLOAT8: bfloat16 rows are multiplied as floats */
     int32_t padding[4];  /* to a whole cache line, so that panels begin at one */

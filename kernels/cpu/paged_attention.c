@@ -1,4 +1,4 @@
-/* Paged attention for CPUs, compiled on first use by native.py.
+/* Paged attention for CPUs, compiled on first use by paged_attention.py.
 
    attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them first. A
    task is one KV head and a few tiles; a tile is a few consecutive tokens of one sequence, and its
@@ -18,22 +18,22 @@
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "blocks.h"
-#include "small_product.h"
-#include "tiles.h"
+#include "kv_block_layout.h"
+#include "small_gemm.h"
+#include "amx_tiles.h"
 
 #define PIECE 64
 #define TASK_ROWS 192
 #define AT_ONCE 16 /* positions between prefetches of values */
 
-#include "attend_plan.h"
+#include "attention_plan.h"
 
 #define ELEMENT float
 #define NAME attend_f32
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#define TAKEN "attend_plain.inc"
-#include "attend.inc"
+#define TAKEN "attention_floats.inc"
+#include "attention.inc"
 
 /* Over a pool of float8 e4m3fn. */
 #define STORED uint8_t
@@ -42,8 +42,8 @@
 #define NAME attend_f32_e4m3
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#define TAKEN "attend_plain.inc"
-#include "attend.inc"
+#define TAKEN "attention_floats.inc"
+#include "attention.inc"
 
 #define STORED uint8_t
 #define WIDEN widen_e4m3
@@ -51,8 +51,8 @@
 #define NAME attend_bf16_e4m3
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#define TAKEN "attend_plain.inc"
-#include "attend.inc"
+#define TAKEN "attention_floats.inc"
+#include "attention.inc"
 
 #if HAS_PAIRS || !HAS_TILES /* else the pool stores pairs, for tiles */
 #define ELEMENT uint16_t
@@ -60,11 +60,11 @@
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #if HAS_PAIRS
-#define TAKEN "attend_pairs.inc"
+#define TAKEN "attention_bf16_pairs.inc"
 #else
-#define TAKEN "attend_plain.inc"
+#define TAKEN "attention_floats.inc"
 #endif
-#include "attend.inc"
+#include "attention.inc"
 #endif
 
 #if HAS_TILES
@@ -72,8 +72,8 @@
 #define NAME attend_tiles_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#define TAKEN "attend_tiles.inc"
-#include "attend.inc"
+#define TAKEN "attention_amx.inc"
+#include "attention.inc"
 #endif
 
 /* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
@@ -116,5 +116,5 @@ ATTEND(attend_bf16, attend_team_bf16)
 ATTEND(attend_f32_e4m3, attend_f32_e4m3_team)
 ATTEND(attend_bf16_e4m3, attend_bf16_e4m3_team)
 
-/* Whether blocks store 16-bit elements in pairs (blocks.h). */
+/* Whether blocks store 16-bit elements in pairs (kv_block_layout.h). */
 int lies_in_pairs(void) { return PAIRED(uint16_t); }

@@ -4,10 +4,10 @@
    continues from one row into the next. Arithmetic is in float32, rounded once at the end. */
 
 #include "arguments.h"
-#include "blocks.h"
-#include "product_rows.h"
+#include "kv_block_layout.h"
+#include "gemm_rows.h"
 
-#define MAX_HEAD_WIDTH 1024 /* native.MAX_HEAD_WIDTH */
+#define MAX_HEAD_WIDTH 1024 /* row_ops.MAX_HEAD_WIDTH */
 #define LANES 32            /* running sums of one row */
 #define WORTH_A_THREAD 16384 /* elements; below it, waking a thread costs more than it saves */
 

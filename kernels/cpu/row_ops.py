@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
+from batchinfer.kernels.cpu.compiled_library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 
 MAX_HEAD_WIDTH = 1024
 
@@ -41,7 +41,7 @@ class _RowStatsArgs(ctypes.Structure):
     )
 
 
-class _MaskArgs(ctypes.Structure):
+class _TokenBitmaskArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("logits", "rows", "masks")),
         *((name, INT64) for name in ("num_masked", "row_stride", "width", "words")),
@@ -119,19 +119,19 @@ def row_stats(
     _function("row_stats", logits.dtype)(ctypes.byref(arguments))
 
 
-def forbid_masked(
+def apply_token_bitmask(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
     rows: torch.Tensor,  # [M] int32, indices of rows, all different
     masks: torch.Tensor,  # [M, words] int32, contiguous
 ) -> None:
     """Set logits to -inf where bit ``i % 32`` of word ``i // 32`` is not set, and beyond the last
     word, in place."""
-    arguments = _MaskArgs(
+    arguments = _TokenBitmaskArgs(
         *(tensor.data_ptr() for tensor in (logits, rows, masks)),
         *(len(rows), logits.stride(0), logits.shape[1], masks.shape[1]),
         torch.get_num_threads(),
     )
-    _function("forbid_masked", logits.dtype)(ctypes.byref(arguments))
+    _function("apply_token_bitmask", logits.dtype)(ctypes.byref(arguments))
 
 
 def rotary_write(

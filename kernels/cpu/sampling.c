@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "elements.h"
+#include "element_types.h"
 
 #define GROUP 16 /* adjacent logits whose maximum is checked first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, load
+from batchinfer.kernels.cpu.compiled_library import INT32, INT64, POINTER, load
 
 
 class _DrawArgs(ctypes.Structure):

@@ -18,7 +18,8 @@ from batchinfer.config import SamplingParams
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.kernels.cpu import gemm, native
+from batchinfer.kernels.cpu import gemm
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.llm import LLM
 from batchinfer.worker.fusion import native_layers
@@ -130,7 +131,7 @@ def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 _FAILURES = {
     "layer": (native_layers, "decoder_layers", (0, 1, 4)),
-    "attention": (native, "attention_args", (0, 1, 2)),  # once for each of the three layers
+    "attention": (cpu_attention, "attention_args", (0, 1, 2)),  # once for each of the three layers
     "sampling": (native_sampling, "draw", (0, 1, 4)),
 }
 

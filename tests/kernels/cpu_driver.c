@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "elements.h"
+#include "element_types.h"
 
 void pack_f32(const pack_args *);
 void pack_bf16(const pack_args *);
@@ -94,7 +94,7 @@ static void multiply_rows(
     expect(!(x.is_bf16 ? gemm_bf16 : gemm_f32)(&a), "memory", x.is_bf16, rows);
 }
 
-/* A row of `a` as int8 and its scale, as product_rows.h takes it. */
+/* A row of `a` as int8 and its scale, as gemm_rows.h takes it. */
 static float to_int8(array a, size_t from, int count, int8_t *codes) {
     float most = 0.0f;
     for (int i = 0; i < count; i++) most = fmaxf(most, fabsf(get(a, from + i)));

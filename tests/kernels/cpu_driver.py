@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.kernels.cpu import library
+from batchinfer.kernels.cpu import compiled_library
 
 _SOURCES = (
     *("encoder_layers.c", "gemm.c", "gemm_groups.c", "gemm_int8.c"),
-    *("paged_attention.c", "row_ops.c", "product_rows.c", "tiles.c"),
+    *("paged_attention.c", "row_ops.c", "gemm_rows.c", "amx_tiles.c"),
 )
 _NOT_KNOWN = "unrecognized", "unknown value", "cannot find -l"
 _PER_BUILD = ("-O3", "-fPIC", "-shared")
@@ -24,9 +24,9 @@ def run_driver(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ..
     for tool in (compiler, *emulator[:1]):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not here")
-    kernels, program = Path(library.__file__).parent, folder / "driver"
+    kernels, program = Path(compiled_library.__file__).parent, folder / "driver"
     sources = [Path(__file__).with_suffix(".c"), *(kernels / name for name in _SOURCES)]
-    shared = [flag for flag in library.FLAGS if flag not in _PER_BUILD]
+    shared = [flag for flag in compiled_library.FLAGS if flag not in _PER_BUILD]
     command = [compiler, "-O2", *shared, *flags, f"-I{kernels}", *map(str, sources)]
     built = subprocess.run([*command, "-o", str(program), "-lm"], capture_output=True, text=True)
     if any(words in built.stderr for words in _NOT_KNOWN):

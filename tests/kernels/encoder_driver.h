@@ -1,6 +1,6 @@
 /* Encoder layers beside plain loops in double, for cpu_driver.c, which includes it. */
 
-#include "encoder.h"
+#include "encoder_arguments.h"
 
 int encoder_layers_f32(const encoder_args *);
 int encoder_layers_bf16(const encoder_args *);

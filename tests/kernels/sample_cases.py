@@ -86,7 +86,7 @@ def build_sample(
 def build_edits(
     logits: torch.Tensor, lists: list[dict[str, Any]], device: str = "cpu"
 ) -> dict[str, Any]:
-    """Arguments of `edit_logits`: one distribution for each of the lists, rows in turn."""
+    """Arguments of `apply_penalties`: one distribution for each of the lists, rows in turn."""
     tensors: dict[str, torch.Tensor] = {
         "rows": torch.arange(len(lists), dtype=torch.int32) % len(logits)
     }

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.kernels import decode_work
+from batchinfer.kernels import decode_plan
 from tests.kernels import test_paged_attention as paged
 from tests.kernels import test_shared_attention as shared
 from tests.kernels.cases import AttentionCase
@@ -22,7 +22,7 @@ from tests.kernels.shared_cases import SharedCase
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
 
 
 @st.composite

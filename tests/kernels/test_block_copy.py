@@ -5,7 +5,7 @@ import torch
 
 from batchinfer.kernels import block_copy, reference
 from tests.kernels.cases import COPY_CASES, CopyCase, build_copy
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 
 
 @on_both()

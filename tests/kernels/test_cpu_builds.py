@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import decoder_layer, encoder_layers, gemm, library, native, row_ops
+from batchinfer.kernels.cpu import compiled_library, decoder_layer, encoder_layers, gemm, row_ops
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.linear_kernels import linear_kernels
-from tests.kernels import cpu_latents, test_cpu_gemm, test_cpu_native, test_cpu_row_ops
+from tests.kernels import cpu_mla, test_cpu_gemm, test_cpu_paged_attention, test_cpu_row_ops
 from tests.kernels.cases import AttentionCase
-from tests.kernels.cpu_attention import (
+from tests.kernels.cpu_attention_cases import (
     CPU_CASES,
     ODD_CASES,
     TOLERANCE,
     check_attention,
     check_attention_over_fp8,
 )
-from tests.kernels.cpu_product import (
+from tests.kernels.cpu_gemm_cases import (
     FLOAT8_CASES,
     check_float8,
     check_low_bit,
@@ -36,8 +37,8 @@ from tests.kernels.encoder_cases import (
     check_bits_of_a_sequence,
     check_encoder_layers,
 )
-from tests.kernels.latent_cases import LatentCase
 from tests.kernels.low_bit_cases import LOW_BIT_CASES, LowBitCase, build_low_bit
+from tests.kernels.mla_cases import MLACase
 from tests.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
 from tests.worker.fusion.test_native_layers import Run, fused
 
@@ -50,7 +51,7 @@ _FLAGS = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(library.load() is None, reason="no C compiler here"),
+    pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here"),
     pytest.mark.usefixtures("other"),
 ]
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -76,11 +77,11 @@ def other(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", str(compiler))
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        built = library.load.__wrapped__()
+        built = compiled_library.load.__wrapped__()
         if built is None:
             pytest.skip(f"the compiler does not know {flags}")
         assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
-        for module in (native, gemm, row_ops, decoder_layer, encoder_layers):
+        for module in (cpu_attention, gemm, row_ops, decoder_layer, encoder_layers):
             patch.setattr(module, "load", lambda: built)
         linear_kernels.cache_clear()
         yield
@@ -95,13 +96,13 @@ def test_attention_over_a_pool_of_float8(case: AttentionCase, dtype: torch.dtype
 
 
 @dtypes
-@pytest.mark.parametrize("case", cpu_latents.CASES[::2], ids=str)
-def test_latents_are_attended_to(case: LatentCase, dtype: torch.dtype) -> None:
-    cpu_latents.check_latents(case, dtype)
+@pytest.mark.parametrize("case", cpu_mla.CASES[::2], ids=str)
+def test_latents_are_attended_to(case: MLACase, dtype: torch.dtype) -> None:
+    cpu_mla.check_latents(case, dtype)
 
 
 def test_every_number_of_float8_is_widened_exactly() -> None:
-    test_cpu_native.test_every_number_of_float8_is_widened_exactly(40)
+    test_cpu_paged_attention.test_every_number_of_float8_is_widened_exactly(40)
 
 
 @dtypes
@@ -117,7 +118,7 @@ def test_attention_equals_its_reference(case: AttentionCase, dtype: torch.dtype)
 def test_a_token_has_the_same_bits_however_its_attention_is_computed(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
-    test_cpu_native.test_a_token_has_the_same_bits_however_it_is_computed(
+    test_cpu_paged_attention.test_a_token_has_the_same_bits_however_it_is_computed(
         dtype, block_size, window, width, fp8
     )
 
@@ -125,24 +126,26 @@ def test_a_token_has_the_same_bits_however_its_attention_is_computed(
 @dtypes
 @pools
 @pytest.mark.parametrize(
-    "branches", test_cpu_native.BRANCHES.values(), ids=test_cpu_native.BRANCHES
+    "branches", test_cpu_paged_attention.BRANCHES.values(), ids=test_cpu_paged_attention.BRANCHES
 )
 def test_shared_prefixes_change_no_bit(
-    branches: test_cpu_native.Branches,
+    branches: test_cpu_paged_attention.Branches,
     dtype: torch.dtype,
     fp8: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test_cpu_native.test_shared_prefixes_change_no_bit(branches, 64, dtype, fp8, monkeypatch)
+    test_cpu_paged_attention.test_shared_prefixes_change_no_bit(
+        branches, 64, dtype, fp8, monkeypatch
+    )
 
 
 @dtypes
 def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
-    test_cpu_native.test_later_tokens_cannot_spoil_earlier_ones(dtype)
+    test_cpu_paged_attention.test_later_tokens_cannot_spoil_earlier_ones(dtype)
 
 
 def test_attention_is_computed_by_any_of_the_instructions_there_are() -> None:
-    test_cpu_native.test_attention_by_each_of_the_instructions_there_are()
+    test_cpu_paged_attention.test_attention_by_each_of_the_instructions_there_are()
 
 
 def test_each_engine_of_a_process_attends_by_its_own_instructions() -> None:
@@ -157,7 +160,7 @@ def test_each_engine_of_a_process_attends_by_its_own_instructions() -> None:
     again = [forward(model, run.cache, backend, step) for backend in backends]
     assert all(map(torch.equal, first, again))
     different = {logits.view(torch.uint8).numpy().tobytes() for logits in first}
-    assert len(different) == len(native.available(torch.bfloat16))
+    assert len(different) == len(cpu_attention.available(torch.bfloat16))
 
 
 @dtypes
@@ -214,7 +217,7 @@ def test_sums_of_floats_have_the_same_bits_wherever_multiply_adds_are_fused(
         out = torch.empty(9, 70)
         gemm.gemm(x, gemm.pack(weight), None, out=out)
         outs.append(out)
-        monkeypatch.setattr(gemm, "load", library.load)
+        monkeypatch.setattr(gemm, "load", compiled_library.load)
     assert torch.equal(*outs)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.kernels.cpu import library
+from batchinfer.kernels.cpu import compiled_library
 from tests.kernels.cpu_driver import run_driver
 
 _BUILDS = {
@@ -37,7 +37,7 @@ _OF_LOW_BIT = {
 }
 
 
-@pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+@pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -47,7 +47,7 @@ _OF_LOW_BIT = {
 )
 def test_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
     compiler = os.environ.get("CC", "cc")
-    said = run_driver(tmp_path, compiler, *library.for_this_processor(), *flags)
+    said = run_driver(tmp_path, compiler, *compiled_library.for_this_processor(), *flags)
     assert low_bit_products(said) == _OF_LOW_BIT
     lines = said.splitlines()
     by_amx = [line for line in lines if " bf16 " in line and line.endswith(" AMX")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import gemm, library
-from tests.kernels.cpu_product import (
+from batchinfer.kernels.cpu import compiled_library, gemm
+from tests.kernels.cpu_gemm_cases import (
     FLOAT8_CASES,
     TOLERANCE,
     check_float8,
@@ -16,7 +16,7 @@ from tests.kernels.cpu_product import (
     product,
 )
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 

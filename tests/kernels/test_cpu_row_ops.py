@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.cpu import library, native, row_ops
+from batchinfer.kernels.cpu import compiled_library, row_ops
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from tests.kernels.row_cases import (
     ROTARY_CASES,
     ROW_CASES,
@@ -19,7 +20,7 @@ from tests.kernels.row_cases import (
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -54,8 +55,8 @@ def test_rotary_write(case: RotaryCase, dtype: torch.dtype) -> None:
     _, expected = build_rotary_write(case, "cpu", dtype)
     reference.rotary_write(**expected)
     assert_close(got["qkv"], expected["qkv"])
-    assert_close(native.read_keys(got["key_cache"]), expected["key_cache"])
-    assert_close(native.read_values(got["value_cache"]), expected["value_cache"])
+    assert_close(cpu_attention.read_keys(got["key_cache"]), expected["key_cache"])
+    assert_close(cpu_attention.read_values(got["value_cache"]), expected["value_cache"])
 
 
 @dtypes

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.kernels.cpu import native, sampling
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.kernels.cpu import sampling
 from batchinfer.worker.sampling.philox import RANDOM_BITS
 from batchinfer.worker.sampling.top_k_top_p import left_out
 
-pytestmark = pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
+pytestmark = pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler")
 
 
 def drawn(

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels import decode_attention, decode_work, reference
-from batchinfer.kernels.attend import Heads
+from batchinfer.kernels import decode_attention, decode_plan, reference
+from batchinfer.kernels.attention_loop import Heads
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8, converts_fp8, in_float16, narrow, widen
-from batchinfer.kernels.fp8_split import split_float8
+from batchinfer.kernels.fp8_decode_attention import split_float8
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
@@ -26,7 +26,7 @@ from tests.kernels.cases import (
     build_write,
     transposed,
 )
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
 from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 
@@ -44,7 +44,7 @@ places = on_both(compiled=SIXTEEN_BIT)
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def split_at(
 def test_split_weights_meet_their_values_in_tiles_of(
     tile: int, block_size: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", tile)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", tile)
     generator = torch.Generator().manual_seed(0)
     tokens = 512 // block_size * block_size
     scores = torch.randint(-16, 16, (tokens,), generator=generator) / 8

@@ -12,7 +12,7 @@ import triton.language as tl
 from batchinfer.kernels import fp8_blocks, reference
 from batchinfer.kernels.fp8 import FP8, converts_fp8
 from batchinfer.kernels.fp8_linear import fp8_linear, num_pieces
-from batchinfer.kernels.fp8_widen import widen_words
+from batchinfer.kernels.fp8_to_16_bits import widen_words
 from batchinfer.kernels.quantize_groups import quantize_groups
 from tests.kernels.fp8_cases import (
     BIG_LINEAR_CASES,
@@ -21,7 +21,7 @@ from tests.kernels.fp8_cases import (
     build_groups,
     build_linear,
 )
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}

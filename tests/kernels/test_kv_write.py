@@ -5,7 +5,7 @@ import torch
 
 from batchinfer.kernels import kv_write, reference
 from tests.kernels.cases import WRITE_CASES, WriteCase, build_write
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 
 
 @on_both()

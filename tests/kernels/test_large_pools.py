@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import attend, decode_attention, paged_attention, reference
-from batchinfer.kernels.fixed_attention import fixed_attention
+from batchinfer.kernels import attention_loop, decode_attention, paged_attention, reference
+from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
+from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import AttentionCase, build_attention
-from tests.kernels.fixed_cases import fixed_arguments
 
 SLOT_ELEMENTS = 2**30
 MARGIN = 2**33  # bytes on both sides: what an overflow reads is zeros, and what it writes is lost
@@ -47,7 +47,7 @@ def test_tokens_are_written_and_read_past_int32(
     kind: str, rows_are_int64: bool, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows_are_int64:
-        monkeypatch.setattr(attend, "_INT32_ROWS", 0)
+        monkeypatch.setattr(attention_loop, "_INT32_ROWS", 0)
     monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: kind == "split")
     cache_dtype = None if kind == "model" else FP8
     inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
@@ -62,7 +62,7 @@ def test_tokens_are_written_and_read_past_int32(
     reference.paged_attention(**expected)
     for attend_paged, given in (
         (paged_attention.paged_attention, arguments),
-        (fixed_attention, fixed_arguments(arguments)),
+        (batch_invariant_attention, batch_invariant_arguments(arguments)),
     ):
         given["out"] = torch.full_like(expected["out"], torch.nan)
         attend_paged(**given)

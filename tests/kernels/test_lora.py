@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from batchinfer.kernels import lora, reference
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.lora_cases import LORA_CASES, LoraCase, build_lora
-from tests.kernels.places import on_both
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

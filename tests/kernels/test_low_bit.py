@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.kernels.cpu import gemm, library
+from batchinfer.kernels.cpu import compiled_library, gemm
 from batchinfer.kernels.low_bit import (
     GroupedWeight,
     Int4Weight,
@@ -19,10 +19,10 @@ from batchinfer.kernels.low_bit import (
     low_bit_product,
     round_rows,
 )
-from tests.kernels.cpu_product import TOLERANCE, check_low_bit
+from tests.kernels.cpu_gemm_cases import TOLERANCE, check_low_bit
 from tests.kernels.low_bit_cases import LowBitCase, build_low_bit
 
-needs_compiler = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 cases = st.builds(
     LowBitCase,

@@ -10,8 +10,8 @@ import torch
 
 from batchinfer.kernels import reference
 from batchinfer.kernels.matmul import matmul
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.interpreted_dot import sum_rows_alike
-from tests.kernels.places import on_both
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -2,18 +2,18 @@ import pytest
 import torch
 
 from batchinfer.kernels import (
-    attend,
+    attention_loop,
     chunk_attention,
     decode_attention,
-    decode_work,
+    decode_plan,
     paged_attention,
     reference,
 )
-from batchinfer.kernels.attend import Heads, tile_tokens
+from batchinfer.kernels.attention_loop import Heads, tile_tokens
 from batchinfer.kernels.chunk_attention import ChunkWork, chunk_config, plan_chunks
 from batchinfer.kernels.decode_attention import decode_config
-from batchinfer.kernels.decode_work import DECODE_PIECE, plan_decode
-from batchinfer.kernels.pieces import Partials
+from batchinfer.kernels.decode_plan import DECODE_PIECE, plan_decode
+from batchinfer.kernels.split_kv import Partials
 from tests.kernels.cases import (
     ATTENTION_CASES,
     INTERPRETED_ATTENTION_CASES,
@@ -28,7 +28,7 @@ SPLIT_CASES = [case for case in INTERPRETED_ATTENTION_CASES if (case.num_splits 
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
 
 
 def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ def test_short_pieces_on_a_gpu(case: AttentionCase, gpu: str) -> None:
 
 def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A row's bits are the same alone, beside a longer one, and under another bound on the pieces.
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
     alone = build_attention(AttentionCase("alone", ((1, 150),)), interpreter, torch.float32)
     outs = []
     for num_splits, bound in ((3, 150), (9, 150), (None, 150), (None, 2000)):
@@ -112,7 +112,7 @@ def test_pieces_grow_where_there_may_be_few(interpreter: str) -> None:
 def test_every_piece_is_listed_once(
     lens_seed: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_work, "SEQUENCES_AT_ONCE", 8)  # in several rounds
+    monkeypatch.setattr(decode_plan, "SEQUENCES_AT_ONCE", 8)  # in several rounds
     generator = torch.Generator().manual_seed(lens_seed)
     query_lens = torch.randint(0, 3, (37,), generator=generator).tolist()
     context_lens = torch.randint(0, 3000, (37,), generator=generator).tolist()
@@ -127,7 +127,7 @@ def test_every_piece_is_listed_once(
 
 
 def test_layers_share_a_work_list(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
     inputs = build_attention(AttentionCase("x", ((1, 150), (3, 70))), interpreter, torch.float32)
     work = plan_decode(
         inputs.arguments["query_starts"],
@@ -254,7 +254,7 @@ def test_a_pool_of_more_rows_than_an_int32_counts(
     inputs = build_attention(INTERPRETED_ATTENTION_CASES[3], interpreter, torch.float32)
     few, many = inputs.with_fresh_out(), inputs.with_fresh_out()
     paged_attention.paged_attention(**few)
-    monkeypatch.setattr(attend, "_INT32_ROWS", 0)
+    monkeypatch.setattr(attention_loop, "_INT32_ROWS", 0)
     paged_attention.paged_attention(**many)
     assert torch.equal(few["out"], many["out"])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import reference, rms_norm, rotary_write, silu_mul
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.row_cases import (
     ROTARY_CASES,
     ROW_CASES,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import reference, row_stats
-from tests.kernels.places import on_both
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.row_cases import build_row_stats
 
 

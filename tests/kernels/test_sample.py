@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import sample, sampling_reference
-from batchinfer.kernels.edit_logits import EditedLogits
+from batchinfer.kernels.penalties import EditedLogits
 from tests.kernels.sample_cases import KINDS, Rows, build_sample
 
 ROWS = (

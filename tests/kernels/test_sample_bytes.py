@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.kernels import edit_logits, sample
+from batchinfer.kernels import penalties, sample
+from tests.kernels.memory_traffic import counted_bytes
 from tests.kernels.sample_cases import Rows, build_edits, build_sample
-from tests.kernels.traffic import counted_bytes
 
 VOCAB = 50_000
 PEAKED, FLAT = Rows(VOCAB, 5.0, apart=VOCAB), Rows(VOCAB, 1.0, apart=VOCAB)
@@ -60,7 +60,7 @@ def test_edits_cost_their_bits(interpreter: str, monkeypatch: pytest.MonkeyPatch
     with counted_bytes(monkeypatch) as count:
         sample.sample(
             **build_sample(logits, [{"temperature": 1.0}]),
-            edits=edit_logits.edit_logits(**edits),
+            edits=penalties.apply_penalties(**edits),
             filters=False,
         )
     assert 4 + 3 / 8 <= count.total / VOCAB <= 5

@@ -13,8 +13,8 @@ import triton.language as tl
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.kernels.sampling_filter import goal_of_share
-from tests.kernels import test_edit_logits, test_sample
+from batchinfer.kernels.top_k_top_p import goal_of_share
+from tests.kernels import test_penalties, test_sample
 from tests.kernels.sample_cases import Rows
 
 IDS = st.lists(st.integers(0, 44), max_size=8)
@@ -40,7 +40,7 @@ IDS = st.lists(st.integers(0, 44), max_size=8)
     )
 )
 def test_any_lists(interpreter: str, lists: list[dict[str, Any]]) -> None:
-    test_edit_logits.check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
+    test_penalties.check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import decode_work, paged_attention, reference
-from batchinfer.kernels.attend import Heads
-from batchinfer.kernels.decode_work import DecodeWork, plan_decode
+from batchinfer.kernels import decode_plan, paged_attention, reference
+from batchinfer.kernels.attention_loop import Heads
+from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.shared_attention import shared_config
 from tests.kernels.cases import AttentionCase
 from tests.kernels.shared_cases import (
@@ -23,7 +23,7 @@ PIECE = 64
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", PIECE)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", PIECE)
 
 
 def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
@@ -98,7 +98,7 @@ def test_a_shared_piece_is_listed_once_a_tile() -> None:
 @pytest.mark.usefixtures("short_pieces", "interpreter")
 @pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
 def test_every_piece_is_computed_once(case: SharedCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_work, "SEQUENCES_AT_ONCE", 4)  # in several rounds
+    monkeypatch.setattr(decode_plan, "SEQUENCES_AT_ONCE", 4)  # in several rounds
     window, splits = case.attention.sliding_window, case.attention.num_splits
     work = plan(case, sliding_window=window, num_splits=splits)
     single, shared = listed(work)
@@ -156,4 +156,4 @@ def test_tiles_hold_whole_groups_and_divide_pieces(
     config = shared_config(Heads(group, widths, max(2, element_bytes), element_bytes, 90))
     assert config.rows >= group
     assert config.rows & (config.rows - 1) == 0
-    assert decode_work.DECODE_PIECE % config.tile == 0
+    assert decode_plan.DECODE_PIECE % config.tile == 0

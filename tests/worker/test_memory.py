@@ -112,10 +112,10 @@ def test_a_cuda_step_has_room_for_the_partial_results_of_its_attention() -> None
 
 
 def test_pieces_of_contexts_are_those_that_decodes_are_cut_into() -> None:
-    from batchinfer.kernels import decode_work
+    from batchinfer.kernels import decode_plan
 
-    assert memory._PIECE_TOKENS == decode_work.DECODE_PIECE
-    assert memory._MAX_PIECES_BYTES == decode_work.MAX_WORKSPACE_BYTES
+    assert memory._PIECE_TOKENS == decode_plan.DECODE_PIECE
+    assert memory._MAX_PIECES_BYTES == decode_plan.MAX_WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(

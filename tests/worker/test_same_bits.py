@@ -17,7 +17,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import choice
 from batchinfer.worker.linear.choice import KernelRequirements
@@ -35,7 +35,9 @@ OWN = KernelRequirements("own", deterministic=True)
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 ODD = {"hidden_size": 104, "intermediate_size": 300, "num_attention_heads": 4}
 
-pytestmark = pytest.mark.skipif(not native.supports(torch.float32), reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    not cpu_attention.supports(torch.float32), reason="needs a C compiler"
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import SamplingBatch
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.kernels import fixed_work
+from batchinfer.kernels import batch_invariant_attention
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
@@ -155,7 +155,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch)
     sum_rows_alike(monkeypatch)
     monkeypatch.setattr(HostCopy, "__init__", wait_for_nothing)
-    monkeypatch.setattr(fixed_work, "FIXED_PIECE", 16)
+    monkeypatch.setattr(batch_invariant_attention, "ALIGNED_PIECE", 16)
 
 
 def prepared_model(
@@ -259,7 +259,7 @@ def test_products_in_tf32_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_do_not_depend_on_how_a_row_is_run_on_a_gpu(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixed_work, "FIXED_PIECE", 64)
+    monkeypatch.setattr(batch_invariant_attention, "ALIGNED_PIECE", 64)
     wide = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
     prepared = prepared_model(family, "cuda", dtype, CudaCapture(), num_hidden_layers=3, **wide)
     check_batch_invariance(prepared.model, prepared.layout, prepared.kernel)

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from batchinfer.engine.step import Step
-from batchinfer.kernels.cpu import library
+from batchinfer.kernels.cpu import compiled_library
 from batchinfer.worker.adapter_batch import StepAdapters
 from batchinfer.worker.attention.chunked import CapturedChunkedAttention, ChunkedAttention
 from batchinfer.worker.attention.cuda import (
@@ -124,8 +124,8 @@ class AttentionKernel:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
         if cache.is_native:
             return cls(f"own {instructions_for(pool.dtype, like)}")
-        if library.why_not():
-            return cls("torch (no C kernels)", library.why_not())
+        if compiled_library.why_not():
+            return cls("torch (no C kernels)", compiled_library.why_not())
         kind = "latents" if cache.layout.latent else "a cache"
         dtype = str(pool.dtype).removeprefix("torch.")
         return cls("torch", f"there is no C kernel for {kind} of {dtype}")

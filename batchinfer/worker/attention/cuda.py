@@ -126,14 +126,14 @@ class CudaAttention:
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
         """Query tokens of a chunk's program."""
-        from batchinfer.kernels.attend import Heads
+        from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.chunk_attention import query_tile
 
         return query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
 
     def _decode_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
         """Work list of the step's decodes, made once for the layers of a window and a shape."""
-        from batchinfer.kernels.decode_work import plan_decode
+        from batchinfer.kernels.decode_plan import plan_decode
 
         if self._bounds["min_query_len"] > 1:
             return None
@@ -177,33 +177,35 @@ class BatchInvariantAttention(CudaAttention):
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        from batchinfer.kernels.fixed_attention import fixed_attention
+        from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 
         out = self._output(layer, query)
-        fixed_attention(
+        batch_invariant_attention(
             query,
             self._cache.key(layer),
             self._cache.value(layer),
             *self._contexts(layer),
             out=out,
             **variant.options,
-            work=self._fixed_work(layer, query, variant.sliding_window),
+            work=self._batch_invariant_work(layer, query, variant.sliding_window),
             launch=layer,
         )
         return out
 
-    def _fixed_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
+    def _batch_invariant_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
         """Work list of the step, made once for the layers of a window and a shape."""
-        from batchinfer.kernels.attend import Heads
-        from batchinfer.kernels.fixed_attention import fixed_query_tile
-        from batchinfer.kernels.fixed_work import plan_fixed
+        from batchinfer.kernels.attention_loop import Heads
+        from batchinfer.kernels.batch_invariant_attention import (
+            batch_invariant_query_tile,
+            plan_batch_invariant,
+        )
 
         def plan() -> Any:
             heads = Heads.of(query, self._cache.key(layer), self._cache.value(layer))
-            return plan_fixed(
+            return plan_batch_invariant(
                 self._tensors["query_starts"],
                 self._tensors["context_lens"],
-                tokens=fixed_query_tile(heads),
+                tokens=batch_invariant_query_tile(heads),
                 num_heads=query.shape[1],
                 value_width=self._cache.shape(layer).value_width,
                 max_context_len=self._bounds["max_context_len"],
@@ -226,10 +228,10 @@ class LatentCudaAttention(CudaAttention):
         variant: AttentionVariant,
     ) -> torch.Tensor:
         """Attended latents, [T, Hq, rank]."""
-        from batchinfer.kernels.latent_attention import latent_attention
+        from batchinfer.kernels.mla_attention import mla_attention
 
         out = self._output(layer, query)
-        latent_attention(
+        mla_attention(
             query,
             self._cache.key(layer),
             *self._contexts(layer),
@@ -245,14 +247,14 @@ class LatentCudaAttention(CudaAttention):
         super()._begin(tensors, shares=False, **bounds)
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
-        from batchinfer.kernels.latent_attention import latent_query_tile
+        from batchinfer.kernels.mla_attention import mla_query_tile
 
-        return latent_query_tile(query)
+        return mla_query_tile(query)
 
 
 def shares_pieces(step: Step) -> bool:
     """Whether some sequences of a step share a prefix long enough to be read once for all."""
-    from batchinfer.kernels.decode_work import DECODE_PIECE
+    from batchinfer.kernels.decode_plan import DECODE_PIECE
 
     shared = step.shared_prefixes
     return shared is not None and int(shared.shared_lens.max()) >= DECODE_PIECE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchinfer.engine.step import Step
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu.decoder_layer import StepArgs
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
@@ -17,7 +17,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
     """Instruction set that attends over a pool of a supported dtype (see ``NativeAttention``)."""
-    available = native.available(dtype)
+    available = cpu_attention.available(dtype)
     if like is not None and like.kind == "own" and like.instructions in available:
         return like.instructions
     return available[0]
@@ -34,7 +34,7 @@ class NativeAttention:
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
-        self.kernel = native.kernel_of(dtype, instructions_for(dtype, like))
+        self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
         """The number of the C kernel."""
         self.joins_layers = dtype == cache.dtype
         """Whether whole layers can run in C: the pool has the dtype that they compute in."""
@@ -52,7 +52,9 @@ class NativeAttention:
     ) -> torch.Tensor:
         query = query if query.stride(-1) == 1 else query.contiguous()
         out = query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
-        native.paged_attention(query, *self._context(layer), out=out, **self._options(variant))
+        cpu_attention.paged_attention(
+            query, *self._context(layer), out=out, **self._options(variant)
+        )
         return out
 
     def arguments(
@@ -62,10 +64,10 @@ class NativeAttention:
         variant: AttentionVariant,
         *,
         out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
-    ) -> native.AttentionArgs:
+    ) -> cpu_attention.AttentionArgs:
         """Arguments of the C function, with the addresses of ``out`` and ``query``."""
         options = self._options(variant)
-        return native.attention_args(query, *self._context(layer), out=out, **options)
+        return cpu_attention.attention_args(query, *self._context(layer), out=out, **options)
 
     def point_to_step(self, group: int, arguments: StepArgs) -> None:
         """Point a layer group's attention to this step's arrays."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from batchinfer.engine.step import Int32, Step
-from batchinfer.kernels.unpack_tables import unpack_tables
+from batchinfer.kernels.unpack_block_tables import unpack_block_tables
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
@@ -108,7 +108,7 @@ class StepInputs:
             for name, place in self._places(size).items()
         }
         tables, slots = self._tables[:, : size.sequences], tensors.pop("slots")
-        unpack_tables(self._packed_tables(size), tensors.pop("tables_shape"), tables)
+        unpack_block_tables(self._packed_tables(size), tensors.pop("tables_shape"), tables)
         drawn = tensors.pop("previous_sample")
         prev_token_ids = self._prev_token_ids[drawn.clamp(min=0)]
         return tensors | {

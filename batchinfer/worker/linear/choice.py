@@ -25,7 +25,7 @@ from torch import nn
 
 from batchinfer.console.phases import phase
 from batchinfer.errors import DeviceError
-from batchinfer.kernels.cpu import library
+from batchinfer.kernels.cpu import compiled_library
 from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels, triton_kernel
 from batchinfer.worker.model.quantization import is_plain
 
@@ -276,12 +276,17 @@ def _cache_path(
     kernels: Iterable[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> Path | None:
     """The cache file for these shapes on this machine; None if no folder is writable."""
-    folder = library.cache_folder()
+    folder = compiled_library.cache_folder()
     if folder is None:
         return None
     key = [
-        *(str(dtype), torch.__version__, library.source_digest(), Path(__file__).read_text()),
-        *(library.processor().hex(), sorted(kernel.name for kernel in kernels)),
+        *(
+            str(dtype),
+            torch.__version__,
+            compiled_library.source_digest(),
+            Path(__file__).read_text(),
+        ),
+        *(compiled_library.processor().hex(), sorted(kernel.name for kernel in kernels)),
         sorted((*shape, count) for shape, count in shapes.items()),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]

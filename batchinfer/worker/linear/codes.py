@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, dequantize_blocks
+from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import GroupedWeight, Int8Weight
 
 _NAME = "saved_codes"
@@ -54,7 +54,7 @@ class Float8Weight:
         return dequantize_blocks(self.codes, self.scales)
 
 
-HostCodes = Int8Weight | GroupedWeight | Float8Rows
+HostCodes = Int8Weight | GroupedWeight | Float8GroupedWeight
 """Codes that the CPU kernels multiply by."""
 Codes = HostCodes | Float8Weight
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.kernels.float8_rows import Float8Rows
+from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight
 from batchinfer.worker.linear.codes import HostCodes, codes_of, join_codes
 from batchinfer.worker.linear.experts import pack_experts
@@ -33,7 +33,7 @@ _METHODS: Mapping[type, str] = {
     Int8Weight: "int8",
     Int8GroupedWeight: "int8",
     Int4Weight: "int4",
-    Float8Rows: FLOAT8_METHOD,
+    Float8GroupedWeight: FLOAT8_METHOD,
 }
 """Values of ``model.quantization`` by the codes that their kernels multiply by."""
 _HEAD_METHOD = "int8"

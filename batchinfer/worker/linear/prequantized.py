@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.kernels.float8_rows import Float8Rows
 from batchinfer.kernels.fp8_blocks import BLOCK, num_blocks
+from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import (
     Int4Weight,
     Int8GroupedWeight,
@@ -40,11 +40,12 @@ KEPT: Mapping[str, Kinds] = {
     "int4": (Int4Weight,),
     "fp8": (Float8Weight,),
 }
-"""Kinds of codes that are kept, by ``model.quantization``; float8 is ``Float8Rows`` on a CPU."""
+"""Kinds of codes that are kept, by ``model.quantization``; float8 is
+``Float8GroupedWeight`` on a CPU."""
 _OF_EXPERTS: Mapping[str, Kinds] = {
     "int8": (*KEPT["int8"], Int4Weight),
     "int4": (Int4Weight,),
-    "fp8": (Float8Rows,),
+    "fp8": (Float8GroupedWeight,),
 }
 """Kinds kept for the experts of a mixture: with as many bits, or fewer."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
@@ -83,7 +84,7 @@ def keep_prequantized(
     for name, tensor in dequantized_tensors(paths, saved_as, torch.float32).items():
         if isinstance(tensor, Dequantized):
             saved[in_layers(name)].append(tensor.weight)
-    kinds = (Float8Rows,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
+    kinds = (Float8GroupedWeight,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
     if device_type == "cpu":
         keep_prequantized_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
     count = 0
@@ -111,7 +112,7 @@ def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes 
 
 
 def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
-    if isinstance(weight, BlockWeight) and Float8Rows in kinds:
+    if isinstance(weight, BlockWeight) and Float8GroupedWeight in kinds:
         return _float8_rows(weight)
     codes = as_codes(weight)
     return codes if isinstance(codes, kinds) else None
@@ -150,13 +151,13 @@ def _float8(weight: BlockWeight) -> Float8Weight | None:
     return Float8Weight(weight.codes, weight.scales) if weight.block == (BLOCK, BLOCK) else None
 
 
-def _float8_rows(weight: BlockWeight) -> Float8Rows | None:
+def _float8_rows(weight: BlockWeight) -> Float8GroupedWeight | None:
     codes, (_, width) = weight.codes, weight.block
     if codes.dtype != torch.float8_e4m3fn or (width % 2 and width < codes.shape[1]):
         return None
     if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
         return None
-    return Float8Rows.of_blocks(codes, weight.scales, weight.block)
+    return Float8GroupedWeight.of_blocks(codes, weight.scales, weight.block)
 
 
 def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Bool, Int32, Int64, ProcessedRow, SamplingBatch
-from batchinfer.kernels.cpu import native, row_ops
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.kernels.cpu import row_ops
 from batchinfer.worker.transfer import to_device
 
 _Samples = Callable[[SamplingBatch], Int32]
@@ -172,8 +173,8 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32) -> None:
         ``i // 32`` is set if token ``i`` is allowed; tokens
             after the last word are not.
     """
-    if native.supports(logits.dtype):
-        row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
+    if cpu_attention.supports(logits.dtype):
+        row_ops.apply_token_bitmask(logits, torch.from_numpy(rows), torch.from_numpy(masks))
         return
     for row, mask in zip(rows, masks, strict=True):
         allowed = np.unpackbits(mask.view(np.uint8), count=logits.shape[1], bitorder="little")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.sampling.top_k_top_p import most_likely
 from batchinfer.worker.transfer import to_device
 
@@ -31,9 +31,9 @@ class RowStats(NamedTuple):
 def row_stats(logits: Tensor, chunk: int) -> tuple[RowStats, Tensor]:
     """Statistics of the rows of ``logits`` [R, V], and the lowest id of their most likely tokens,
     int64 [R]. Where torch computes them, ``chunk`` rows at a time."""
-    if logits.is_cuda or native.supports(logits.dtype):
+    if logits.is_cuda or cpu_attention.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
-    compute = _row_stats_by_kernel if native.supports(torch.float32) else _row_stats_by_torch
+    compute = _row_stats_by_kernel if cpu_attention.supports(torch.float32) else _row_stats_by_torch
     chunks = torch.split(logits, chunk)
     stats, argmax = zip(*(compute(rows.float()) for rows in chunks), strict=True)
     return RowStats(*map(torch.cat, zip(*stats, strict=True))), torch.cat(argmax)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32, Int64, SamplingBatch
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.groups import SampleGroup, group_samples, is_filtered
 from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples, forbid_masked
@@ -35,7 +35,7 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 
     edited, greedy = edited_samples(batch), batch.temperature == 0
     bits = np.zeros(len(rows), np.int64) if greedy.all() else _random_bits(batch)
-    in_place = ~greedy & ~edited & native.supports(logits.dtype)
+    in_place = ~greedy & ~edited & cpu_attention.supports(logits.dtype)
     for group in group_samples(batch, edited, in_place, len(rows)):
         heads = batch.logits_rows[group.heads]
         drawn = _draw_natively(logits, stats.maximum, heads, batch, group, bits)
@@ -71,7 +71,7 @@ def _draw_in_workspace(
     maximum, distributions = own.amax(1), torch.from_numpy(group.distributions)
     if batch.temperature[group.heads[0]] == 0:
         chosen = own.argmax(1)[distributions]
-    elif native.supports(own.dtype):
+    elif cpu_attention.supports(own.dtype):
         each = np.arange(len(own), dtype=np.int32)
         chosen = _draw_natively(own, maximum, each, batch, group, bits)
     else:
@@ -90,7 +90,7 @@ def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
 def _random_bits(batch: SamplingBatch) -> Int64:
     """[K] uniform in [0, 2**RANDOM_BITS), the same in C and NumPy."""
     keys = batch.seed, batch.stream, batch.sample_index, batch.position
-    if not native.supports(torch.float32):
+    if not cpu_attention.supports(torch.float32):
         return random_bits(*keys)
     bits = np.empty(len(batch.seed), np.int64)
     tensors = [

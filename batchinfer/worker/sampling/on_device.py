@@ -45,7 +45,7 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
         logits: [R, V] on a CUDA device; tokens that masks forbid become -inf.
         batch: how to draw K samples.
     """
-    from batchinfer.kernels.edit_logits import edit_logits
+    from batchinfer.kernels.penalties import apply_penalties
     from batchinfer.kernels.sample import sample
 
     count, vocab = len(batch.logits_rows), logits.shape[1]
@@ -62,9 +62,9 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
         arrays[f"edits {number}"] = _edit_arrays(batch, group.heads, vocab) if has_edits else {}
     on = _to_device_in_one(arrays, logits.device)
     if on["masks"]:
-        from batchinfer.kernels.forbid_masked import forbid_masked
+        from batchinfer.kernels.token_bitmask import apply_token_bitmask
 
-        forbid_masked(logits, **on["masks"])
+        apply_token_bitmask(logits, **on["masks"])
     draws = Draws(
         token_ids=logits.new_empty(count, dtype=torch.int64),
         logprobs=logits.new_empty(count, dtype=torch.float32),
@@ -77,7 +77,7 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
             logits,
             **on[f"draws {number}"],
             **on["batch"],
-            edits=edit_logits(logits, **edits) if edits else None,
+            edits=apply_penalties(logits, **edits) if edits else None,
             draws=bool(drawn[group.heads].any()),
             filters=bool(filtered[group.heads].any()),
             maximum=draws.stats.maximum,
@@ -124,7 +124,7 @@ def _draw_arrays(batch: SamplingBatch, group: SampleGroup) -> _Arrays:
 
 
 def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
-    """Arguments of ``edit_logits`` for the distributions of these samples."""
+    """Arguments of ``apply_penalties`` for the distributions of these samples."""
     place = np.full(len(batch.logits_rows), -1)
     place[heads] = np.arange(len(heads))
     arrays: _Arrays = {

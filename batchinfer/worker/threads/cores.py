@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from batchinfer.kernels.cpu.team import TeamCores
+from batchinfer.kernels.cpu.thread_affinity import TeamCores
 
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 """If any of them is set, the user has chosen where threads run."""

@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels import reference
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.attention.attention import (
     ATTENTION_NAME,
     UnsupportedAttentionError,
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to attend on a CPU; where no compiler is, the first is the second."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "supports", lambda dtype: False)
+        monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
 
 
 class Parity:
@@ -160,7 +160,7 @@ def test_fp8_cache_equals_rounded_keys_and_values(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One way to attend for both: what differs in its last bit rounds to another eighth.
-    monkeypatch.setattr(native, "supports", lambda dtype: False)
+    monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
     stored, rounded = (Parity(family, block_size=16, fp8=fp8) for fp8 in (True, False))
     write = rounded.cache.write
 
@@ -180,14 +180,14 @@ def test_fp8_cache_equals_rounded_keys_and_values(
     assert not torch.allclose(runs[0][-2], exact, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler here")
+@pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler here")
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_c_kernels_read_an_fp8_cache(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by torch's operations, but for keys and values that round to another eighth."""
     monkeypatch.undo()
     own = Parity("llama", block_size, fp8=True)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "reads", lambda *dtypes: False)
+        patch.setattr(cpu_attention, "reads", lambda *dtypes: False)
         by_torch = Parity("llama", block_size, fp8=True)
         expected = steps_of_two(by_torch)
     assert isinstance(own.backend, NativeAttention)

@@ -8,7 +8,8 @@ import torch
 from batchinfer.builders.engine import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.kernels.cpu import library, native
+from batchinfer.kernels.cpu import compiled_library
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.attention.attention import AttentionKernel
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear_kernels import linear_kernels
@@ -22,9 +23,9 @@ def cache(
     return KVCache(layout, 1, torch.device("cpu"), dtype)
 
 
-@pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
+@pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler")
 def test_c_kernels_are_named_by_their_instructions() -> None:
-    fastest = f"own {native.available(torch.float32)[0]}"
+    fastest = f"own {cpu_attention.available(torch.float32)[0]}"
     for one in (cache(), cache(fp8=True), cache(latent=True)):
         assert AttentionKernel.of(one).line({}) == f"attention by {fastest}"
     for kernel in linear_kernels(torch.float32):
@@ -33,15 +34,15 @@ def test_c_kernels_are_named_by_their_instructions() -> None:
 
 
 def test_the_log_says_why_no_c_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda: None)
-    monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(cpu_attention, "load", lambda: None)
+    monkeypatch.setattr(compiled_library, "why_not", lambda: "there is no C compiler")
     assert AttentionKernel.of(cache()).line({}) == (
         "attention by torch (no C kernels): there is no C compiler"
     )
 
 
 def test_the_log_names_caches_without_a_c_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "why_not", lambda: "")
+    monkeypatch.setattr(compiled_library, "why_not", lambda: "")
     for one, kind in (
         (cache(torch.float16), "a cache of float16"),
         (cache(fp8=True, latent=True), "latents of float8_e4m3fn"),

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes, Step
-from batchinfer.kernels import decode_work
+from batchinfer.kernels import decode_plan
 from batchinfer.worker import kv_cache
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.attention.cuda import CudaAttention
@@ -96,7 +96,7 @@ def test_layers_of_two_windows_equal_the_cpus(
 def test_shared_prefixes_are_read_once_without_a_window(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", piece)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", piece)
     maker = StepMaker(32, 16)
     first = maker.sequence([1] * 100)
     maker.step([(first, 99)])

@@ -14,7 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.step import ScoredTokens, SharedPrefixes, Step
-from batchinfer.kernels import decode_work
+from batchinfer.kernels import decode_plan
 from batchinfer.worker.cuda_graphs import graph_sizes
 from batchinfer.worker.cuda_graphs.capture import Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
@@ -151,7 +151,7 @@ def test_tokens_that_the_step_before_drew_are_put_in_on_the_device() -> None:
 
 
 def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
     bench = Bench()
     (leader,) = bench.prefilled([70])
     followers = [HandSequence([*leader.token_ids[:64], n, 7], leader.block_table[:4], 64)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
@@ -45,7 +45,7 @@ SWAPPED = {  # three layers each: attention, gated MLPs, norms
 def cpu_operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the C kernels, and with their twins."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "supports", lambda dtype: False)
+        monkeypatch.setattr(cpu_attention, "supports", lambda dtype: False)
 
 
 def layout_of(model: Any) -> KVLayout:

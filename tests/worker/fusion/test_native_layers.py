@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.kernels.cpu import decoder_layer, library
+from batchinfer.kernels.cpu import compiled_library, decoder_layer
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion import native_layers
@@ -266,7 +266,7 @@ def _both_ways(tokens: list[int], layers: Any, steps: Any, dtype: torch.dtype) -
     together, hidden.raw = hidden.raw, before
     for layer in layers:
         for function, part in PARTS:
-            call = getattr(library.load(), f"{function}_{library.SUFFIX[dtype]}")
+            call = getattr(compiled_library.load(), f"{function}_{compiled_library.SUFFIX[dtype]}")
             call(ctypes.byref(getattr(layer, part)))
     assert hidden.raw == together
     tokens.append(step.num_tokens)

@@ -17,7 +17,7 @@ from torch import nn
 from batchinfer.builders import engine as build
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.linear import choice as kernel_choice
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
 from batchinfer.worker.linear.choice import (
@@ -168,7 +168,7 @@ def test_timings_are_cached_unless_the_file_is_damaged(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.skipif(not native.supports(F32), reason="needs a C compiler")
+@pytest.mark.skipif(not cpu_attention.supports(F32), reason="needs a C compiler")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_batch_invariance_is_checked_on_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool

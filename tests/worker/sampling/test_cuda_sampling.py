@@ -102,7 +102,7 @@ def test_masked_tokens_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_masked(expected, rows, masks)
     with traced(monkeypatch) as trace:
         draws = draw_on_device(got, batch)
-    assert trace.names[0] == "_forbid_masked_kernel"
+    assert trace.names[0] == "_token_bitmask_kernel"
     assert torch.equal(got, expected)
     check(draws, normal(), batch)
 
@@ -113,7 +113,7 @@ def test_masked_tokens_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (PLAIN[:1], ["_sample_kernel"]),
         (PLAIN[:2], ["_sample_kernel"]),
         (PLAIN, ["_sample_kernel", "_sample_rest_kernel"]),
-        (EDITED[1:3], ["_edit_logits_kernel", "_sample_kernel"]),
+        (EDITED[1:3], ["_penalties_kernel", "_sample_kernel"]),
     ],
     ids=["greedy", "temperature", "filtered", "edited"],
 )

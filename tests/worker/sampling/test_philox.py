@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import native, sampling
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.kernels.cpu import sampling
 from batchinfer.worker.sampling.philox import RANDOM_BITS, philox_4x32, random_bits
 
 # Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors.
@@ -48,7 +49,7 @@ def test_the_seed_is_the_key_and_the_rest_the_counter() -> None:
     assert bits == word >> (32 - RANDOM_BITS)
 
 
-@pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
+@pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler")
 def test_c_gives_the_same_bits() -> None:
     rng = np.random.default_rng(0)
     seed, stream = rng.integers(0, 2**64, (2, 500), dtype=np.uint64)

@@ -16,7 +16,7 @@ from tests.engine.toy_grammar import Toy, constrained
 from tests.worker.sampling.compiled import VOCAB, Compiled
 
 FILTERED = {"_sample_kernel", "_sample_rest_kernel"}
-EDITED = {"_sample_kernel", "_edit_logits_kernel"}
+EDITED = {"_sample_kernel", "_penalties_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ EDITED = {"_sample_kernel", "_edit_logits_kernel"}
         ({"logit_bias": {5: 2.0}, "temperature": 0.0}, EDITED),
         ({"allowed_token_ids": (4, 5, 6), "n": 2}, EDITED),
         ({"bad_words": ("x",)}, EDITED),
-        ({"structured_outputs": {"regex": "a*"}}, {"_sample_kernel", "_forbid_masked_kernel"}),
+        ({"structured_outputs": {"regex": "a*"}}, {"_sample_kernel", "_token_bitmask_kernel"}),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -69,7 +69,7 @@ def test_no_step_of_mixed_samples_launches_another_variant(
     rows_own = {"own": field_names(SamplingParams)}
     ahead = compiled.ahead(SamplingParams(), **rows_own)
     assert in_steps <= ahead
-    assert "_forbid_masked_kernel" in {name for name, *_ in ahead}  # of a row's own grammar
+    assert "_token_bitmask_kernel" in {name for name, *_ in ahead}  # of a row's own grammar
     assert in_steps <= compiled.ahead(SamplingParams(top_k=5, presence_penalty=1.0), **rows_own)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.kernels.cpu import library
+from batchinfer.kernels.cpu import compiled_library
 from batchinfer.worker.threads.cores import ThreadCores, choose_cores, core_siblings
 from batchinfer.worker.threads.threads import StepThreads, ThreadCount
 
 OWN: Set[int] = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
 binds = pytest.mark.skipif(
-    len(OWN) < 2 or library.load() is None, reason="one core, or no C compiler here"
+    len(OWN) < 2 or compiled_library.load() is None, reason="one core, or no C compiler here"
 )
 
 

@@ -1,0 +1,292 @@
+"""The loop over a paged KV cache that decodes and chunks share, and the shape of their programs.
+
+One program carries a tile of rows (query tokens times the query heads of one KV head, next to each
+other, so that a key is loaded once for all of them) over a range of positions, by online softmax;
+`README.md` has the formulas.
+
+Triton divides the stages of its pipeline among the links of a chain of loads, and keys and values
+are loaded by slots that are loaded from the block table: 5 stages fetch two tiles ahead, 3 one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.fp8 import as_readable, in_float16, is_transposed
+from batchinfer.kernels.fp8_to_16_bits import widen_cache
+from batchinfer.kernels.launch import compute_capability
+
+LOG2E = math.log2(math.e)
+# Keys and values of one tile take at most this much shared memory, per pipeline stage.
+_TILE_BYTES = 32 * 2**10
+_INT32_ROWS = 2**31
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What decides the launch shape of a kind of program. Same input, same bits."""
+
+    group: int  # query heads of a KV head
+    widths: int  # elements of a key and a value, each padded
+    query_bytes: int  # of an element
+    cache_bytes: int
+    capability: int  # compute capability: 90 is 9.0
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Self:
+        """Read them from `paged_attention`'s arguments."""
+        return cls(
+            query.shape[1] // key_cache.shape[1],
+            padded(key_cache.shape[3]) + padded(value_cache.shape[3]),
+            query.element_size(),
+            key_cache.element_size(),
+            compute_capability(query.device),
+        )
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The shape of one program."""
+
+    rows: int  # query tokens x heads of a group, padded: the M of the matrix products
+    tile: int  # tokens of context per turn of the loop
+    num_warps: int
+    num_stages: int
+
+
+def tile_tokens(heads: Heads, most: int) -> int:
+    """Tokens per tile: a power of two, so that key and value of them fit `_TILE_BYTES`."""
+    tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
+    return max(16, 1 << (tokens.bit_length() - 1))
+
+
+def padded(size: int) -> int:
+    """The power of two at or above `size` that `tl.dot` takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+class Cache(NamedTuple):
+    """One layer's paged KV cache; a kernel takes it as one argument.
+
+    A token's place is its row, in units of UNIT elements: what all slots and tokens are multiples
+    of, except for tokens of transposed values.
+    """
+
+    key_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dk]
+    value_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dv]
+    key_slot_units: int
+    key_token_units: int
+    key_head_stride: int
+    key_width_stride: int
+    value_slot_units: int
+    value_token_units: int
+    value_head_stride: int
+    value_width_stride: int
+    BLOCK_SIZE: Any
+    KEY_WIDTH: Any
+    VALUE_WIDTH: Any
+    KEY_BLOCK: Any  # widths, padded
+    VALUE_BLOCK: Any
+    UNIT: Any
+    ROW_TYPE: Any  # int32 where every row of the pool has such a number
+    SAME_ROWS: Any  # of keys and values
+    TRANSPOSED: Any  # values are [Dv, block_size] in their blocks, and none is NaN
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Self:
+        """Describe caches [num_slots, Hkv, block_size, width] of any strides."""
+        key_slot, key_head, key_token, key_stride = keys.stride()
+        value_slot, value_head, value_token, value_stride = values.stride()
+        transposed = is_transposed(values)
+        unit = math.gcd(key_slot, key_token, value_slot, 0 if transposed else value_token)
+        num_rows = len(keys) * max(key_slot, value_slot) // unit
+        constants = (
+            keys.shape[2],
+            keys.shape[3],
+            values.shape[3],
+            padded(keys.shape[3]),
+            padded(values.shape[3]),
+            unit,
+            tl.int32 if num_rows <= _INT32_ROWS else tl.int64,
+            (key_slot, key_token) == (value_slot, value_token),
+            transposed,
+        )
+        return cls(
+            *(as_readable(keys), as_readable(values)),
+            *(key_slot // unit, key_token // unit, key_head, key_stride),
+            *(value_slot // unit, value_token // unit, value_head, value_stride),
+            *map(tl.constexpr, constants),
+        )
+
+
+@triton.jit
+def load_tokens(
+    ptr,  # the KV head's first element
+    rows,  # [TILE] int32 or int64
+    live,  # [TILE, 1] bool, or None: all are
+    width_stride,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):  # [TILE, WIDTH_BLOCK]
+    # The columns are added first: what changes from tile to tile is one multiply-add a token.
+    columns = tl.arange(0, WIDTH_BLOCK)
+    ptrs = (ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
+    mask = columns[None, :] < WIDTH
+    if live is not None:
+        mask = mask & live
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_transposed(
+    cache,  # Cache
+    value_ptr,  # the KV head's
+    slots,  # [TILE] int32 or int64
+    offsets,  # [TILE] int32: tokens in their blocks
+):  # [VALUE_BLOCK, TILE]
+    # Neighbors in a block are neighbors in memory, which Triton cannot see from a table.
+    tile: tl.constexpr = slots.shape[0]
+    if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
+        slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
+    columns = tl.arange(0, cache.VALUE_BLOCK)
+    tokens = (slots * cache.value_slot_units).to(tl.int64) * cache.UNIT + offsets
+    ptrs = (value_ptr + columns * cache.value_width_stride)[:, None] + tokens[None, :]
+    if cache.VALUE_WIDTH == cache.VALUE_BLOCK:
+        transposed = tl.load(ptrs)
+    else:
+        transposed = tl.load(ptrs, mask=columns[:, None] < cache.VALUE_WIDTH, other=0.0)
+    return transposed
+
+
+@triton.jit
+def load_query(
+    ptrs,  # [ROWS, KEY_BLOCK]
+    mask,  # [ROWS, KEY_BLOCK]
+    score_scale,
+    CACHE_TYPE: tl.constexpr,
+):  # [ROWS, KEY_BLOCK] as it is multiplied, and [ROWS] float32, the scale of each row's scores
+    query = tl.load(ptrs, mask=mask, other=0.0)
+    scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
+    if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
+        # float8 becomes float16 in one instruction for two, bfloat16 in four.
+        query, down = in_float16(query.to(tl.float32))
+        scales = scales * down
+    return query, scales
+
+
+@triton.jit
+def attend(
+    query,  # [ROWS, KEY_BLOCK]
+    positions,  # [ROWS] int32, of each row's token
+    begin,  # first and
+    end,  # last + 1 position to read
+    row_max,  # [ROWS] float32: the state so far
+    row_sum,  # [ROWS] float32
+    acc,  # [ROWS, VALUE_BLOCK] float32
+    cache,  # Cache
+    kv_head,
+    table_ptr,  # [max_blocks] int32, the sequence's
+    scales,  # [ROWS] float32, of the scores
+    cap,  # float32, or None
+    window,  # or None
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
+):
+    key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
+    value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
+    places = tl.arange(0, TILE)
+    # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
+    for tile in range(begin // TILE * TILE, end, TILE):
+        tokens = tile + places
+        if TILE // cache.BLOCK_SIZE * cache.BLOCK_SIZE == TILE:  # (constants have no reflected %)
+            blocks = tile // cache.BLOCK_SIZE + places // cache.BLOCK_SIZE
+            offsets = places % cache.BLOCK_SIZE
+        else:
+            blocks, offsets = tokens // cache.BLOCK_SIZE, tokens % cache.BLOCK_SIZE
+        live = None
+        if MASKED:
+            # Blocks are clamped instead of masked, and positions decide below what is seen: a mask
+            # for each use is cheaper than one that the pipeline carries along.
+            blocks = tl.minimum(blocks, (end - 1) // cache.BLOCK_SIZE)
+            live = tokens[:, None] < end
+            if window is not None:
+                blocks = tl.maximum(blocks, begin // cache.BLOCK_SIZE)
+                live = live & (tokens[:, None] >= begin)
+        slots = tl.load(table_ptr + blocks).to(cache.ROW_TYPE)
+        rows = slots * cache.key_slot_units + offsets * cache.key_token_units
+
+        # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
+        # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
+        key = load_tokens(
+            key_ptr, rows, None, cache.key_width_stride,
+            cache.UNIT, cache.KEY_WIDTH, cache.KEY_BLOCK,
+        )  # fmt: skip
+        key = widen_cache(key, query.dtype, True)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if cap is not None:
+            scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
+        if MASKED:
+            visible = tokens[None, :] <= positions[:, None]
+            if window is not None:
+                visible = visible & (tokens[None, :] > positions[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
+        tile_max = tl.max(scores, 1)
+        if cap is None:
+            tile_max *= scales
+            scores *= scales[:, None]
+        if cache.TRANSPOSED and query.dtype == tl.float16:
+            # Weights up to 2^15 instead of 1, and the sum with them: float16 ends at 2^-24.
+            tile_max -= 15.0
+        new_max = tl.maximum(row_max, tile_max)
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+
+        weights = weights.to(query.dtype)
+        if cache.TRANSPOSED:
+            value = _load_transposed(cache, value_ptr, slots, offsets)
+            value = tl.trans(widen_cache(value, query.dtype, False))
+        else:
+            if not cache.SAME_ROWS:
+                rows = slots * cache.value_slot_units + offsets * cache.value_token_units
+            value = load_tokens(
+                value_ptr, rows, live, cache.value_width_stride,
+                cache.UNIT, cache.VALUE_WIDTH, cache.VALUE_BLOCK,
+            )  # fmt: skip
+            value = widen_cache(value, query.dtype, True)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def initial_state(
+    sinks_ptr,  # [Hq] or None
+    heads,  # [ROWS]
+    holds_sinks,  # [ROWS] bool
+    ROWS: tl.constexpr,
+):
+    # A sink is a logit that was seen before the first key and has no value.
+    if sinks_ptr is None:
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+    else:
+        sinks = tl.load(sinks_ptr + heads, mask=holds_sinks, other=float("-inf")).to(tl.float32)
+        row_max = sinks * 1.4426950408889634  # log2(e)
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
+    return row_max, row_sum
+
+
+@triton.jit
+def divide(acc, row_sum):
+    # Nothing seen (a padding row): zeros.
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -1,0 +1,382 @@
+"""Batch-invariant paged attention: a token's bits depend on its own context alone.
+
+It computes the formula of `paged_attention`. There, decodes and chunks run in different programs
+and give the same token different bits. Here one program, compiled once, computes all tokens: in a
+chunk of any size, as a decode, after a cached prefix or after preemption, with any other sequences
+in the batch. Each token is summed in this order:
+
+1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
+   counted from position 0.
+2. Each piece starts an online softmax over its tiles. A tile of which a token sees nothing leaves
+   the token's maximum, sum and output exactly as they are.
+3. Pieces are joined from first to last, starting from the sinks. Either one program joins all
+   pieces of its tile, or programs store the states of their pieces and `merge_partials` joins them
+   with the same operations. Both write out their fused multiply-adds.
+
+The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
+decode is one item with all its pieces, or one item per piece: the sums are the same. The list is
+made on the device, once for all layers with the same window, so that a captured step can be
+replayed with other lengths. Every sequence reads a shared prefix separately.
+
+Sources: split sizes that are fixed, instead of a fixed number of splits, and one order for prefill
+and decode, are from "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab
+2025). vLLM's `VLLM_BATCH_INVARIANT` has one split; SGLang's deterministic mode has splits of a
+fixed size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.attention_loop import (
+    Heads,
+    LaunchConfig,
+    attend,
+    divide,
+    initial_state,
+    load_query,
+    padded,
+)
+from batchinfer.kernels.decode_plan import (
+    SEQUENCES_AT_ONCE,
+    append_items,
+    set_counters,
+    shared_rows,
+)
+from batchinfer.kernels.launch import OPTIONS, check_launchable, num_persistent
+from batchinfer.kernels.paged_attention import shared_arguments
+from batchinfer.kernels.split_kv import (
+    MAX_WORKSPACE_BYTES,
+    Partials,
+    aligned_pieces,
+    join_outs,
+    join_sums,
+    merge_partials,
+    store_partials,
+)
+
+# A multiple of every tile. Joining pieces costs a long context little, and from this length on
+# several programs share a single sequence.
+ALIGNED_PIECE = 2048
+
+
+@dataclass(frozen=True)
+class BatchInvariantWork:
+    """A step's work list for one window, and room for the results of pieces of decodes."""
+
+    items: torch.Tensor  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
+    counters: torch.Tensor  # [1 + num_launches] int32: items, then taken ones of each launch
+    partials: Partials
+    max_pieces: int  # 1: each decode is one item
+    piece: int  # positions
+    tokens: int  # of a tile, at most
+    window: int
+
+
+def plan_batch_invariant(
+    query_starts: torch.Tensor,  # [S + 1] int32
+    context_lens: torch.Tensor,  # [S] int32
+    *,
+    tokens: int,
+    num_tokens: int,
+    max_chunks: int,
+    num_heads: int,
+    value_width: int,
+    max_context_len: int,
+    sliding_window: int = 0,
+    num_launches: int = 1,
+    piece: int | None = None,
+    splits: bool = True,
+) -> BatchInvariantWork:
+    """List the work of a step.
+
+    Args:
+        tokens: of a tile (`batch_invariant_query_tile`).
+        num_tokens: an upper bound on the query tokens of sequences that have several.
+        max_chunks: an upper bound on such sequences.
+        max_context_len: an upper bound.
+        num_launches: attention layers that take the list, each once.
+        piece: positions of a piece (default: `ALIGNED_PIECE`); bits depend on it.
+        splits: decodes may be cut into pieces, where their results fit the workspace.
+    """
+    num_sequences, device = len(context_lens), context_lens.device
+    piece = piece or ALIGNED_PIECE
+    # A window need not begin where a piece does.
+    reach = min(max_context_len, sliding_window + piece) if sliding_window else max_context_len
+    max_pieces = max(1, -(-reach // piece))
+    floats = num_sequences * num_heads * max_pieces * (value_width + 2)
+    if not splits or 4 * floats > MAX_WORKSPACE_BYTES:
+        max_pieces = 1
+    max_items = num_sequences * max_pieces + num_tokens // tokens + max_chunks
+    work = BatchInvariantWork(
+        items=torch.empty(max_items, 2, dtype=torch.int32, device=device),
+        counters=torch.empty(1 + num_launches, dtype=torch.int32, device=device),
+        partials=Partials.empty(num_sequences, num_heads, max_pieces, value_width, device),
+        max_pieces=max_pieces,
+        piece=piece,
+        tokens=tokens,
+        window=sliding_window,
+    )
+    _plan_batch_invariant_kernel[(1,)](
+        query_starts,
+        context_lens,
+        work.items,
+        work.counters,
+        num_sequences,
+        max_items,
+        max_pieces,
+        sliding_window or None,
+        NUM_COUNTERS=1 + num_launches,
+        COUNTERS_BLOCK=triton.next_power_of_2(1 + num_launches),
+        PIECE=piece,
+        TOKENS=tokens,
+        SEQUENCES=min(SEQUENCES_AT_ONCE, triton.next_power_of_2(num_sequences)),
+        **OPTIONS,
+    )
+    return work
+
+
+def batch_invariant_config(heads: Heads) -> LaunchConfig:
+    """Launch shape: 64 rows, the least that a Hopper warp group multiplies, for every query token.
+
+    A decode leaves most of them empty, and reading its context takes longer than multiplying. Tiles
+    are as long as the registers allow.
+    """
+    if heads.query_bytes == 4:
+        return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
+    rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
+    if heads.widths > 384 and heads.capability >= 90 and not fp8:
+        return LaunchConfig(rows, tile=16, num_warps=4, num_stages=5)
+    if heads.widths > 256:
+        return LaunchConfig(rows, tile=16 if fp8 else 32, num_warps=8, num_stages=5)
+    if heads.capability >= 90 or heads.widths <= 128:
+        return LaunchConfig(rows, tile=64, num_warps=4, num_stages=5)
+    return LaunchConfig(rows, tile=32, num_warps=8 if fp8 else 4, num_stages=5)
+
+
+def batch_invariant_query_tile(heads: Heads) -> int:
+    """Query tokens of a program, as `plan_batch_invariant` takes them."""
+    return batch_invariant_config(heads).rows // heads.group
+
+
+def batch_invariant_attention(
+    query: torch.Tensor,  # [T, Hq, Dk], packed over sequences
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], any strides; or float8
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], any strides
+    block_tables: torch.Tensor,  # [S, max_blocks] int32, width contiguous
+    query_starts: torch.Tensor,  # [S + 1] int32
+    context_lens: torch.Tensor,  # [S] int32, tokens in the cache after this step
+    *,
+    scale: float,
+    out: torch.Tensor,  # [T, Hq, Dv], written in place
+    work: BatchInvariantWork,
+    launch: int = 0,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [Hq]
+) -> None:
+    """Attend, and write `out`. The step's own keys and values are in the cache already.
+
+    Rows of `query` past query_starts[S] are neither read nor written.
+
+    Args:
+        work: from `plan_batch_invariant` for the same lengths and window.
+        launch: which of the launches of `work` this is.
+    """
+    check_launchable(
+        "batch_invariant_attention", query, key_cache, value_cache, block_tables, query_starts,
+        context_lens, out, sinks,
+    )  # fmt: skip
+    if len(context_lens) == 0 or len(query) == 0:
+        return
+    assert work.window == sliding_window, "the work list is for another window"
+    shared = shared_arguments(
+        query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
+        scale, sliding_window, softcap,
+    )  # fmt: skip
+    num_kv_heads = key_cache.shape[1]
+    config = batch_invariant_config(Heads.of(query, key_cache, value_cache))
+    num_programs = num_persistent(query.device, len(work.items) * num_kv_heads)
+    value_block = padded(value_cache.shape[3])
+    totals = work.partials.out_ptr.new_empty(num_programs, 2, config.rows, value_block)
+    _batch_invariant_kernel[(num_programs,)](
+        **shared,
+        partials=work.partials,
+        max_pieces=work.max_pieces,
+        totals_ptr=totals,
+        items_ptr=work.items,
+        counters_ptr=work.counters,
+        launch=launch,
+        PIECE=work.piece,
+        TOKENS=work.tokens,
+        TILE=min(config.tile, work.piece),
+        ROWS=config.rows,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **OPTIONS,
+    )
+    if work.max_pieces > 1:
+        merge_partials(
+            work.partials,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            out=out,
+            sinks=sinks,
+            window=shared["window"],
+            max_pieces=work.max_pieces,
+            piece=work.piece,
+            head_groups=num_kv_heads,
+            fixed=True,
+        )
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_pieces", "launch"])
+def _batch_invariant_kernel(
+    query_ptr,  # [T, Hq, Dk]
+    query_strides,
+    cache,  # Cache
+    table_ptr,  # [S, max_blocks] int32
+    table_stride,
+    query_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    out_ptr,  # [T, Hq, Dv]
+    out_strides,
+    sinks_ptr,  # [Hq] or None
+    items_ptr,  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
+    counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
+    partials,  # Partials
+    totals_ptr,  # [programs, 2, ROWS, VALUE_BLOCK] float32: of pieces so far, of one
+    score_scale,
+    cap,  # or None
+    window,  # or None
+    max_pieces,
+    launch,  # of those that share the work list
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    PIECE: tl.constexpr,
+    TOKENS: tl.constexpr,  # query tokens of a tile
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    key_columns = tl.arange(0, cache.KEY_BLOCK)
+    value_columns = tl.arange(0, cache.VALUE_BLOCK)
+    num_tickets = tl.load(counters_ptr) * NUM_KV_HEADS
+    counters_ptr += 1 + launch
+    ticket = tl.atomic_add(counters_ptr, 1)
+    while ticket < num_tickets:
+        item = (ticket // NUM_KV_HEADS).to(tl.int64)
+        kv_head = (ticket % NUM_KV_HEADS).to(tl.int64)
+        sequence = tl.load(items_ptr + 2 * item).to(tl.int64)
+        number = tl.load(items_ptr + 2 * item + 1)
+        query_start = tl.load(query_starts_ptr + sequence)
+        query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
+        computed = tl.load(context_lens_ptr + sequence) - query_len  # before this step
+        first = tl.where(query_len == 1, 0, number * TOKENS)
+
+        query_tokens = first + rows // GROUP
+        row_live = (rows < TOKENS * GROUP) & (query_tokens < query_len)
+        query_rows = (query_start + query_tokens).to(tl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        query, scales = load_query(
+            query_ptr
+            + (query_rows * query_strides[0] + heads * query_strides[1])[:, None]
+            + key_columns[None, :] * query_strides[2],
+            row_live[:, None] & (key_columns[None, :] < cache.KEY_WIDTH),
+            score_scale,
+            cache.key_ptr.dtype.element_ty,
+        )
+        begin = first * 0 if window is None else tl.maximum(computed + first + 1 - window, 0)
+        end = computed + tl.minimum(first + TOKENS, query_len)
+        first_piece, count = aligned_pieces(begin, end, PIECE)
+        is_part = (query_len == 1) & (max_pieces > 1) & (count > 1)
+        low = first_piece + tl.where(is_part, number, 0)
+        last = tl.where(is_part, low, first_piece + count - 1)
+        # Of several parts none has the sinks: the merge starts from them. (`row_live & ~is_part`
+        # would be the same, but Triton's interpreter makes integers of it.)
+        holds_sinks = row_live & (rows < tl.where(is_part, 0, ROWS))
+        total_max, total_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
+        for piece in range(low, last + 1):
+            piece_max, piece_sum, piece_out = attend(
+                query,
+                computed + query_tokens,
+                tl.maximum(begin, piece * PIECE),
+                tl.minimum(end, (piece + 1) * PIECE),
+                tl.full([ROWS], float("-inf"), tl.float32),
+                tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
+                cache, kv_head, table_ptr + sequence * table_stride,
+                scales, cap, window, TILE, True,
+            )  # fmt: skip
+            if is_part:
+                part = (sequence * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + number
+                store_partials(
+                    partials, part, piece_max, piece_sum, piece_out, row_live,
+                    cache.VALUE_WIDTH, cache.VALUE_BLOCK,
+                )  # fmt: skip
+            else:
+                total_max, total_sum, decay, weight = join_sums(
+                    total_max, total_sum, piece_max, piece_sum
+                )
+                # Registers have no room for two such sums: they meet in memory, in parts.
+                at = totals_ptr + tl.program_id(0) * (2 * ROWS * cache.VALUE_BLOCK)
+                at += rows[:, None] * cache.VALUE_BLOCK
+                piece_at = at + ROWS * cache.VALUE_BLOCK
+                tl.store(piece_at + value_columns[None, :], piece_out, mask=row_live[:, None])
+                tl.debug_barrier()
+                out_rows = query_rows * out_strides[0] + heads * out_strides[1]
+                for start in range(0, cache.VALUE_BLOCK, 16):
+                    columns = (start + tl.arange(0, 16))[None, :]
+                    there = row_live[:, None] & (columns < cache.VALUE_WIDTH)
+                    before = row_live[:, None] & (
+                        columns < tl.where(piece > low, cache.VALUE_WIDTH, 0)
+                    )
+                    total = join_outs(
+                        tl.load(at + columns, mask=before, other=0.0),
+                        decay,
+                        tl.load(piece_at + columns, mask=there, other=0.0),
+                        weight,
+                    )
+                    if piece < last:
+                        tl.store(at + columns, total, mask=there)
+                    else:
+                        tl.store(
+                            out_ptr + out_rows[:, None] + columns * out_strides[2],
+                            divide(total, total_sum[:, None]),
+                            mask=there,
+                        )
+                tl.debug_barrier()
+        ticket = tl.atomic_add(counters_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "max_items", "max_pieces", "window"])
+def _plan_batch_invariant_kernel(
+    query_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    items_ptr,  # [max_items, 2] int32
+    counters_ptr,  # [NUM_COUNTERS] int32
+    num_sequences,
+    max_items,
+    max_pieces,
+    window,  # or None
+    NUM_COUNTERS: tl.constexpr,
+    COUNTERS_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEQUENCES: tl.constexpr,  # at a time
+):
+    num_items = tl.full([], 0, tl.int32)
+    for start in range(0, num_sequences, SEQUENCES):
+        sequences = start + tl.arange(0, SEQUENCES)
+        there = sequences < num_sequences
+        query_start = tl.load(query_starts_ptr + sequences, mask=there, other=0)
+        query_len = tl.load(query_starts_ptr + sequences + 1, mask=there, other=0) - query_start
+        context_len = tl.load(context_lens_ptr + sequences, mask=there, other=0)
+        begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
+        _, count = aligned_pieces(begin, context_len, PIECE)
+        count = tl.where(max_pieces > 1, count, 1)
+        count = tl.where(query_len == 1, count, tl.cdiv(query_len, TOKENS))
+        num_items = append_items(items_ptr, num_items, max_items, sequences, count * 0, count)
+    set_counters(counters_ptr, tl.minimum(num_items, max_items), NUM_COUNTERS, COUNTERS_BLOCK)

@@ -1,0 +1,28 @@
+/* Prefetches the next panel of a packed weight, one share each time a tile computes a part. */
+
+#ifndef BATCHINFER_AHEAD_H
+#define BATCHINFER_AHEAD_H
+
+#include "simd.h"
+
+#define LINE 64 /* bytes of a cache line */
+
+typedef struct {
+    const char *at, *end;
+    int lines; /* of a share */
+} ahead;
+
+/* The panel after the one of `bytes` bytes at `panel`, in `times` shares; nothing after the last.
+   */
+INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t times) {
+    const char *after = (const char *)panel + bytes;
+    return (ahead){after, is_last ? after : after + bytes,
+                   times ? (int)((bytes / LINE + times - 1) / times) : 0};
+}
+
+INLINE void prefetch_share(ahead *next) {
+    for (int line = 0; line < next->lines && next->at < next->end; line++, next->at += LINE)
+        __builtin_prefetch(next->at, 0, 2);
+}
+
+#endif

@@ -1,0 +1,204 @@
+"""Edited logits: biases, allowed tokens and penalties, at the tokens they apply to.
+
+For the logit x of a token, in this order, each in float32 and rounded by itself:
+
+    x + bias                             of each bias of it; -inf bans it
+    -inf                                 where other tokens are allowed and it is not
+    x / repetition, or x * repetition    where x is not positive, if it is in prompt or output
+    x - frequency * count - presence     if it is `count` times in the output
+
+(Repetition: Keskar et al. 2019, arXiv:1909.05858; the others are those of the OpenAI API; the order
+is vLLM's, v1/sample/sampler.py.) The model's logits are not changed. The kernel writes float32
+values at the places of edited tokens alone, and bits that mark these places: an edited row costs
+its readers an eighth of a byte a logit.
+
+A program takes a distribution. A token may be listed several times: all values are computed before
+any is written, and occurrences are counted in the place of the value.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import check_launchable
+
+_BLOCK = 512
+
+
+class EditedLogits(NamedTuple):
+    """Logits of D distributions that differ from the model's; a kernel takes them as one
+    argument."""
+
+    logits: torch.Tensor  # [D, V] float32, anything where no token is edited
+    present: torch.Tensor  # [D, ceil(V / 32)] int32, bit i % 32 of word i // 32: token i is edited
+    restricted: torch.Tensor  # [D] int32, not 0: tokens that are not edited count as -inf
+
+
+def apply_penalties(
+    logits: torch.Tensor,  # [R, V], last dimension contiguous
+    *,
+    rows: torch.Tensor,  # [D] int32, the row of each distribution
+    bias_starts: torch.Tensor,  # [D + 1] int32, where each distribution's begin
+    bias_ids: torch.Tensor,  # [B] int32
+    bias_values: torch.Tensor,  # [B] float32
+    allowed_starts: torch.Tensor,  # [D + 1] int32; none: all are allowed
+    allowed_ids: torch.Tensor,  # [A] int32
+    prompt_starts: torch.Tensor,  # [D + 1] int32
+    prompt_ids: torch.Tensor,  # [P] int32, to be penalized
+    output_starts: torch.Tensor,  # [D + 1] int32
+    output_ids: torch.Tensor,  # [O] int32
+    repetition: torch.Tensor,  # [D] float32
+    presence: torch.Tensor,  # [D] float32
+    frequency: torch.Tensor,  # [D] float32
+) -> EditedLogits:
+    """The edits of D distributions. Every id is one of the V."""
+    check_launchable("apply_penalties", logits, rows, bias_ids, allowed_ids, prompt_ids, output_ids)
+    num_distributions, vocab = len(rows), logits.shape[1]
+    num_words = triton.cdiv(vocab, 32)
+    edits = EditedLogits(
+        logits=logits.new_empty(num_distributions, vocab, dtype=torch.float32),
+        present=logits.new_empty(num_distributions, num_words, dtype=torch.int32),
+        restricted=logits.new_empty(num_distributions, dtype=torch.int32),
+    )
+    if num_distributions == 0:
+        return edits
+    _penalties_kernel[(num_distributions,)](
+        logits, rows, bias_starts, bias_ids, bias_values, allowed_starts, allowed_ids,
+        prompt_starts, prompt_ids, output_starts, output_ids, repetition, presence, frequency,
+        edits.logits, edits.present, edits.restricted,
+        logits.new_empty(len(prompt_ids), dtype=torch.float32),
+        logits.new_empty(len(output_ids), dtype=torch.float32),
+        logits.new_empty(len(output_ids), dtype=torch.int32),
+        logits.stride(0),
+        VOCAB=vocab, NUM_WORDS=num_words, BLOCK=_BLOCK,
+        # A product and a sum are rounded one by one, as on a CPU.
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return edits
+
+
+@triton.jit
+def _penalties_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [D] int32
+    bias_starts_ptr,  # [D + 1] int32
+    bias_ids_ptr,  # [B] int32
+    bias_values_ptr,  # [B] float32
+    allowed_starts_ptr,  # [D + 1] int32
+    allowed_ids_ptr,  # [A] int32
+    prompt_starts_ptr,  # [D + 1] int32
+    prompt_ids_ptr,  # [P] int32
+    output_starts_ptr,  # [D + 1] int32
+    output_ids_ptr,  # [O] int32
+    repetition_ptr,  # [D] float32
+    presence_ptr,  # [D] float32
+    frequency_ptr,  # [D] float32
+    values_ptr,  # [D, V] float32
+    present_ptr,  # [D, NUM_WORDS] int32
+    restricted_ptr,  # [D] int32
+    prompt_values_ptr,  # [P] float32
+    output_values_ptr,  # [O] float32
+    counts_ptr,  # [O] int32
+    row_stride,
+    VOCAB: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    d = tl.program_id(0).to(tl.int64)
+    logits_ptr += tl.load(rows_ptr + d).to(tl.int64) * row_stride
+    values_ptr += d * VOCAB
+    present_ptr += d * NUM_WORDS
+    lanes = tl.arange(0, BLOCK)
+    bias, bias_end = tl.load(bias_starts_ptr + d), tl.load(bias_starts_ptr + d + 1)
+    allowed, allowed_end = tl.load(allowed_starts_ptr + d), tl.load(allowed_starts_ptr + d + 1)
+    prompt, prompt_end = tl.load(prompt_starts_ptr + d), tl.load(prompt_starts_ptr + d + 1)
+    output, output_end = tl.load(output_starts_ptr + d), tl.load(output_starts_ptr + d + 1)
+    restricted = allowed_end > allowed
+    tl.store(restricted_ptr + d, restricted.to(tl.int32))
+    for start in range(0, NUM_WORDS, BLOCK):
+        tl.store(present_ptr + start + lanes, lanes * 0, mask=start + lanes < NUM_WORDS)
+
+    _count(output_ids_ptr, counts_ptr, values_ptr, output, output_end, BLOCK)
+    _put(logits_ptr, values_ptr, present_ptr, bias_ids_ptr, bias, bias_end, restricted, BLOCK)
+    _put(logits_ptr, values_ptr, present_ptr, prompt_ids_ptr, prompt, prompt_end, restricted, BLOCK)
+    _put(logits_ptr, values_ptr, present_ptr, output_ids_ptr, output, output_end, restricted, BLOCK)
+    tl.debug_barrier()  # every thread goes on from what others have written; so below
+    _put(logits_ptr, values_ptr, present_ptr, allowed_ids_ptr, allowed, allowed_end, False, BLOCK)
+    tl.debug_barrier()
+    for start in range(bias, bias_end, BLOCK):
+        there = start + lanes < bias_end
+        ids = tl.load(bias_ids_ptr + start + lanes, mask=there, other=0)
+        value = tl.load(bias_values_ptr + start + lanes, mask=there, other=0.0)
+        tl.atomic_add(values_ptr + ids, value, mask=there)
+    tl.debug_barrier()
+    repetition = tl.load(repetition_ptr + d)
+    for start in range(prompt, prompt_end, BLOCK):
+        there = start + lanes < prompt_end
+        ids = tl.load(prompt_ids_ptr + start + lanes, mask=there, other=0)
+        x = _repeated(values_ptr, ids, there, repetition)
+        tl.store(prompt_values_ptr + start + lanes, x, mask=there)
+    presence, frequency = tl.load(presence_ptr + d), tl.load(frequency_ptr + d)
+    for start in range(output, output_end, BLOCK):
+        there = start + lanes < output_end
+        ids = tl.load(output_ids_ptr + start + lanes, mask=there, other=0)
+        count = tl.load(counts_ptr + start + lanes, mask=there, other=0).to(tl.float32)
+        x = _repeated(values_ptr, ids, there, repetition) - frequency * count - presence
+        tl.store(output_values_ptr + start + lanes, x, mask=there)
+    tl.debug_barrier()
+    _scatter(prompt_values_ptr, values_ptr, prompt_ids_ptr, prompt, prompt_end, BLOCK)
+    tl.debug_barrier()
+    _scatter(output_values_ptr, values_ptr, output_ids_ptr, output, output_end, BLOCK)
+
+
+@triton.jit
+def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
+    """How often each id is in its list, for which the values' places are used."""
+    lanes = tl.arange(0, BLOCK)
+    places = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    for start in range(first, end, BLOCK):
+        there = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
+        tl.store(places + ids, lanes * 0, mask=there)
+    tl.debug_barrier()
+    for start in range(first, end, BLOCK):
+        there = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
+        tl.atomic_add(places + ids, lanes * 0 + 1, mask=there)
+    tl.debug_barrier()
+    for start in range(first, end, BLOCK):
+        there = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
+        count = tl.load(places + ids, mask=there, other=0, cache_modifier=".cg")
+        tl.store(counts_ptr + start + lanes, count, mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _put(logits_ptr, values_ptr, present_ptr, ids_ptr, first, end, hidden, BLOCK: tl.constexpr):
+    """Enter tokens as edited, with the model's logit, or -inf where it is hidden."""
+    lanes = tl.arange(0, BLOCK)
+    for start in range(first, end, BLOCK):
+        there = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
+        x = tl.load(logits_ptr + ids, mask=there, other=0.0).to(tl.float32)
+        tl.store(values_ptr + ids, tl.where(hidden, float("-inf"), x), mask=there)
+        tl.atomic_or(present_ptr + ids // 32, (lanes * 0 + 1) << (ids % 32), mask=there)
+
+
+@triton.jit
+def _repeated(values_ptr, ids, there, repetition):
+    """Values after the repetition penalty."""
+    x = tl.load(values_ptr + ids, mask=there, other=0.0, cache_modifier=".cg")
+    each = tl.full(x.shape, 1.0, tl.float32) * repetition
+    return tl.where(x > 0, tl.div_rn(x, each), x * each)
+
+
+@triton.jit
+def _scatter(from_ptr, values_ptr, ids_ptr, first, end, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    for start in range(first, end, BLOCK):
+        there = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
+        tl.store(values_ptr + ids, tl.load(from_ptr + start + lanes, mask=there), mask=there)

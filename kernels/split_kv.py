@@ -1,0 +1,206 @@
+"""How contexts are cut into pieces, and how the results of pieces are merged.
+
+A piece leaves the state (m, l, o) of each of its rows: the maximum score, the sum of weights, and
+the output not divided by it (`README.md`, "Merging pieces").
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.attention_loop import divide, initial_state, padded
+from batchinfer.kernels.launch import OPTIONS
+
+MAX_WORKSPACE_BYTES = 256 * 2**20
+
+
+class Partials(NamedTuple):
+    """The states of pieces; a kernel takes them as one argument."""
+
+    out_ptr: torch.Tensor  # [S, Hq, max_pieces, Dv] float32
+    max_ptr: torch.Tensor  # [S, Hq, max_pieces] float32
+    sum_ptr: torch.Tensor  # [S, Hq, max_pieces] float32
+
+    @classmethod
+    def empty(
+        cls,
+        num_sequences: int,
+        num_heads: int,
+        max_pieces: int,
+        value_width: int,
+        device: torch.device,
+    ) -> "Partials":
+        """Allocate them; contexts of one piece leave none."""
+        shape = (num_sequences, num_heads, max_pieces) if max_pieces > 1 else (1, 1, 1)
+        out = torch.empty(*shape, value_width, dtype=torch.float32, device=device)
+        return cls(out, *torch.empty((2, *shape), dtype=torch.float32, device=device).unbind())
+
+
+def merge_partials(
+    partials: Partials,
+    *,
+    query_starts: torch.Tensor,  # [S + 1] int32
+    context_lens: torch.Tensor,  # [S] int32
+    out: torch.Tensor,  # [T, Hq, Dv], written in place
+    sinks: torch.Tensor | None,  # [Hq]
+    window: int | None,
+    max_pieces: int,
+    piece: int,
+    head_groups: int,
+    fixed: bool = False,
+) -> None:
+    """Merge the pieces of every context that has several.
+
+    Args:
+        piece: tokens of a piece.
+        head_groups: programs that share the heads of a sequence equally.
+        fixed: contexts are cut by `aligned_pieces`, else by `pieces`.
+    """
+    num_heads, width = out.shape[1:]
+    _merge_kernel[(len(context_lens), head_groups)](
+        query_starts,
+        context_lens,
+        out,
+        out.stride(),
+        sinks,
+        partials,
+        window,
+        max_pieces,
+        GROUP=num_heads // head_groups,
+        GROUP_BLOCK=triton.next_power_of_2(num_heads // head_groups),
+        WIDTH=width,
+        WIDTH_BLOCK=padded(width),
+        PIECE=piece,
+        FIXED=fixed,
+        num_warps=4,
+        **OPTIONS,
+    )
+
+
+@triton.jit
+def pieces(
+    context_len,  # [...]
+    window,
+    max_pieces,
+    PIECE: tl.constexpr,
+):
+    """First position to read, first position of the first piece, length and number of pieces.
+
+    Pieces begin at a multiple of 128, which is one of every tile. They have PIECE tokens, or a
+    multiple of it where max_pieces of them would not reach the end. There is at least one piece,
+    perhaps empty, since it writes the output.
+    """
+    begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
+    first = begin // 128 * 128
+    span = context_len - first
+    length = tl.maximum(tl.cdiv(tl.cdiv(span, max_pieces), PIECE), 1) * PIECE
+    count = tl.maximum(tl.cdiv(span, length), 1)
+    return begin, first, length, count
+
+
+@triton.jit
+def aligned_pieces(
+    begin,  # [...] first position and
+    end,  # [...] last + 1
+    PIECE: tl.constexpr,
+):
+    """The first piece, counted from position 0, and the number of pieces, at least one."""
+    first = begin // PIECE
+    return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
+
+
+# Multiply-adds are written out, so that no compiler fuses them differently in another kernel;
+# joining to nothing, or joining nothing, changes no bit.
+@triton.jit
+def join_sums(
+    total_max,  # [ROWS] float32: of the pieces before
+    total_sum,  # [ROWS] float32
+    piece_max,  # [ROWS] float32
+    piece_sum,  # [ROWS] float32
+):
+    """Maximum and sum of both, and the factors of their outputs."""
+    new_max = tl.maximum(total_max, piece_max)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(total_max - shift)
+    weight = tl.exp2(piece_max - shift)
+    return new_max, tl.fma(piece_sum, weight, total_sum * decay), decay, weight
+
+
+@triton.jit
+def join_outs(
+    total,  # [ROWS, WIDTH] float32
+    decay,  # [ROWS] float32
+    piece_out,  # [ROWS, WIDTH] float32
+    weight,  # [ROWS] float32
+):
+    return tl.fma(piece_out, tl.broadcast_to(weight[:, None], total.shape), total * decay[:, None])
+
+
+@triton.jit
+def store_partials(
+    partials,  # Partials
+    rows,  # [ROWS]: (sequence * Hq + head) * max_pieces + piece
+    row_max,  # [ROWS] float32
+    row_sum,  # [ROWS] float32
+    acc,  # [ROWS, WIDTH_BLOCK] float32
+    live,  # [ROWS] bool
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    tl.store(partials.max_ptr + rows, row_max, mask=live)
+    tl.store(partials.sum_ptr + rows, row_sum, mask=live)
+    columns = tl.arange(0, WIDTH_BLOCK)[None, :]
+    out_ptrs = partials.out_ptr + rows[:, None] * WIDTH + columns
+    tl.store(out_ptrs, acc, mask=live[:, None] & (columns < WIDTH))
+
+
+@triton.jit(do_not_specialize=["max_pieces"])
+def _merge_kernel(
+    query_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    out_ptr,  # [T, Hq, Dv]
+    out_strides,
+    sinks_ptr,  # [Hq] or None
+    partials,  # Partials
+    window,  # or None
+    max_pieces,
+    GROUP: tl.constexpr,  # heads of a program
+    GROUP_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    FIXED: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
+    if tl.load(query_starts_ptr + sequence + 1) - query_row != 1:
+        return
+    context_len = tl.load(context_lens_ptr + sequence)
+    begin, _, _, count = pieces(context_len, window, max_pieces, PIECE)
+    if FIXED:
+        _, count = aligned_pieces(begin, context_len, PIECE)
+    if count == 1:
+        return
+
+    rows = tl.arange(0, GROUP_BLOCK)
+    live = rows < GROUP
+    heads = tl.program_id(1).to(tl.int64) * GROUP + rows
+    columns = tl.arange(0, WIDTH_BLOCK)
+    mask = live[:, None] & (columns[None, :] < WIDTH)
+    first = (sequence * (tl.num_programs(1) * GROUP) + heads) * max_pieces
+    total_max, total_sum = initial_state(sinks_ptr, heads, live, GROUP_BLOCK)
+    total = tl.zeros([GROUP_BLOCK, WIDTH_BLOCK], tl.float32)
+    for piece in range(0, count):
+        at = first + piece
+        piece_max = tl.load(partials.max_ptr + at, mask=live, other=float("-inf"))
+        piece_sum = tl.load(partials.sum_ptr + at, mask=live, other=0.0)
+        out_ptrs = partials.out_ptr + at[:, None] * WIDTH + columns[None, :]
+        piece_out = tl.load(out_ptrs, mask=mask, other=0.0)
+        total_max, total_sum, decay, weight = join_sums(total_max, total_sum, piece_max, piece_sum)
+        total = join_outs(total, decay, piece_out, weight)
+
+    out_ptrs = out_ptr + query_row * out_strides[0] + heads[:, None] * out_strides[1]
+    result = divide(total, total_sum[:, None])
+    tl.store(out_ptrs + columns[None, :] * out_strides[2], result, mask=mask)

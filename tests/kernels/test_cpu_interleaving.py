@@ -1,0 +1,76 @@
+"""Threads of the C kernels wait for each other where they must: each runs as far as it is let
+before the next one begins (``interleaving.c``)."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.kernels.cpu import compiled_library, decoder_layer, encoder_layers, gemm, row_ops
+from batchinfer.kernels.cpu import paged_attention as cpu_attention
+from batchinfer.worker.linear_kernels import linear_kernels
+from tests.kernels.cpu_gemm_cases import check_many_rows
+from tests.kernels.encoder_cases import check_bits_of_a_sequence
+from tests.worker.fusion import test_native_layers
+
+pytestmark = [
+    pytest.mark.long,  # it compiles all kernels
+    pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here"),
+    pytest.mark.skipif(platform.system() != "Linux", reason="as GCC links on Linux"),
+    pytest.mark.usefixtures("turns"),
+]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels over threads that take turns."""
+    folder: Path = tmp_path_factory.mktemp("build")
+    compiler, own = shutil.which("cc"), folder / "turns.o"
+    source = Path(__file__).with_name("interleaving.c")
+    assert compiler is not None
+    subprocess.run([compiler, "-O1", "-fPIC", "-c", str(source), "-o", str(own)], check=True)
+    wrapper = folder / "cc"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} {own} "$@" -O1 -Wl,-Bsymbolic -lpthread\n')
+    wrapper.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", str(wrapper))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        built = compiled_library.load.__wrapped__()
+        assert built is not None
+        for module in (
+            compiled_library,
+            cpu_attention,
+            gemm,
+            row_ops,
+            decoder_layer,
+            encoder_layers,
+        ):
+            patch.setattr(module, "load", lambda: built)
+        linear_kernels.cache_clear()
+        yield
+    linear_kernels.cache_clear()
+
+
+@dtypes
+@pytest.mark.parametrize("method", ["", "int8", "int4"])
+def test_decoder_layers(dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_native_layers.test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
+        dtype, method, 3, monkeypatch
+    )
+
+
+@dtypes
+def test_encoder_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_bits_of_a_sequence(dtype, monkeypatch)
+
+
+@dtypes
+def test_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many_rows(dtype, 257, monkeypatch)
