@@ -116,6 +116,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {**_LATENT, **_LATENT_MOE},
 }
+_GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo_hybrid": {**_GATED_DELTA, "linear_num_value_heads": 2},
+    "qwen3_5_moe_text": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**_GATED_DELTA, "initializer_range": 0.2},  # wider: badly conditioned
+    "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
+}
 _LATENT_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _FAMILIES["deepseek_v3"],
     "deepseek_v2": {**_LATENT, **_LATENT_MOE, "q_lora_rank": None},
@@ -138,13 +154,19 @@ DECODER_FAMILIES = tuple(_DECODER_FAMILIES)
 LATENT_FAMILIES = tuple(_LATENT_FAMILIES)
 """Families whose attention is latent; tiny checkpoints can be made of them too."""
 
+RECURRENT_FAMILIES = tuple(_RECURRENT_FAMILIES)
+"""Families with recurrent layers."""
+
 FAMILIES = tuple(_FAMILIES)
 """Families that a tiny checkpoint can be made of."""
 
 
+_ALL_FAMILIES = _FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES | _RECURRENT_FAMILIES
+
+
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of 3 small layers with grouped heads; no end-of-sequence token."""
-    values = _COMMON | (_FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES)[family] | changes
+    values = _COMMON | _ALL_FAMILIES[family] | changes
     if family == "gpt2":
         unused = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         unused += ("num_key_value_heads", "max_position_embeddings")

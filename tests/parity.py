@@ -36,6 +36,8 @@ class Setup:
 
     block_size: int = 16
     pool_tokens: int = 4096
+    num_states: int = 64
+    """Recurrent states that the pool has room for in addition."""
     max_tokens: int = 512
     caching: bool = True
     n: int = 1
@@ -69,13 +71,20 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     """Run all prompts through an engine over the loaded model."""
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
+    num_blocks += setup.num_states * layout.slots_per_state
     cache = KVCache(layout, num_blocks, CPU, torch.float32)
     cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
     windows = cache.layout.windows
     pool = BlockPool(
-        num_blocks, setup.block_size, enable_prefix_caching=setup.caching, windows=windows
+        num_blocks,
+        setup.block_size,
+        enable_prefix_caching=setup.caching and layout.state is None,
+        windows=windows,
+        slots_per_state=layout.slots_per_state,
     )
-    table = SequenceTable(64, loaded.max_model_len, setup.block_size, windows)
+    table = SequenceTable(
+        64, loaded.max_model_len, setup.block_size, windows, layout.slots_per_state
+    )
     scheduler = Scheduler(pool, table, setup.max_tokens)
     runner = ModelRunner(loaded.model, cache, Sampler())
     engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)

@@ -134,6 +134,11 @@ ROOMS = [
         ("errors", "kernels", "engine.kv", "engine.step", "worker"),
     ),
     Room(
+        "worker.recurrent",
+        "Recurrent layers of hybrid models, whose state lies in slots of the KV pool.",
+        ("kernels", "engine.kv", "worker.attention"),
+    ),
+    Room(
         "worker.model",
         "A model's folder: config, checkpoint, weights, tokenizer; its body.",
         ("config", "errors", "engine", "worker.attention", "worker.transfer"),

@@ -45,6 +45,13 @@ _MLA = {
     "first_k_dense_replace": 1,
     "head_dim": 4,
 }
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "aria": {},
@@ -77,6 +84,12 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "molmo2": {},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen2_vl": {"rope_parameters": _MROPE},
+    "qwen3_5": {**_GATED_DELTA, "rope_parameters": _MROPE},
+    "qwen3_5_moe": {
+        **_GATED_DELTA,
+        "rope_parameters": _MROPE,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_vl": {"rope_parameters": _MROPE},
     "qwen3_vl_moe": {"rope_parameters": _MROPE},
     "step3p7": {

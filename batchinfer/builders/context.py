@@ -71,5 +71,5 @@ def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -
         "block_size": layout.block_size,
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
-        "shares_prefixes": True,
+        "shares_prefixes": layout.state is None,
     }

@@ -94,6 +94,7 @@ def build_dry_engine(
         max_model_len=longest,
         end_after=end_after,
         windows=layout.windows,
+        slots_per_state=layout.slots_per_state,
     )
     return SimulatedEngine(
         engine=dry,

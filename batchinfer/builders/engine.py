@@ -114,6 +114,17 @@ def build_engine(
     )
     for line in memory.lines(loaded.facts["quantization"]):
         log(line)
+    if layout.state is not None:
+        if device.type == "cuda":
+            raise ModelError(
+                "recurrent layers are not supported on CUDA devices yet",
+                hint="set engine.device: cpu",
+            )
+        state_bytes = layout.slots_per_state * layout.bytes_per_block
+        log(
+            f"recurrent state: {layout.slots_per_state} blocks ({state_bytes / 2**20:.2f} MiB) for "
+            "each sequence; prefixes are not reused and blocks are not swapped yet"
+        )
     if any(layout.windows) and engine.preemption != "recompute":
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
@@ -139,15 +150,20 @@ def build_engine(
     pool = BlockPool(
         memory.num_blocks,
         engine.block_size,
-        enable_prefix_caching=engine.enable_prefix_caching,
+        enable_prefix_caching=engine.enable_prefix_caching and layout.state is None,
         num_host_blocks=host_blocks,
         windows=layout.windows,
+        slots_per_state=layout.slots_per_state,
     )
     if fit_length:
         longest = _longest_that_fits(pool, loaded.max_model_len, engine.max_num_batched_tokens)
         loaded = replace(loaded, max_model_len=longest)
     table = SequenceTable(
-        engine.max_num_seqs, loaded.max_model_len, engine.block_size, layout.windows
+        engine.max_num_seqs,
+        loaded.max_model_len,
+        engine.block_size,
+        layout.windows,
+        layout.slots_per_state,
     )
     policy = PreemptionPolicy()
     if host_blocks:
@@ -177,7 +193,8 @@ def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
     step computes at most ``step_tokens`` tokens."""
 
     def slots(length: int) -> int:  # the last token is never fed back, so it needs no KV
-        return pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
+        blocks = pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
+        return blocks + pool.states.slots_per_state
 
     return bisect_right(range(2, most + 1), pool.num_blocks, key=slots) + 1
 

@@ -178,7 +178,13 @@ _NOTHING = (
     *("num_swapped", "num_preempted", "decode_tokens", "recomputed_tokens", "cached_tokens"),
     *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
     *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
-    *("contiguous_blocks", "cow_copies", "swapped_in_blocks", "swapped_out_blocks"),
+    *(
+        "state_slots_used",
+        "contiguous_blocks",
+        "cow_copies",
+        "swapped_in_blocks",
+        "swapped_out_blocks",
+    ),
 )
 """Step statistics of a KV pool or of sampling, which are 0 here."""
 

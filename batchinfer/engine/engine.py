@@ -227,6 +227,7 @@ class Engine:
         if request.params.beam_width:
             return self.scheduler.beam_groups.refusal(request, -(-kv_tokens // pool.block_size))
         blocks = pool.window_slots.most_slots(kv_tokens, min(kv_tokens, self._max_tokens))
+        blocks += pool.states.slots_per_state
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

@@ -8,6 +8,7 @@ import numpy as np
 
 from batchinfer.engine.beam_search import BeamSearch
 from batchinfer.engine.kv.prefix_index import Block, token_key
+from batchinfer.engine.kv.state_slots import RecurrentState
 from batchinfer.engine.prompt_logprobs import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.engine.step import Float32
@@ -120,6 +121,7 @@ class Sequence:
         "num_evicted",
         "num_indexed",
         "output_ids",
+        "recurrent_state",
         "released_blocks",
         "row",
         "state",
@@ -134,6 +136,8 @@ class Sequence:
         self.blocks: list[Block] = []
         self.released_blocks: list[Block] = []
         """Blocks released when its last token was submitted but not yet read."""
+        self.recurrent_state: RecurrentState | None = None
+        """State after the computed tokens; None: it does not run, or the model has none."""
         self.num_evicted: tuple[int, ...] = ()
         """Leading blocks outside the window, for each window slot of a block."""
         self.row = -1

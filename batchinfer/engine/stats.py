@@ -38,6 +38,9 @@ class StepStats:
     kv_logical_blocks: int
     """Lengths of all block tables without blocks behind windows; shared blocks count repeatedly."""
     kv_tokens_logical: int
+    state_slots_used: int
+    """Those of ``kv_blocks_used`` that hold recurrent states. In all counts of tokens, such a slot
+    counts as a full block."""
     contiguous_blocks: int
     """Blocks needed to reserve prompt + max_tokens for every running sequence."""
     cow_copies: int

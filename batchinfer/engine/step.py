@@ -190,6 +190,7 @@ class Step:
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
+    state_tables: Int32 = field(default_factory=_no_pairs)  # [S, slots of a recurrent state]
     scored: ScoredTokens | None = None  # None: none
     pooled: Int32 | None = None  # [E] packed tokens whose hidden states are returned; None: none
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0

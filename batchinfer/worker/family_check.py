@@ -26,6 +26,7 @@ from batchinfer.worker.attention.latent import keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.shallow_copy import ShallowCopy, shallow_copy
+from batchinfer.worker.recurrent.gated_delta_net import page_recurrent_state
 from batchinfer.worker.verify import (
     AttentionRecorder,
     Probe,
@@ -57,8 +58,10 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
         probe = Probe(model, layout, _TOKENS, num_sequences=2)
         attention = AttentionRecorder(probe.backend)
         logits = probe.logits(attention)
-        _check_calls([call.layer for call in attention.calls], layout.num_layers)
-        _check_windows([call.variant.sliding_window for call in attention.calls], config)
+        _check_calls([call.layer for call in attention.calls], layout.attention_layers)
+        _check_windows(
+            {call.layer: call.variant.sliding_window for call in attention.calls}, config
+        )
         first, second = logits.view(2, len(_TOKENS), -1)
         if not verify(first, second, _NEIGHBOR_TOLERANCE):
             raise UnsupportedAttentionError(
@@ -72,29 +75,31 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
         ) from error
 
 
-def _check_calls(layers: list[int], num_layers: int) -> None:
-    for expected, layer in enumerate(layers):
-        if layer != expected:
+def _check_calls(layers: list[int], expected: list[int]) -> None:
+    for layer, other in zip(layers, expected, strict=False):
+        if layer != other:
             raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
-    if len(layers) != num_layers:
+    if len(layers) != len(expected):
         raise UnsupportedAttentionError(
-            f"{len(layers)} of its {num_layers} layers ask for paged attention"
+            f"{len(layers)} of its {len(expected)} layers ask for paged attention"
         )
 
 
-def _check_windows(windows: list[int], config: Any) -> None:
+def _check_windows(windows: dict[int, int], config: Any) -> None:
     """Compare the windows that layers ask for with the config's layer types and the blocks kept
     for each layer, which a window must not exceed."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    for layer, kind in enumerate(kinds):
-        if (kind == "sliding_attention") != (windows[layer] > 0):
+    num_layers = config.get_text_config().num_hidden_layers
+    configured = layer_windows(text_config(config.to_dict()), num_layers)
+    for layer, window in windows.items():
+        if kinds and (kinds[layer] == "sliding_attention") != (window > 0):
             raise UnsupportedAttentionError(
-                f"layer {layer} is of the type {kind} and asks for a window of {windows[layer]}"
+                f"layer {layer} is of the type {kinds[layer]} and asks for a window of {window}"
             )
-    for layer, kept in enumerate(layer_windows(text_config(config.to_dict()), len(windows))):
-        if kept and windows[layer] != kept:
+        kept = configured[layer]
+        if kept and window != kept:
             raise UnsupportedAttentionError(
-                f"layer {layer} asks for a window of {windows[layer]}, its config says {kept}"
+                f"layer {layer} asks for a window of {window}, its config says {kept}"
             )
 
 
@@ -152,6 +157,7 @@ def _paged(model: Any, token_ids: list[int], *, latent: bool) -> torch.Tensor:
     """[T, vocabulary] logits over a paged pool, in steps."""
     model.set_attn_implementation(ATTENTION_NAME)
     temper_queries(model)
+    page_recurrent_state(model)
     if latent:
         keep_latents(model)
     config = model.config.to_dict()

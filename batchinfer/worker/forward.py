@@ -91,4 +91,5 @@ def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
         "block_tables": step.block_tables,
         "other_slots": step.other_slots,
         "other_tables": step.other_tables,
+        "state_tables": step.state_tables,
     }

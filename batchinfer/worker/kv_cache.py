@@ -148,8 +148,8 @@ class KVCache:
         """The model's dtype, which queries have."""
         self.num_blocks = num_blocks
         self.null_slot = num_blocks
-        self._shapes = [layout.shape(layer) for layer in range(layout.num_layers)]
-        widths = {width for of in self._shapes for width in (of.key_width, of.value_width)}
+        self._shapes = {layer: layout.shape(layer) for layer in layout.attention_layers}
+        widths = {width for of in self._shapes.values() for width in (of.key_width, of.value_width)}
         self.unit = math.gcd(*widths)
         """Greatest common divisor of all widths of keys and values."""
         pool_dtype = torch.float8_e4m3fn if layout.fp8 else dtype
@@ -166,7 +166,7 @@ class KVCache:
         self._turns_values = _turns_values(layout, device)
         (self.pool if self._turns_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
-        self._places = [layout.place(layer) for layer in range(layout.num_layers)]
+        self._places = {layer: layout.place(layer) for layer in layout.attention_layers}
 
     @property
     def is_native(self) -> bool:
@@ -180,6 +180,11 @@ class KVCache:
     def nbytes(self) -> int:
         """Size of the pool."""
         return self.pool.nbytes
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The pool's slots as float32, [slot, elements], for recurrent states."""
+        return self.pool.view(torch.float32)
 
     def group(self, layer: int) -> int:
         """Number of a layer's group, which has its own block tables and slots."""

@@ -48,6 +48,7 @@ from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_m
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
+from batchinfer.worker.recurrent.gated_delta_net import page_recurrent_state
 from batchinfer.worker.verify import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()
@@ -249,6 +250,7 @@ def _load(
         )
     return_freed_memory()
     temper_queries(model)
+    page_recurrent_state(model)
     if quantization is not None and quantization in KEPT:
         with phase("finding saved codes"):
             keep_prequantized(model, folder, described.config, quantization, device.type)

@@ -53,7 +53,7 @@ def pieces_bytes(
     """Upper bound of the bytes of partial results, one for each piece of a context, which attention
     on CUDA merges in a step. Layers of the same window and shape share theirs."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
-    layers = range(layout.num_layers)
+    layers = layout.attention_layers
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
     total = 0
     for window, shape in kinds:
@@ -243,9 +243,9 @@ def _host_blocks(
 ) -> int:
     """Blocks that ``swap_space`` holds; the default is cut to what the host has.
 
-    None for a model with windows, whose blocks are not swapped yet.
+    None for a model with windows or recurrent state, whose blocks are not swapped yet.
     """
-    if any(layout.windows):
+    if any(layout.windows) or layout.state is not None:
         return 0
     wanted_bytes = engine.swap_bytes
     if memory.host_free is not None:

@@ -124,7 +124,8 @@ class Probe:
         if adapters is not None:
             step = replace(step, adapters=np.array(adapters, dtype=np.int32))
         self._step = step
-        self.cache = KVCache(layout, step.block_tables.size, weight.device, dtype or weight.dtype)
+        num_slots = step.block_tables.size + step.state_tables.size
+        self.cache = KVCache(layout, num_slots, weight.device, dtype or weight.dtype)
         self.backend = make_backend(self.cache, kernel)
 
     def logits(self, backend: AttentionBackend | None = None) -> torch.Tensor:
@@ -153,7 +154,8 @@ def logits_in_chunks(
 ) -> torch.Tensor:
     """Logits [T, vocabulary] of one sequence, in steps that end at ``ends``, over a new pool."""
     weight = next(model.parameters())
-    cache = KVCache(layout, layout.blocks_for(len(token_ids)), weight.device, weight.dtype)
+    num_slots = layout.blocks_for(len(token_ids)) + layout.slots_per_state
+    cache = KVCache(layout, num_slots, weight.device, weight.dtype)
     backend = make_backend(cache, kernel)
     chunks = (
         probe_step(token_ids[:stop], layout, start=start) for start, stop in pairwise((0, *ends))
@@ -169,8 +171,8 @@ def probe_step(
     num_sequences: int = 1,
     positions: Sequence[int] | None = None,
 ) -> Step:
-    """Make a step that computes every logit of equal sequences, each in its own blocks from the
-    pool's first on, and samples nothing.
+    """Make a step that computes every logit of equal sequences, and samples nothing. Recurrent
+    states are in the pool's first slots, followed by the blocks of each sequence.
 
     Args:
         start: index of the first token to compute; the tokens before it are in the pool.
@@ -180,7 +182,9 @@ def probe_step(
     given = places if positions is None else np.array(positions)
     block_size, num_tokens = layout.block_size, num_sequences * len(places)
     num_blocks = layout.blocks_for(len(token_ids))
-    table = np.arange(num_sequences * num_blocks, dtype=np.int32).reshape(num_sequences, -1)
+    slots_of_states = np.arange(num_sequences * layout.slots_per_state, dtype=np.int32)
+    slots_of_blocks = np.arange(num_sequences * num_blocks, dtype=np.int32) + len(slots_of_states)
+    table = slots_of_blocks.reshape(num_sequences, -1)
     slots = table[:, places // block_size].astype(np.int64) * block_size + places % block_size
     no_sampling: dict[str, Any] = {entry.name: np.empty(0) for entry in fields(SamplingBatch)}
     return Step(
@@ -194,6 +198,7 @@ def probe_step(
         block_copies=np.empty((0, 2), np.int32),
         logits_indices=np.arange(num_tokens, dtype=np.int32),
         sampling=SamplingBatch(**no_sampling | {"penalties": None}),
+        state_tables=slots_of_states.reshape(num_sequences, -1),
     )
 
 

@@ -16,7 +16,12 @@ from tests.scripts import load_script
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
 CLASSIFIED_BY_TESTS = {family for family, _ in HEADS}
-RUN_BY_TESTS = {*families.FAMILIES, *models.FAMILIES, *wrappers.FAMILIES}
+RUN_BY_TESTS = {
+    *families.FAMILIES,
+    *models.FAMILIES,
+    *models.RECURRENT_FAMILIES,
+    *wrappers.FAMILIES,
+}
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,9 @@ class FakeRunner:
         next_token: NextToken = hashed,
         num_host_blocks: int = 0,
         windows: tuple[int, ...] = (0,),
+        slots_per_state: int = 0,
     ) -> None:
+        self.slots_per_state = slots_per_state
         self.windows = windows
         self.block_size = block_size
         self.host = np.full((num_host_blocks, 3, block_size), EMPTY, dtype=np.int32)
@@ -104,6 +106,8 @@ class FakeRunner:
                 adapters_of(step), np.diff(step.query_starts)
             )
         contexts = [self._context(step, at) for at in range(step.num_sequences)]
+        if self.slots_per_state:
+            self._update_states(step, contexts)
         ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
         batch = step.sampling
@@ -127,6 +131,20 @@ class FakeRunner:
             top_logprobs=top_logprobs,
             scored=self._scored(step, contexts),
         )
+
+    def _update_states(self, step: Step, contexts: list[bytes]) -> None:
+        """Keep a state's number of tokens and their hash in all of its slots."""
+        slots = step.state_tables
+        assert len(set(slots.ravel().tolist())) == slots.size, "two sequences, one state"
+        new = np.diff(step.query_starts)
+        for at, context in enumerate(contexts):
+            computed = int(step.context_lens[at] - new[at])
+            if computed:
+                positions, hashes = self.kv_positions[slots[at], 0], self.kv[slots[at], 0]
+                assert (positions == computed).all(), "a state of another length"
+                assert (hashes == _hash(context[: 4 * computed])).all(), "another context's state"
+            self.kv_positions[slots[at], 0] = step.context_lens[at]
+            self.kv[slots[at], 0] = _hash(context)
 
     def _scored(self, step: Step, contexts: list[bytes]) -> StepResult | None:
         """Log-probabilities and the rest, all different for every context and token."""
@@ -186,6 +204,10 @@ class FakeRunner:
             assert (tokens[seen] == read)[known].all(), "groups hold different tokens"
             tokens[seen] = read
         return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
+
+
+def _hash(context: bytes) -> int:
+    return zlib.crc32(context) >> 1
 
 
 def adapters_of(step: Step) -> np.ndarray:
@@ -251,6 +273,7 @@ def make_engine(
     runs_ahead: bool = False,
     host_blocks: int = 0,
     windows: tuple[int, ...] = (0,),
+    slots_per_state: int = 0,
     preemption: Preemption = "recompute",
 ) -> tuple[Engine, FakeRunner]:
     """An engine over a ``FakeRunner``."""
@@ -260,9 +283,10 @@ def make_engine(
         enable_prefix_caching=caching,
         num_host_blocks=host_blocks,
         windows=windows,
+        slots_per_state=slots_per_state,
     )
-    table = SequenceTable(max_num_seqs, max_model_len, block_size, windows)
-    runner = FakeRunner(num_blocks, block_size, next_token, host_blocks, windows)
+    table = SequenceTable(max_num_seqs, max_model_len, block_size, windows, slots_per_state)
+    runner = FakeRunner(num_blocks, block_size, next_token, host_blocks, windows, slots_per_state)
     scheduler = Scheduler(pool, table, max_tokens, PreemptionPolicy(preemption, block_copy_s=1e-6))
     return Engine(scheduler, runner, runs_ahead=runs_ahead), runner
 

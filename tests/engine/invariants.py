@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
 from itertools import zip_longest
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.host_pool import HostPool
 from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, WindowSlot
+from batchinfer.engine.kv.state_slots import RecurrentState
 from batchinfer.engine.kv.window_slots import live_slots
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.scheduler import Scheduler
@@ -26,7 +28,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
         scheduler.pool,
         (sequence.blocks for sequence in running),
         (sequence.num_evicted for sequence in running),
+        [sequence.recurrent_state for sequence in running if sequence.recurrent_state],
     )
+    check_states(scheduler)
     check_reuse_hints(scheduler.reuse_hints)
     assert all(waiting.row < 0 and not waiting.blocks for waiting in scheduler.waiting)
 
@@ -83,6 +87,18 @@ def check_beam_groups(table: SequenceTable) -> None:
         assert (table.sample_at[rows] >= 0).all() or (table.sample_at[rows] < 0).all()
 
 
+def check_states(scheduler: Scheduler) -> None:
+    """Assert that exactly the running sequences have recurrent states, in the table as well."""
+    table, has_states = scheduler.table, scheduler.pool.states.slots_per_state > 0
+    assert all(waiting.recurrent_state is None for waiting in scheduler.waiting)
+    for sequence in table.running():
+        state = sequence.recurrent_state
+        assert (state is not None) == has_states
+        if state is not None:
+            assert table.state_table[sequence.row].tolist() == state.slots
+            assert state.ref_count == 1 or table.state_shared[sequence.row]
+
+
 def check_reuse_hints(hints: ReuseHints) -> None:
     """Assert that blocks in the index know who waits for them."""
     waiters = Counter(block for blocks in hints._waiting.values() for block in blocks)
@@ -92,7 +108,10 @@ def check_reuse_hints(hints: ReuseHints) -> None:
 
 
 def check_pool(
-    pool: BlockPool, tables: Iterable[list[Block]], num_evicted: Iterable[tuple[int, ...]] = ()
+    pool: BlockPool,
+    tables: Iterable[list[Block]],
+    num_evicted: Iterable[tuple[int, ...]] = (),
+    states: Sequences[RecurrentState] = (),
 ) -> None:
     """Assert that counts, slots and index agree with ``tables``, all block tables alive.
 
@@ -100,6 +119,7 @@ def check_pool(
         pool: after a step, or between two calls.
         tables: of the running sequences.
         num_evicted: of each, the leading blocks that left each window; none given: none did.
+        states: the recurrent state of each.
     """
     counts: Counter[Block] = Counter()
     readers: Counter[WindowSlot] = Counter()
@@ -109,9 +129,13 @@ def check_pool(
     assert all(block.ref_count == count for block, count in counts.items())
     assert all(slot.readers == count for slot, count in readers.items())
     held: list[Block | WindowSlot] = [*(b for b in counts if pool.has_own), *readers]
-    slots = [*pool.free, *(b.slot for b in pool.cached), *(b.slot for b in held)]
+    references = Counter(states)
+    assert all(state.ref_count == count for state, count in references.items())
+    of_states = [slot for state in references for slot in state.slots]
+    assert pool.states.num_states == len(references)
+    slots = [*pool.free, *(b.slot for b in pool.cached), *(b.slot for b in held), *of_states]
     assert sorted(slots) == list(range(pool.num_blocks)), "a slot is lost or held twice"
-    assert pool.num_used == len(held)
+    assert pool.num_used == len(held) + len(of_states)
     own = sum(count > 1 for count in counts.values()) if pool.has_own else 0
     assert pool.num_shared == own + sum(count > 1 for count in readers.values())
     indexed = list(pool.index.blocks())

@@ -59,6 +59,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     max_tokens=st.sampled_from([3, 7, 64]),
     max_num_seqs=st.sampled_from([1, 5, 64]),
     caching=st.booleans(),
+    slots_per_state=st.sampled_from([0, 1, 3]),
 )
 def test_outputs_do_not_depend_on_how_they_were_scheduled(
     make_engine: MakeEngine,
@@ -68,13 +69,15 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     max_tokens: int,
     max_num_seqs: int,
     caching: bool,
+    slots_per_state: int,
 ) -> None:
     engine, _ = make_engine(
         pool_tokens // block_size,
         block_size,
+        slots_per_state=slots_per_state,
         max_tokens=max_tokens,
         max_num_seqs=max_num_seqs,
-        caching=caching,
+        caching=caching and not slots_per_state,
         next_token=often_ends,
     )
     completions, steps = run_all(engine, requests)

@@ -21,6 +21,7 @@ from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.host_pool import HostPool
 from batchinfer.engine.kv.pending_blocks import BlockCopies, PendingBlocks
 from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, PrefixMatch, WindowSlot
+from batchinfer.engine.kv.state_slots import StateSlots
 from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slots
 
 
@@ -38,6 +39,7 @@ class BlockPool:
         enable_prefix_caching: if false, nothing is indexed.
         num_host_blocks: host slots.
         windows: sliding window of each layer group; 0 is full attention and comes first.
+        slots_per_state: slots of a sequence's recurrent state.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BlockPool:
         enable_prefix_caching: bool,
         num_host_blocks: int = 0,
         windows: tuple[int, ...] = (0,),
+        slots_per_state: int = 0,
     ) -> None:
         assert num_host_blocks == 0 or not any(windows), "blocks with windows are not swapped"
         self.num_blocks = num_blocks
@@ -63,6 +66,7 @@ class BlockPool:
         self.window_slots = WindowSlots(
             windows, block_size, self.free, self.cached, self._take_slot
         )
+        self.states = StateSlots(slots_per_state, self.free, self._take_slot)
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
         """Copies at the start of the step being built."""

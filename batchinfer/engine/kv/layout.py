@@ -16,6 +16,12 @@ from batchinfer.engine.kv.layer_groups import (
     layer_groups,
     most_slots,
 )
+from batchinfer.engine.kv.state_layout import (
+    StateLayout,
+    min_slot_bytes,
+    recurrent_layers,
+    state_layout,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element by dtype name."""
@@ -101,6 +107,12 @@ class KVLayout:
     """The layer that stores the KV of each layer; empty: each stores its own."""
     latent: bool = False
     """Latent attention stores its latent and the rotary part of the keys, once for all heads."""
+    min_slot_bytes: int = 0
+    """Smallest size of a pool slot; a slot with fewer bytes of KV is padded."""
+    recurrent: tuple[int, ...] = ()
+    """Layers with recurrent state, which have no KV."""
+    state: StateLayout | None = None
+    """Recurrent state of a sequence; None: all layers attend."""
     chunks: tuple[int, ...] = ()
     """Chunk size within which each layer attends, 0: no chunks; empty: no layer has chunks."""
 
@@ -159,9 +171,24 @@ class KVLayout:
             latent=latent,
             chunks=_chunks(text, num_layers, block_size, max_model_len),
         )
+        if recurrent_layers(text):
+            layout = replace(
+                layout, recurrent=recurrent_layers(text), min_slot_bytes=min_slot_bytes(text)
+            )
+            layout = replace(layout, state=state_layout(text, layout.bytes_per_block))
         if max_model_len is None:
             return layout
         return replace(layout, groups=layer_groups(text, layout.stored_elements, max_model_len))
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that attend."""
+        return [layer for layer in range(self.num_layers) if layer not in self.recurrent]
+
+    @property
+    def slots_per_state(self) -> int:
+        """Pool slots of a sequence's recurrent state."""
+        return self.state.num_slots if self.state else 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -186,7 +213,10 @@ class KVLayout:
     @property
     def stored_elements(self) -> list[int]:
         """Elements per token that each layer stores; 0 if it uses another layer's KV."""
-        own = [self.owner(layer) == layer for layer in range(self.num_layers)]
+        own = [
+            self.owner(layer) == layer and layer not in self.recurrent
+            for layer in range(self.num_layers)
+        ]
         return [self.shape(layer).elements * own[layer] for layer in range(self.num_layers)]
 
     @property
@@ -219,7 +249,13 @@ class KVLayout:
     def elements_per_block(self) -> int:
         """Elements of one pool slot."""
         stored = self.stored_elements
-        return self.block_size * max(sum(stored[at] for at in group) for group in self._members)
+        kv = self.block_size * max(sum(stored[at] for at in group) for group in self._members)
+        if not self.recurrent:
+            return kv
+        # States are float32, and equal parts of a slot have whole numbers of elements.
+        unit = 4 * self.parts_per_slot
+        least = -(-self.min_slot_bytes // (1 if self.fp8 else self.element_bytes))
+        return -(-max(kv, least) // unit) * unit
 
     @property
     def parts_per_slot(self) -> int:
@@ -241,8 +277,10 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
-        """Most pool slots of one sequence until it has ``num_tokens``, ``num_new`` per step."""
-        return most_slots(self.windows, self.block_size, num_tokens, num_new)
+        """Most pool slots of one sequence until it has ``num_tokens``, ``num_new`` per step, with
+        its recurrent state."""
+        blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
+        return blocks + self.slots_per_state
 
 
 def text_config(config: Config) -> Config:
@@ -294,11 +332,12 @@ def _unsupported(config: Config, family: str) -> str | None:
     if config.get("alibi"):
         return "it uses ALiBi position biases (alibi)"
     layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
-    if layer_types & _RECURRENT_LAYERS:
+    if layer_types & _RECURRENT_LAYERS and not recurrent_layers(config):
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
-    if layer_types - _PLAIN_LAYERS:
-        others = ", ".join(sorted(layer_types - _PLAIN_LAYERS))
-        return f"it has layers (layer_types) of the type {others}"
+    others = layer_types - _PLAIN_LAYERS - _RECURRENT_LAYERS
+    if others:
+        names = ", ".join(sorted(others))
+        return f"it has layers (layer_types) of the type {names}"
     for key in _PER_LAYER_KEYS:
         if config.get(key):
             return f"its layers differ in the shape of their KV ({key})"

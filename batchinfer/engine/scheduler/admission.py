@@ -134,7 +134,8 @@ class Admission:
         while True:
             end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
-            if fresh * self._pool.slots_per_block + hit.num_idle <= self._pool.num_available:
+            slots = fresh * self._pool.slots_per_block + self._pool.states.slots_per_state
+            if slots + hit.num_idle <= self._pool.num_available:
                 return hit
             if not required or hit.tail is None:
                 return None

@@ -63,6 +63,11 @@ class BeamGroups:
             blocks: most blocks of one beam. In the worst case the beams share only the prompt.
         """
         width, pool = request.group_size, self._pool
+        if pool.states.slots_per_state:
+            return (
+                "unsupported_content",
+                "beam search is not supported yet for models with recurrent layers",
+            )
         if width > self._most:
             return (
                 "does_not_fit",
@@ -116,7 +121,7 @@ class BeamGroups:
         continuing = {beam for beam, _ in next_beams}
         for beam in present:
             if beam not in continuing:
-                self._pool.release(table.remove(beam), beam.num_evicted)
+                self._kv_manager.free(beam)
         for beam, parent in next_beams:
             if beam.row < 0:
                 self._fork(present[parent], beam, beam.num_tokens - 1)

@@ -110,6 +110,8 @@ class PoolForecast:
         shared_blocks = table.num_shared_blocks[rows]
         elsewhere = np.maximum(shared_blocks, table.num_evicted(table.num_computed[rows]))
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
+        self._per_state = pool.states.slots_per_state
+        owned += self._per_state * int(np.count_nonzero(~table.state_shared[rows]))
         self._not_owned = max(pool.num_used - owned, 0)
         """Blocks in use that no sequence holds alone."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
@@ -180,14 +182,16 @@ class PoolForecast:
     def _peak(self, ends: Float, tokens: Float, shared_blocks: Float) -> float:
         """Peak of the blocks that sequences, sorted by their ends, hold alone."""
         size = self._table.block_size
-        half = (tokens + (size - 1) / 2) / size - shared_blocks
+        half = (tokens + (size - 1) / 2) / size - shared_blocks + self._per_state
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
         if self._most_in_windows:
             growing, constant = self._growing(ends, tokens, shared_blocks)
+            constant += self._per_state * (1 - growing)  # counted once, not per group
             half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
         held = np.cumsum(half[::-1])[::-1] + growth * ends / size
         top = int(held.argmax())
         exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - shared_blocks[top:]
+        exact += self._per_state
         if self._most_in_windows:
             exact = exact * growing[top:] + constant[top:]
         return float(exact.sum())

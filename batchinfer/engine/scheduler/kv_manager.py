@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import AcquiredPrefix, PrefixHit, acquire_prefix
 from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.kv.state_slots import RecurrentState
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -40,7 +42,16 @@ class KVManager:
         sequence.num_indexed = len(hit.blocks)
         sequence.num_evicted = hit.num_evicted
         self._table.add(sequence, acquired.blocks, hit.num_tokens, num_shared)
+        if pool.states.slots_per_state:
+            self._table.set_state(sequence, pool.states.allocate(), is_shared=False)
         return acquired
+
+    def free(self, sequence: Sequence) -> None:
+        """Take a running sequence off the table and release its blocks and recurrent state."""
+        state, sequence.recurrent_state = sequence.recurrent_state, None
+        self._pool.release(self._table.remove(sequence), sequence.num_evicted)
+        if state is not None:
+            self._pool.states.release(state)
 
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Give ``child`` a row with the first ``num_tokens`` tokens computed by ``parent``.
@@ -58,6 +69,11 @@ class KVManager:
             child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
         table.add(child, blocks, num_tokens, full)
         table.tail_shared[[parent.row, child.row]] = True
+        if parent.recurrent_state is not None:
+            assert num_tokens == table.num_computed[parent.row], "a state has one position"
+            pool.states.acquire(parent.recurrent_state)
+            table.set_state(child, parent.recurrent_state, is_shared=True)
+            table.state_shared[parent.row] = True
 
     def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
         """[S] blocks to allocate for each row's new tokens and for copying a shared last block."""
@@ -72,9 +88,27 @@ class KVManager:
                 needed[at] += 1
         return needed
 
+    def copies_state(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[S] whether each row must copy its recurrent state before a step."""
+        table, copies = self._table, Counter[RecurrentState]()
+        is_copied = np.zeros(len(rows), dtype=np.bool_)
+        for at in np.flatnonzero(table.state_shared[rows]):
+            state = table.sequence(rows[at]).recurrent_state
+            if state is not None and copies[state] < state.ref_count - 1:
+                copies[state] += 1  # the last reference writes in place
+                is_copied[at] = True
+        return is_copied
+
     def allocate_slots(self, row: int, num_new: int) -> None:
-        """Copy a row's shared last block and allocate blocks for its new tokens."""
+        """Copy a row's shared last block and state, and allocate blocks for its new tokens."""
         table, pool = self._table, self._pool
+        if table.state_shared[row]:
+            sequence = table.sequence(row)
+            state = sequence.recurrent_state
+            assert state is not None
+            if state.ref_count > 1:
+                state = pool.states.copy(state, pool.block_copies.within)
+            table.set_state(sequence, state, is_shared=False)
         if table.tail_shared[row]:
             if self._must_copy_tail(row):  # copy-on-write
                 own = pool.allocate()

@@ -143,7 +143,7 @@ class Scheduler:
         """Free a running sequence's row and blocks."""
         sequence.state.note_peak_blocks()
         self.reuse_hints.note_use(sequence)
-        self.pool.release(self.table.remove(sequence), sequence.num_evicted)
+        self._kv_manager.free(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """Drop an unfinished sequence and remove its blocks from the index."""
@@ -152,7 +152,7 @@ class Scheduler:
             if block.indexed:
                 self.pool.evict_subtree(block)
         if sequence.row >= 0:
-            self.pool.release(self.table.remove(sequence), sequence.num_evicted)
+            self._kv_manager.free(sequence)
         elif sequence in self.waiting:  # not if it was created in this step
             self.waiting.remove(sequence)
 
@@ -167,7 +167,7 @@ class Scheduler:
         self.pool.rollback()
         running = list(self.table.running())
         for sequence in running:
-            self.pool.release(self.table.remove(sequence), sequence.num_evicted)
+            self._kv_manager.free(sequence)
         return running
 
     def preempt(self, sequence: Sequence) -> int:
@@ -190,7 +190,7 @@ class Scheduler:
             if swaps:
                 self.reuse_hints.add(member, entries)
         for member in reversed(running):
-            self.pool.release(self.table.remove(member), member.num_evicted)
+            self._kv_manager.free(member)
         self.requeue(sequence.group[0])
         return len(running)
 
@@ -221,12 +221,15 @@ class Scheduler:
                 return None
             rows, num_new = self._share_budget(running[ready])
             needed = self._kv_manager.blocks_needed(rows, num_new)
-            if int(needed.sum()) * self.pool.slots_per_block <= self.pool.num_available:
+            copies_state = self._kv_manager.copies_state(rows)
+            slots = int(needed.sum()) * self.pool.slots_per_block
+            slots += int(copies_state.sum()) * self.pool.states.slots_per_state
+            if slots <= self.pool.num_available:
                 break
             if in_flight.any():
                 return None
             preempted += self.preempt(self.table.sequence(running[-1]))
-        for at in np.flatnonzero(needed):
+        for at in np.flatnonzero((needed > 0) | copies_state):
             self._kv_manager.allocate_slots(int(rows[at]), int(num_new[at]))
         return ScheduledRows(rows, num_new, preempted)
 

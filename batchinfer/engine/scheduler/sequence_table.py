@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.kv.state_slots import RecurrentState
 from batchinfer.engine.request import LARGEST_GROUP
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import SamplingColumns
@@ -28,6 +29,7 @@ class SequenceTable:
         max_model_len: most tokens of a sequence, prompt and output together.
         block_size: tokens per block.
         windows: of each layer group; 0 is full attention and comes first.
+        slots_per_state: slots of a sequence's recurrent state.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SequenceTable:
         max_model_len: int,
         block_size: int,
         windows: tuple[int, ...] = (0,),
+        slots_per_state: int = 0,
     ) -> None:
         rows = max(max_num_seqs, LARGEST_GROUP)
         self.max_num_seqs = max_num_seqs
@@ -75,6 +78,10 @@ class SequenceTable:
         """[G - 1, rows, longest] slots in the other layer groups."""
         self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
         """[rows, longest] serial numbers of blocks without a slot of their own."""
+        self.state_table = np.zeros((rows, slots_per_state), dtype=np.int32)
+        """[rows, slots of a state] slots of recurrent states."""
+        self.state_shared = np.zeros(rows, dtype=np.bool_)
+        """Whether the recurrent state may be shared, which a step that writes it must check."""
         self.version = 0
         """Incremented by every change of a block table except growth at the end."""
         self.sampling = SamplingColumns.zeros(rows)
@@ -184,6 +191,12 @@ class SequenceTable:
         for block in blocks:
             self.append_block(row, block)
         self._set_sampling(row, sequence)
+
+    def set_state(self, sequence: Sequence, state: RecurrentState, *, is_shared: bool) -> None:
+        """Give a running sequence a recurrent state."""
+        sequence.recurrent_state = state
+        self.state_table[sequence.row] = state.slots
+        self.state_shared[sequence.row] = is_shared
 
     def remove(self, sequence: Sequence) -> list[Block]:
         """Free a sequence's row; returns its blocks, which the caller must release."""

@@ -56,6 +56,7 @@ def step_stats(
     live = _live_tokens(table, pool, rows)
     num_evicted = table.num_evicted(table.num_computed[rows])
     used_tokens = pool.num_used * pool.block_size
+    state_slots = len(rows) * pool.states.slots_per_state
     prefill, decode, recomputed = tokens
     return StepStats(
         step=step,
@@ -75,10 +76,13 @@ def step_stats(
         kv_blocks_cached=pool.num_cached,
         kv_tokens_live=live,
         kv_waste=1 - live / used_tokens if used_tokens else 0.0,
-        kv_logical_blocks=int((table.num_blocks[rows] - num_evicted).sum()),
-        kv_tokens_logical=int((table.num_computed[rows] - num_evicted * pool.block_size).sum()),
+        kv_logical_blocks=int((table.num_blocks[rows] - num_evicted).sum()) + state_slots,
+        kv_tokens_logical=int((table.num_computed[rows] - num_evicted * pool.block_size).sum())
+        + state_slots * pool.block_size,
         contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum())
-        * pool.slots_per_block,
+        * pool.slots_per_block
+        + state_slots,
+        state_slots_used=pool.states.num_used,
         cow_copies=len(schedule.block_copies.within),
         swapped_in_blocks=len(schedule.block_copies.ins),
         swapped_out_blocks=len(schedule.block_copies.outs),

@@ -182,16 +182,20 @@ def make_dry_engine(
     num_host_blocks: int = 0,
     end_after: int | None = None,
     windows: tuple[int, ...] = (0,),
+    slots_per_state: int = 0,
 ) -> tuple[Engine, DryRunner]:
     """An engine as in a run, over a ``DryRunner`` and on its clock."""
     pool = BlockPool(
         num_blocks,
         config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not slots_per_state,
         num_host_blocks=num_host_blocks,
         windows=windows,
+        slots_per_state=slots_per_state,
     )
-    table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size, windows)
+    table = SequenceTable(
+        config.max_num_seqs, max_model_len, config.block_size, windows, slots_per_state
+    )
     block_copy_s = model.kv_bytes * config.block_size / device.host_bandwidth
     runner = DryRunner(model, device, end_after, block_copy_s)
     preemption_policy = (

@@ -63,6 +63,8 @@ class ModelCost:
     """Bytes per parameter of the head."""
     kv_bytes: int
     """Bytes of a token's KV in all layers."""
+    state_bytes: int = 0
+    """Bytes of a sequence's recurrent state in all layers."""
 
     @classmethod
     def from_config(
@@ -101,17 +103,20 @@ class ModelCost:
         inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
         if experts:
             inner = _first(text, "moe_intermediate_size") or inner
-        shapes = [layout.shape(layer) for layer in range(layout.num_layers)]
+        attending, state = layout.attention_layers, layout.state
+        shapes = [layout.shape(layer) for layer in attending]
         width = _mean(shape.key_width + shape.value_width for shape in shapes)
         queries = heads * _mean(shape.key_width for shape in shapes)
-        keys = _mean(layout.stored_elements)
+        keys = sum(layout.stored_elements) / len(attending)
+        attention_share = len(attending) / layout.num_layers
+        attention = _latent_parameters(text, hidden, heads) or hidden * (heads * width + keys)
+        recurrent = hidden * state.shape.num_projected if state else 0
         return cls(
             layers=layout.num_layers,
             hidden=hidden,
             heads=heads,
-            attention_width=width,
-            attention_parameters=_latent_parameters(text, hidden, heads)
-            or hidden * (heads * width + keys),
+            attention_width=width * attention_share,
+            attention_parameters=attention * attention_share + recurrent * (1 - attention_share),
             mlp_parameters=(2 if text.get("model_type") in _UNGATED_MLP else 3) * hidden * inner,
             experts=experts,
             experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
@@ -126,6 +131,7 @@ class ModelCost:
             ),
             head_bytes=INT8_BYTES if quantization in OWN_INTEGERS else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
+            state_bytes=state.num_bytes if state else 0,
         )
 
     @property

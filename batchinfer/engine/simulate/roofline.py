@@ -101,6 +101,8 @@ class StepWork:
     """Sum of their context lengths."""
     chunk_pairs: int = 0
     """(query, key) pairs in their attention."""
+    sequences: int = 0
+    """All sequences, each with its recurrent state."""
 
     @classmethod
     def of(cls, step: Step) -> StepWork:
@@ -116,6 +118,7 @@ class StepWork:
             chunks=int((~one).sum()),
             chunk_context=int(context[~one].sum()),
             chunk_pairs=int(pairs[~one].sum()),
+            sequences=step.num_sequences,
         )
 
 
@@ -139,6 +142,7 @@ def step_seconds(
     vocab = model.head_parameters // model.hidden
     passed = (
         work.tokens * model.kv_bytes
+        + 2 * work.sequences * model.state_bytes
         + work.tokens * model.layers * model.activations * model.element_bytes
         + work.logits_rows * vocab * _LOGIT_BYTES
     )

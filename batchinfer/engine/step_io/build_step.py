@@ -82,6 +82,7 @@ def _step(
         scored=scored,
         pooled=pooled if len(pooled) else None,
         adapters=adapters if adapters.any() else None,
+        state_tables=table.state_table[rows],
         **others,
     )
 

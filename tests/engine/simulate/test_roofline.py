@@ -122,6 +122,12 @@ def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
     work = StepWork.of(build_step(table, schedule).step)
     # Row 0 computes its sixth token; row 1 its prompt of three, whose tokens see 1, 2 and 3.
     assert work == StepWork(
-        tokens=4, logits_rows=2, decode_context=6, chunks=1, chunk_context=3, chunk_pairs=6
+        tokens=4,
+        logits_rows=2,
+        decode_context=6,
+        chunks=1,
+        chunk_context=3,
+        chunk_pairs=6,
+        sequences=2,
     )
     assert np.isfinite(step_seconds(qwen3_8b(), H200, work))

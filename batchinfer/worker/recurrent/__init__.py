@@ -1,0 +1,4 @@
+"""Recurrent layers of hybrid models, whose state lies in slots of the KV pool.
+
+May import: kernels, engine.kv, worker.attention.
+"""

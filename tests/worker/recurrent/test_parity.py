@@ -1,0 +1,59 @@
+"""Models with recurrent layers take the tokens that transformers takes, however rows are run."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.config import ModelConfig
+from batchinfer.worker.loader import LoadedModel, load_model
+from tests.models import RECURRENT_FAMILIES, make_checkpoint, tiny_model
+from tests.parity import CPU, Setup, assert_greedy, run, tokens_of
+
+SETUPS = {
+    "plain": Setup(),
+    "block_size_4": Setup(block_size=4),
+    "chunks_of_7": Setup(max_tokens=7),
+    "four_samples": Setup(n=4),
+    "rows_preempted": Setup(
+        block_size=4, pool_tokens=100, num_states=4, preempt_every=3, misleading=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """Loads a tiny checkpoint of a family, once."""
+
+    @functools.cache
+    def load(family: str) -> LoadedModel:
+        folder: Path = make_checkpoint(family, tmp_path_factory.mktemp(family))
+        return load_model(ModelConfig(str(folder)), device=CPU)
+
+    return load
+
+
+@functools.cache
+def eager(family: str) -> torch.nn.Module:
+    """transformers' model of the same weights, with its own layers."""
+    return tiny_model(family)
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_greedy_tokens_equal_transformers(family: str, setup: Setup, checkpoint) -> None:
+    completions, _ = run(checkpoint(family), setup)
+    assert_greedy(eager(family), completions)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
+    plain, _ = run(checkpoint(family), Setup(n=4, temperature=1.0))
+    for name in ("chunks_of_7", "rows_preempted"):
+        setup = SETUPS[name]
+        changed = Setup(**{**vars(setup), "n": 4, "temperature": 1.0, "backwards": True})
+        completions, _ = run(checkpoint(family), changed)
+        assert tokens_of(completions) == tokens_of(plain), name
