@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from batchinfer.job.claims.shared import claim_size, is_too_slow
+from batchinfer.job.claims.worker_queue import claim_size, is_too_slow
 from batchinfer.job.row_ids import Part
 
 SLOTS = 64

@@ -35,7 +35,7 @@ from batchinfer.job.job import Job
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
-from batchinfer.job.run import parts, pipeline
+from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
@@ -197,9 +197,9 @@ def main() -> None:
         found["all computed"] = measured(folder, "computed")
         print(json.dumps(found), flush=True)
         write_input(folder / "in", prompts)
-        parts.RowReuse = OneAnswer  # type: ignore[misc]
+        run.RowReuse = OneAnswer  # type: ignore[misc]
         measured(folder, "first", "computed")
-        parts.RowReuse = RowReuse  # type: ignore[misc]
+        run.RowReuse = RowReuse  # type: ignore[misc]
         write_input(folder / "in", [*prompts, *new])
         found["appended"] = measured(folder, "appended", "first")
         print(json.dumps(found["appended"]), flush=True)

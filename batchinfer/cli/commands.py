@@ -20,7 +20,7 @@ from batchinfer.console.commands import Commands
 from batchinfer.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from batchinfer.job.run.parts import RunFleet
+    from batchinfer.job.run.run import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
 _Options = TypeVar("_Options", BatchOptions, BenchOptions)

@@ -21,7 +21,7 @@ from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.partitioned.columns import check_partition_columns
+from batchinfer.job.output.partitioned import check_partition_columns
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
 from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader

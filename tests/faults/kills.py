@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.claims import swap
+from batchinfer.job.claims import swap_generation
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
@@ -264,7 +264,7 @@ def count_to(path: Path) -> None:
         file.write(name + "\n")
         failpoint(name)
 
-    files.failpoint = swap.failpoint = tell
+    files.failpoint = swap_generation.failpoint = tell
 
 
 def _hold_until(path: Path) -> None:

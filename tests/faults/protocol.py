@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.job.claims.queue import all_parts
-from batchinfer.job.claims.retry import reopen
+from batchinfer.job.claims.retry_errors import reopen
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from batchinfer.job.claims import swap
+from batchinfer.job.claims import swap_generation
 from batchinfer.job.output import commit
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import Files
@@ -41,7 +41,7 @@ def test_the_check_of_updates_sees_a_swap_that_is_not_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def finish_first(out: OutputDir, generation: OutputDir) -> None:
-        swap._place(out, generation)
+        swap_generation._place(out, generation)
         put_in_place(out, generation)
 
     put_in_place = updates.put_in_place

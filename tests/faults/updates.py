@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from batchinfer.errors import DataError
-from batchinfer.job.claims.swap import finish_swap, is_swapping, put_in_place
+from batchinfer.job.claims.swap_generation import finish_swap, put_in_place
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import stored_manifest
 from tests.faults.lossy_files import LossyFiles
@@ -73,10 +73,10 @@ def check_update(state: CrashState, random: Random) -> None:
         ViolationError: neither generation is whole, and nothing says so; or the end is wrong.
     """
     found = OutputDir(OUT, state.files)
-    if not is_swapping(found):
+    if found.files.stat(found.swap) is None:
         _check_one_generation(state.files, random)
     check(state, update_run, random)
-    if state.files.entries(found.next) or is_swapping(found):
+    if state.files.entries(found.next) or found.files.stat(found.swap) is not None:
         raise ViolationError("the update has left something")
 
 

@@ -1,75 +1,105 @@
-"""The claim of a run to an output directory, and that of a run which writes alone."""
+"""The right of a run to write to an output directory, for a run that writes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import pyarrow as pa
 
+from batchinfer.console.format import printable
+from batchinfer.console.terminal import print_line
+from batchinfer.job.claims.generation import other_generations
+from batchinfer.job.claims.kernels import forget_kernels
 from batchinfer.job.claims.queue import PartQueue, all_parts
+from batchinfer.job.claims.swap_generation import put_in_place
 from batchinfer.job.claims.writers import refuse_writers
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import is_begun, stored_manifest
 from batchinfer.job.output.resume import (
     ResumePlan,
     clear_output,
+    has_rows,
     plan_resume,
     prepare_directory,
+    refuse_half_an_update,
+    refuse_unexpected_files,
 )
 from batchinfer.job.row_ids import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
-"""Opens finished parts of a plan again whose rows are to run again; called under the lock."""
+"""Reopens finished parts some of whose rows are to run again; called under the lock."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run whose parts are made."""
+    """What remains to be done once a run has made its parts."""
 
     out: OutputDir
-    """Where the job is to be ended."""
-    others_left: int = 0
-    """Parts that others have to make yet."""
+    """The directory, as the run that ends the job writes to it."""
+    num_parts_left: int = 0
+    """Parts that other runs still have to make."""
     is_finished: bool = False
-    """Whether another run has ended the job already."""
+    """True if another run has ended the job already."""
     is_stopped: bool = False
-    """Whether this run was asked to stop while another was at it."""
+    """True if this run was asked to stop while it waited for another one."""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether this run has to end the job."""
-        return not (self.others_left or self.is_finished or self.is_stopped)
+    def ends_job(self) -> bool:
+        """True if this run has to end the job."""
+        return not (self.num_parts_left or self.is_finished or self.is_stopped)
 
 
-class Claim(Protocol):
-    """What a run may write to an output directory, and when."""
+class Claim:
+    """The right of a run that writes alone; ``SharedClaim`` is that of one of several writers.
 
-    @property
-    def out(self) -> OutputDir:
-        """The directory as this run writes to it; known once the claim is begun."""
-        ...
+    Args:
+        out: the directory that the run writes to.
+        present: the output that ``out``, its next generation, replaces once it is made; None if the
+            run updates no output.
+    """
 
+    def __init__(self, out: OutputDir, present: OutputDir | None = None) -> None:
+        self.out = out
+        self.present = present
+
+    @contextmanager
     def begun(
         self, manifest: Manifest, if_exists: str, reopen: Reopen | None = None
-    ) -> AbstractContextManager[ResumePlan]:
-        """Hold the claim: look at what is there and make the directory ready.
+    ) -> Iterator[ResumePlan]:
+        """Lock the directory, decide what is left to make, and prepare the directory.
 
         Args:
-            manifest: what this run plans.
+            manifest: the plan of this run.
             if_exists: ``resume``, ``error`` or ``overwrite``.
 
         Raises:
-            LockedError: another run has the claim, or the directory holds another job's output.
+            LockedError: another run writes there, or the directory holds another job's output.
             DataError: the input has changed.
             StorageError: the directory cannot be written to.
         """
-        ...
+        home = self.present or self.out
+        with home.locked():
+            refuse_writers(home)
+            takes_over: tuple[OutputDir, ...] = ()
+            if self.present is not None:
+                refuse_half_an_update(home)
+                stored = stored_manifest(home)
+                refuse_unexpected_files(home, stored)
+                if not is_begun(self.out):  # chat templates may print the time: rows would differ
+                    manifest = replace(manifest, planned_at=stored.planned_at)
+                if_exists = "resume"
+                takes_over = (home, *other_generations(home, self.out))
+            plan = plan_resume(self.out, manifest, if_exists)
+            prepare_directory(self.out, plan)
+            if not has_rows(self.out):
+                forget_kernels(self.out)
+            yield replace(reopened(self.out, plan, reopen), takes_over=takes_over)
 
-    def queue(self, work: ResumePlan, generated: pa.Schema) -> PartQueue:
-        """The parts to make, and what earlier runs have left of them.
+    def queue(self, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
+        """Return the parts to make, with the finished rows among them.
 
         Args:
             generated: the output's generated columns.
@@ -77,66 +107,57 @@ class Claim(Protocol):
         Raises:
             StorageError: the directory cannot be read or written.
         """
-        ...
+        return all_parts(self.out, plan, generated)
 
-    def clear(self, work: ResumePlan) -> None:
-        """Delete what has to go first; called when nothing else keeps this run from running.
+    def clear(self, plan: ResumePlan) -> None:
+        """Delete the output that the plan replaces; call it once the model is loaded.
 
         Raises:
-            LockedError: others have begun another job meanwhile.
-            StorageError: it cannot be deleted.
+            LockedError: other writers have begun another job since.
+            StorageError: the output cannot be deleted.
         """
-        ...
+        clear_output(self.out, plan)
 
-    def ending(self, is_over: Callable[[], bool]) -> AbstractContextManager[Ending]:
-        """What is left to do once this run's parts are made. The last run ends the job inside it.
+    @contextmanager
+    def locked(self) -> Iterator[OutputDir]:
+        """Hold the directory's lock; yields the directory as its holder writes to it."""
+        yield self.out
+
+    @contextmanager
+    def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
+        """Hold the directory's lock; the last run to make its parts ends the job inside.
 
         Args:
-            is_over: whether others that end the job are not waited for any longer.
+            is_over: returns True to stop waiting for other runs that end the job.
 
         Raises:
             StorageError: the directory cannot be read.
         """
-        ...
-
-    def command_for(self, part: Part) -> str:
-        """What a user runs to have a part made again that was damaged since."""
-        ...
-
-
-def reopened(out: OutputDir, work: ResumePlan, reopen: Reopen | None) -> ResumePlan:
-    """The work with that of parts that ``reopen`` has opened again."""
-    if reopen is None:
-        return work
-    reopen(out, work.manifest)
-    return replace(plan_resume(out, work.manifest, "resume"), takes_over=work.takes_over)
-
-
-class WholeJob:
-    """The claim to all parts, of a run that writes alone."""
-
-    def __init__(self, out: OutputDir) -> None:
-        self.out = out
-
-    @contextmanager
-    def begun(
-        self, manifest: Manifest, if_exists: str, reopen: Reopen | None = None
-    ) -> Iterator[ResumePlan]:
-        with self.out.locked():
-            refuse_writers(self.out)
-            work = plan_resume(self.out, manifest, if_exists)
-            prepare_directory(self.out, work)
-            yield reopened(self.out, work, reopen)
-
-    def queue(self, work: ResumePlan, generated: pa.Schema) -> PartQueue:
-        return all_parts(self.out, work, generated)
-
-    def clear(self, work: ResumePlan) -> None:
-        clear_output(self.out, work)
-
-    @contextmanager
-    def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
         yield Ending(self.out)
+        if self.present is not None:
+            _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
+        """Return the command that makes a damaged part again, in words for the user."""
         return "the same command"
+
+
+def _replace(present: OutputDir, generation: OutputDir) -> None:
+    """Put a generation in place, unless it failed and the present output has succeeded."""
+    files = present.files
+    if files.stat(generation.success) is not None or files.stat(present.success) is None:
+        put_in_place(present, generation)
+        return
+    print_line(
+        f"{printable(str(present.root))} stays as it is, because it has _SUCCESS; the new rows are "
+        f"in {printable(str(generation.root))}",
+        to_stderr=True,
+    )
+
+
+def reopened(out: OutputDir, plan: ResumePlan, reopen: Reopen | None) -> ResumePlan:
+    """Return the plan with the parts that ``reopen`` has reopened."""
+    if reopen is None:
+        return plan
+    reopen(out, plan.manifest)
+    return plan_resume(out, plan.manifest, "resume")

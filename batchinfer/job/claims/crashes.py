@@ -1,24 +1,24 @@
-"""Rows that make the process die: found by the logs of rows in flight, and given up at last.
+"""Rows that make the process die: found by the logs of rows in flight, and given up in the end.
 
-The log that a run keeps is ``run/in_flight_log.py``; here it is read. ``_batchinfer/in_flight/<run
-id>`` holds row ids, 8 bytes each: a row's when its prompt is about to be made, its complement
-(``~id``) when that is made, its id again when it is handed to the engine. A run that ends in order
-deletes the file. It is not synced: what matters is that the process dies, and what it has written
-outlives that. In a store it does so some seconds later only, too late for a row that kills at once:
-after a death the next run has each row there before it runs.
+A run keeps a log (``run/in_flight_log.py``), which later runs read here. ``_batchinfer/in_flight/
+<run id>`` holds row ids, 8 bytes each: a row's id when its prompt is about to be made, the id's
+complement (``~id``) when the prompt is made, and the id again when the engine gets the row. A run
+that ends in order deletes the file. The log is not synced, because it has to survive the death of
+the process, not that of the machine. In a store it arrives some seconds later, too late for a row
+that kills at once: after a death, the next run stores each row's id before the row runs.
 
-A thousand innocent rows are in flight whenever a process is killed. So a death means nothing where
-its run has finished rows, or has put tokens of unfinished rows on disk (``batchinfer.job.tokens``):
-a row that kills beside long answers does not keep these from that, so tokens alone count for
-``MOST_FRUITLESS`` deaths. Rows that were in flight at two deaths without such progress are
-suspects. They run with nothing else in the engine, first in about sqrt(n) groups of about sqrt(n)
-rows; the rows of a group that dies run alone. A row is given up when the process has died twice
-while it ran alone and kept none of its tokens. A row that runs alone keeps them every second
-(``TokensInFlight``): it is not given up for kills from outside where each run lives that long after
-its first token.
+A thousand innocent rows are in flight whenever a process is killed. So a death means nothing if its
+run has finished rows, or has stored tokens of unfinished rows (``batchinfer.job.tokens``). A row
+that kills the process does not keep long answers in the same engine from storing tokens, so tokens
+alone count as progress for ``MOST_FRUITLESS`` deaths only. Rows that were in flight at two deaths
+without such progress are suspects. They run with nothing else in the engine, first in about sqrt(n)
+groups of about sqrt(n) rows; after a death the rows of its group run alone. A row is given up when
+the process has died twice while the row ran alone and stored no tokens. A row that runs alone
+stores its tokens every second (``TokensInFlight``), so kills from outside do not condemn it if each
+run lives that long after the first token.
 
-``_batchinfer/suspects.json`` has what is known, for all writers; it is changed under the
-directory's lock alone.
+``_batchinfer/suspects.json`` holds the history, for all writers; it changes under the directory's
+lock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from pathlib import PurePath
 from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from batchinfer.job.output.directory import OutputDir
@@ -41,8 +40,8 @@ from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 MOST_FRUITLESS = 8
-"""Deaths between which no row finishes, before tokens alone are no progress any more; an answer
-takes minutes, or some hours, in which machines are lost less often."""
+"""Deaths without a finished row after which stored tokens no longer count as progress. An answer
+takes minutes to hours, and machines are lost less often than that."""
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids, sorted."""
@@ -58,18 +57,18 @@ class CrashHistory:
     __pydantic_config__: ClassVar = STRICT
 
     seen_once: Group = ()
-    """Rows that were in flight at a death, and not at a second one without progress."""
+    """Rows that were in flight at one death, but not at a second one without progress."""
     groups: tuple[Group, ...] = ()
-    """Suspects: each group runs with nothing else in the engine, before all other rows."""
+    """Suspects: each group runs with nothing else in the engine, before other rows."""
     died_alone: Group = ()
-    """Suspects that the process died with once while they ran alone."""
+    """Suspects that ran alone when the process died once."""
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
-    """The runs whose deaths were counted last."""
+    """Ids of the runs whose deaths were counted last."""
     fruitless: NonNegativeInt = 0
-    """Deaths in a row without a row finished in between, whatever tokens were kept; while there are
-    suspects it does not go down, or each group would wait again."""
+    """Consecutive deaths without a finished row, even if tokens were stored. While there are
+    suspects it never falls, or each group would wait again."""
 
     def after_death(
         self,
@@ -79,20 +78,19 @@ class CrashHistory:
         *,
         kept_tokens: bool = False,
     ) -> CrashHistory:
-        """The history with one more death.
+        """Return the history with one more death.
 
         Args:
-            runs: that died, together.
-            in_flight: rows their engines had been given that are not finished.
-            finished: rows their engines had been given that are finished, and on disk.
-            kept_tokens: whether they have put tokens of unfinished rows on disk: the next run goes
-                on from there.
+            runs: ids of the runs that died together.
+            in_flight: unfinished rows in their engines.
+            finished: rows that went through their engines and are on disk.
+            kept_tokens: True if they stored tokens of unfinished rows, which the next run resumes.
         """
-        if not in_flight:  # they died before or after their work
+        if not in_flight:  # the runs died before or after their work
             return replace(self, counted=tuple(runs))
-        gets_on = kept_tokens and self.fruitless < MOST_FRUITLESS
-        has_progressed = bool(finished) or gets_on
-        after = self._after_groups(in_flight, finished, gets_on, kept_tokens)
+        keeps_going = kept_tokens and self.fruitless < MOST_FRUITLESS
+        has_progressed = bool(finished) or keeps_going
+        after = self._after_groups(in_flight, finished, keeps_going, kept_tokens)
         if after is None:
             again = () if has_progressed else _sorted(in_flight & {*self.seen_once})
             once = {*self.seen_once, *in_flight} - {*again}
@@ -103,28 +101,27 @@ class CrashHistory:
         return replace(after, counted=tuple(runs), fruitless=fruitless)
 
     def _after_groups(
-        self, in_flight: Set[int], finished: Set[int], gets_on: bool, kept_tokens: bool
+        self, in_flight: Set[int], finished: Set[int], keeps_going: bool, kept_tokens: bool
     ) -> CrashHistory | None:
-        """The history after a death while suspects ran; None: none of them did."""
+        """Return the history after a death while suspects ran; None if no suspects ran."""
         after, has_run = self, False
         for group in self.groups:
             ran = _sorted(in_flight & {*group})
             if not ran:
                 continue
             has_run = True
-            # The tokens of a single row are its own: those it can keep come to an end.
-            has_tokens = kept_tokens if len(group) == 1 else gets_on
+            # The tokens of a single row are its own, and it cannot store new ones forever.
+            has_tokens = kept_tokens if len(group) == 1 else keeps_going
             if has_tokens or not finished.isdisjoint(group):
                 after = replace(after, died_alone=_without(after.died_alone, group))
             elif len(group) > 1:
-                others = [one for one in after.groups if one != group]
                 rest = _without(group, ran)
-                groups = (*_split(ran, 1), *([rest] if rest else []), *others)
-                after = replace(after, groups=groups)
+                split = (*_split(ran, 1), *([rest] if rest else []))
+                after = replace(after, groups=(*split, *_others(after.groups, group)))
             elif group[0] in after.died_alone:
                 after = replace(
                     after,
-                    groups=tuple(one for one in after.groups if one != group),
+                    groups=_others(after.groups, group),
                     died_alone=_without(after.died_alone, group),
                     given_up=_sorted({*after.given_up, *group}),
                 )
@@ -133,10 +130,10 @@ class CrashHistory:
         return after if has_run else None
 
     def among(self, missing: Set[int]) -> CrashHistory:
-        """The history of some rows alone: finished ones are above suspicion.
+        """Return the history of some rows alone: finished rows are above suspicion.
 
         Args:
-            missing: those of its ``rows`` that are not finished.
+            missing: the unfinished rows among ``rows``.
         """
 
         def kept(rows: Group) -> Group:
@@ -155,12 +152,12 @@ class CrashHistory:
 
     @property
     def is_held(self) -> bool:
-        """Whether a death without progress is remembered: the next must tell which rows ran."""
+        """True after a death without progress: at the next, the rows that ran must be known."""
         return bool(self.seen_once or self.groups)
 
     @property
     def rows(self) -> RowIds:
-        """All rows that it knows."""
+        """All rows of the history."""
         groups = (row for group in self.groups for row in group)
         return sorted_row_ids({*self.seen_once, *self.given_up, *groups})
 
@@ -169,7 +166,7 @@ _STORED = TypeAdapter(CrashHistory)
 
 
 def crash_history_from(data: bytes) -> CrashHistory:
-    """The stored history; an empty one where that is damaged."""
+    """Return the stored history; an empty one if it is damaged."""
     try:
         return _STORED.validate_json(data)
     except ValueError:
@@ -177,7 +174,7 @@ def crash_history_from(data: bytes) -> CrashHistory:
 
 
 def stored_history(out: OutputDir) -> CrashHistory:
-    """What is known of earlier deaths."""
+    """Return the history of earlier deaths."""
     try:
         return crash_history_from(read_file(out.files, out.suspects))
     except OSError:
@@ -187,17 +184,16 @@ def stored_history(out: OutputDir) -> CrashHistory:
 def count_deaths(
     out: OutputDir, logs: Sequence[PurePath], unfinished: Callable[[RowIds], RowIds]
 ) -> CrashHistory:
-    """The history with the deaths of runs, each counted once; call it under the directory's lock.
+    """Return the history with the deaths of runs, each counted once; call it under the lock.
 
-    Logs that are found together tell of one death: writers beside each other die together, with
-    their machine.
+    Logs that are found together count as one death: writers on one machine die together.
 
     Args:
-        logs: of runs that have died.
-        unfinished: gives those of some rows that are not finished.
+        logs: the logs of dead runs.
+        unfinished: returns the unfinished ones of some rows.
 
     Raises:
-        StorageError: what was found cannot be read, written down or deleted.
+        StorageError: a log cannot be read or deleted, or the history cannot be written.
     """
     before = history = stored_history(out)
     new = [log for log in logs if log.name not in history.counted]  # else the last look was cut off
@@ -225,7 +221,7 @@ def forget_given_up(out: OutputDir) -> None:
     """Let the rows that were given up run again; call it under the directory's lock.
 
     Raises:
-        StorageError: that cannot be written down.
+        StorageError: the history cannot be written.
     """
     history = stored_history(out)
     if history.given_up:
@@ -233,25 +229,20 @@ def forget_given_up(out: OutputDir) -> None:
 
 
 def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
-    """Rows that a run's log says were in flight, finished or not; none where there is no log."""
+    """Return the rows that were in flight by a run's log, finished or not; none without a log."""
     try:
         data = read_file(out.files, log)
     except OSError:
         return NO_ROWS
     whole = len(data) - len(data) % LOG_ENTRY.itemsize  # the last write may have been cut short
-    return _open_rows(np.frombuffer(data[:whole], dtype=LOG_ENTRY))
-
-
-def _open_rows(entries: npt.NDArray[np.int64]) -> RowIds:
-    """Rows whose last entry is their id, not its complement."""
-    latest = entries[::-1]
+    latest = np.frombuffer(data[:whole], dtype=LOG_ENTRY)[::-1]
     rows, last = np.unique(np.where(latest < 0, ~latest, latest), return_index=True)
-    open_rows: RowIds = rows[latest[last] >= 0].astype(np.int64)
-    return open_rows
+    in_flight: RowIds = rows[latest[last] >= 0].astype(np.int64)
+    return in_flight
 
 
 def _split(rows: Group, size: int) -> list[Group]:
-    """Rows in groups of at least ``size``, as even as can be."""
+    """Split rows into even groups of at least ``size``."""
     if not rows:
         return []
     count = len(rows) // max(1, size)
@@ -261,6 +252,10 @@ def _split(rows: Group, size: int) -> list[Group]:
 
 def _sorted(rows: Set[int]) -> Group:
     return tuple(sorted(rows))
+
+
+def _others(groups: Sequence[Group], group: Group) -> tuple[Group, ...]:
+    return tuple(other for other in groups if other != group)
 
 
 def _without(rows: Group, others: Group) -> Group:

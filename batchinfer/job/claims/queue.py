@@ -1,11 +1,10 @@
-"""The parts that a run makes, some at a time, and what earlier runs have left of them."""
+"""The parts that a run makes, some at a time, and the finished rows among them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +27,7 @@ from batchinfer.job.row_ids import (
 
 @dataclass(frozen=True)
 class PartsToMake:
-    """Parts that a run makes, and the rows of them that are finished."""
+    """Parts that a run makes, and the finished rows among them."""
 
     parts: Sequence[Part]
     """In order."""
@@ -36,11 +35,11 @@ class PartsToMake:
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
     """Rows of these parts that are in segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Segments that could not be read: name, and what is wrong."""
+    """The problem of each segment that could not be read, by name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
-    """Of these rows."""
-    beside: frozenset[str] | None = None
-    """Writers that make other parts now; None: the run makes these parts and no others later."""
+    """The part of the crash history about these rows."""
+    other_writers: frozenset[str] | None = None
+    """Writers that make other parts now; None: this run makes these parts and no others later."""
 
     @property
     def missing(self) -> list[range]:
@@ -49,11 +48,11 @@ class PartsToMake:
 
     @property
     def suspects(self) -> Sequence[Group]:
-        """Rows suspected of deaths: each group runs with nothing else in the engine."""
+        """Rows suspected of crashes: each group runs with nothing else in the engine."""
         return self.crashes.groups
 
     def phases(self) -> Iterator[list[range]]:
-        """Rows to run, in groups one after the other: suspects by themselves, then the others."""
+        """Yield the rows to run, one group after the other: groups of suspects, then the rest."""
         for group in self.suspects:
             yield ranges_in(self.parts, sorted_row_ids(group))
         apart = {*self.crashes.given_up, *(row for group in self.suspects for row in group)}
@@ -62,56 +61,17 @@ class PartsToMake:
             yield rest
 
 
-class PartQueue(Protocol):
-    """Parts that a run makes, some at a time."""
-
-    is_shared: bool
-    """Whether others take parts from it too."""
-
-    @property
-    def damaged(self) -> Mapping[str, str]:
-        """Files that are damaged, as far as is known when the run begins: name, what is wrong."""
-        ...
-
-    @property
-    def missing(self) -> list[range]:
-        """Rows that have to run in any process, as far as is known when the run begins."""
-        ...
-
-    def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
-        """The next parts; it may wait for what becomes of other workers.
-
-        Args:
-            is_over: whether no more parts are wanted.
-
-        Returns:
-            None: all parts are taken, or ``is_over``.
-
-        Raises:
-            JobError: the output directory cannot be read or written.
-        """
-        ...
-
-    @property
-    def check(self) -> Callable[[], None]:
-        """Raises LockedError where others have taken over this process's parts."""
-        ...
-
-    @property
-    def publish(self) -> Callable[[Part, Draft], object]:
-        """Puts a staged part in its place; raises StorageError, or LockedError as ``check``."""
-        ...
-
-
-class KnownParts:
-    """The queue of a run that knows its parts when it begins: all, or those of a shard.
+class PartQueue:
+    """Gives a run its parts: here all at once, because they are known when the run begins.
 
     Args:
-        publish: puts a staged part in its place.
-        check: as ``PartQueue.check``.
+        parts: the parts of the run, or, for a worker, all parts that it may claim.
+        publish: puts a staged part in its place; raises StorageError, or LockedError as ``check``.
+        check: raises LockedError if other processes have taken over this process's parts.
     """
 
     is_shared = False
+    """True if other processes take parts from the queue too."""
 
     def __init__(
         self,
@@ -122,20 +82,31 @@ class KnownParts:
         self._parts: PartsToMake | None = parts
         self.damaged = parts.damaged
         self.missing = parts.missing
+        """Rows that had to run in any process when the run began."""
         self.publish = publish
         self.check = check
+        self.on_made_elsewhere: Callable[[Sequence[Part]], None] = lambda parts: None
+        """Called with parts of ``missing`` rows that other processes have made since."""
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
-        """All parts, the first time."""
-        parts = self._parts
-        if not is_over():
-            self._parts = None
-            return parts
-        return None
+        """Return the next parts; None if all parts are taken, or ``is_over``.
+
+        A worker may wait here to see whether other workers finish their parts.
+
+        Args:
+            is_over: returns True once the run wants no more parts.
+
+        Raises:
+            JobError: the output directory cannot be read or written.
+        """
+        if is_over():
+            return None
+        parts, self._parts = self._parts, None
+        return parts
 
 
-def all_parts(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> KnownParts:
-    """The parts of a run that writes alone, which holds the directory's lock.
+def all_parts(out: OutputDir, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
+    """Return the parts of a run that writes alone; it holds the directory's lock.
 
     Args:
         generated: the output's generated columns.
@@ -143,53 +114,53 @@ def all_parts(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> KnownPa
     Raises:
         StorageError: the directory cannot be written to.
     """
-    segments = Segments(out, work.manifest, work.todo, generated)
-    if work.starts_over:
-        return KnownParts(PartsToMake(work.todo, segments), partial(publish, out))
+    segments = Segments(out, plan.manifest, plan.todo, generated)
+    if plan.starts_over:
+        return PartQueue(PartsToMake(plan.todo, segments), partial(publish, out))
     finished, damaged = segments.recover()
-    missing = missing_ranges(work.todo, finished)
+    missing = missing_ranges(plan.todo, finished)
     logs = out.files.entries(out.in_flight)
     history = count_deaths(out, logs, lambda rows: within(rows, missing))
-    parts = PartsToMake(work.todo, segments, finished, damaged, history)
-    return KnownParts(parts, partial(publish, out))
+    parts = PartsToMake(plan.todo, segments, finished, damaged, history)
+    return PartQueue(parts, partial(publish, out))
 
 
-def parts_of(
+def parts_of_writer(
     out: OutputDir,
-    work: ResumePlan,
+    plan: ResumePlan,
     parts: Sequence[Part],
     generated: pa.Schema,
     history: CrashHistory,
     *,
     is_owner: bool = True,
-    beside: frozenset[str] | None = None,
+    other_writers: frozenset[str] | None = None,
 ) -> PartsToMake:
-    """Parts that one of several writers makes.
+    """Return parts that one of several writers makes, with the finished rows among them.
 
     Args:
-        history: of all rows.
-        is_owner: whether nobody else makes any of them; else nothing is deleted.
-        beside: as ``PartsToMake.beside``.
+        history: the crash history of all rows.
+        is_owner: False if other writers make some of the parts; then nothing is deleted.
+        other_writers: as ``PartsToMake.other_writers``.
     """
     owned = {part.index for part in parts} if is_owner else ()
-    segments = Segments(out, work.manifest, parts, generated, owned)
-    if work.starts_over:
+    segments = Segments(out, plan.manifest, parts, generated, owned)
+    if plan.starts_over:
         return PartsToMake(parts, segments)
     finished, damaged = segments.recover()
     missing = missing_ranges(parts, finished)
     crashes = history.among(set(within(history.rows, missing).tolist()))
-    return PartsToMake(parts, segments, finished, damaged, crashes, beside)
+    return PartsToMake(parts, segments, finished, damaged, crashes, other_writers)
 
 
-def unfinished_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema, rows: RowIds) -> RowIds:
-    """Those of some rows that are in no finished part and in no segment."""
+def unfinished_rows(out: OutputDir, plan: ResumePlan, generated: pa.Schema, rows: RowIds) -> RowIds:
+    """Return those of ``rows`` that are in no finished part and in no segment."""
     if not len(rows):
         return rows
     recorded = {path.stem for path in out.files.entries(out.parts)}
     parts = [
         part
-        for part in work.manifest.parts()
+        for part in plan.manifest.parts()
         if part.name not in recorded and len(within(rows, [part.rows]))
     ]
-    finished, _ = Segments(out, work.manifest, parts, generated, owned=()).recover()
+    finished, _ = Segments(out, plan.manifest, parts, generated, owned=()).recover()
     return within(rows, missing_ranges(parts, finished))

@@ -1,4 +1,4 @@
-"""A shard of a job: some of its parts, one after the other."""
+"""Shards of a job: each makes a range of consecutive parts."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class Shard:
 
     @property
     def writer(self) -> str:
-        """Its name as a writer of an ``OutputDir``."""
+        """Its name as the writer of an ``OutputDir``."""
         return f"s{self.index:04d}of{self.count}"
 
     def parts(self, num_parts: int) -> range:
-        """Indices of the parts it makes, of a job that has so many."""
+        """Return the indices of its parts, of a job with ``num_parts`` parts."""
         return range(
             num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
         )
 
     def maker(self, index: int, num_parts: int) -> Shard:
-        """The one of its siblings, itself among them, that makes a part."""
+        """Return the shard that makes a part: itself or one of its siblings."""
         siblings = (Shard(at, self.count) for at in range(self.count))
         return next(shard for shard in siblings if index in shard.parts(num_parts))
 
 
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
-    """The shard that ``--shard`` names.
+    """Return the shard that ``--shard`` names.
 
     Args:
-        text: ``I/N``, or ``auto``: the task of a Slurm array that this is.
-        environment: has what Slurm says of that.
+        text: ``I/N``, or ``auto`` for the task of the Slurm array that this process runs in.
+        environment: environment variables, such as Slurm's.
 
     Raises:
-        UsageError: it names none.
+        UsageError: it names no shard.
     """
     if text == "auto":
         return _of_array(environment)
@@ -55,7 +55,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     if match is None:
         raise UsageError(
             f"--shard {format_value(text)} is neither I/N nor auto",
-            hint="give the shard and how many there are, like --shard 0/4",
+            hint="give the shard and the number of shards, like --shard 0/4",
         )
     return _checked(int(match[1]), int(match[2]))
 
@@ -76,30 +76,30 @@ def _of_array(environment: Mapping[str, str]) -> Shard:
         return _of_slurm(environment)
     if "JOB_COMPLETION_INDEX" in environment:
         raise UsageError(
-            "--shard auto: Kubernetes says which shard this is and not how many there are",
+            "--shard auto: Kubernetes gives the index of this shard, but not the number of shards",
             hint='give both, like --shard "$(JOB_COMPLETION_INDEX)/8" for completions: 8',
         )
     raise UsageError(
-        "--shard auto: this is no task of a Slurm array (SLURM_ARRAY_TASK_ID is not set)",
-        hint="give the shard and how many there are, like --shard 0/4",
+        "--shard auto: this is not a task of a Slurm array (SLURM_ARRAY_TASK_ID is not set)",
+        hint="give the shard and the number of shards, like --shard 0/4",
     )
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Shard:
-    """Task of an array, whatever its first number and its step are."""
+    """Return the shard of a task; an array may start at any number and have any step."""
     names = ("TASK_ID", "TASK_MIN", "TASK_MAX", "TASK_COUNT")
     try:
         at, first, last, count = (int(environment[f"SLURM_ARRAY_{name}"]) for name in names)
     except (KeyError, ValueError):
         raise UsageError(
-            "--shard auto: Slurm does not say of this array how many tasks it has",
-            hint="give the shard and how many there are, like --shard 0/4",
+            "--shard auto: Slurm does not give the number of tasks of this array",
+            hint="give the shard and the number of shards, like --shard 0/4",
         ) from None
     step = (last - first) // (count - 1) if count > 1 else 1
     if first + step * (count - 1) != last or (at - first) % step:
         raise UsageError(
-            "--shard auto: the numbers of this Slurm array have gaps, so that they do not say "
-            "which shard this is",
+            "--shard auto: the numbers of this Slurm array have gaps, so they do not identify this "
+            "shard",
             hint='give it, like --shard "$SLURM_ARRAY_TASK_ID/8"',
         )
     return Shard((at - first) // step, count)

@@ -1,4 +1,4 @@
-"""The claim of one of several processes that write to an output at once.
+"""The right to write of one of several writers to an output.
 
 Such a process is a shard, which makes the parts of its share; a worker, which claims parts as it
 goes, of the whole job or of a shard; or a launcher, which starts workers and ends the job for them.
@@ -6,30 +6,26 @@ goes, of the whole job or of a shard; or a launcher, which starts workers and en
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError
-from batchinfer.job.claims.claim import Ending, Reopen, reopened
-from batchinfer.job.claims.crashes import CrashHistory, count_deaths
-from batchinfer.job.claims.fresh_start import FreshStart, stored_start
-from batchinfer.job.claims.queue import (
-    KnownParts,
-    PartQueue,
-    PartsToMake,
-    parts_of,
-    unfinished_rows,
-)
+from batchinfer.job.claims.claim import Claim, Ending, Reopen, reopened
+from batchinfer.job.claims.crashes import CrashHistory
+from batchinfer.job.claims.kernels import forget_kernels
+from batchinfer.job.claims.queue import PartQueue, parts_of_writer
 from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.worker_queue import ClaimedParts, crash_history
 from batchinfer.job.claims.writers import (
     Claims,
     Writer,
-    dead_logs,
     lives,
     living_writers,
     own_lock,
@@ -40,67 +36,111 @@ from batchinfer.job.claims.writers import (
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import stored_manifest
 from batchinfer.job.output.resume import (
     ResumePlan,
     agree_on_plan,
     clear_output,
     clear_staging,
     has_finished_rows,
+    has_rows,
+    holds_plan,
     only_unfinished,
     prepare_directory,
+    unrecorded,
 )
-from batchinfer.job.row_ids import Part, RowIds
+from batchinfer.job.row_ids import Part
 from batchinfer.job.run_ids import run_number
-from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 from batchinfer.job.storage.local_lock import LOCK, HeldError
-
-_CLAIMS_LEFT = 6
-"""Claims that are left for each worker whenever one is taken, until single parts are left."""
-_SLOWER = 1.15
-"""How much longer a worker may take for a part than the others for all that is left."""
-_POLL_S = 0.5
-"""Between looks for parts that have become free; more in a store."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a process does of a job that several processes share."""
+    """The task of a process in a job that several processes share."""
 
     shard: Shard | None = None
-    """Whose parts are made; None: those of the whole job."""
+    """The shard whose parts are made; None: the whole job."""
     is_worker: bool = False
-    """Whether it claims parts as it goes."""
+    """True if it claims parts as it goes."""
     is_launcher: bool = False
-    """Whether it starts workers and makes no part itself."""
+    """True if it starts workers and makes no part itself."""
     has_launcher: bool = False
-    """Whether a launcher started it, which ends the job."""
+    """True if a launcher started it, which ends the job."""
     num_workers: int = 1
-    """Workers there are to be at least; others that live count too."""
+    """Least number of workers; living workers count too."""
+
+    @property
+    def is_static(self) -> bool:
+        """True if the process makes the parts of its shard, and no others."""
+        return not (self.is_worker or self.is_launcher)
+
+    def parts(self, parts: list[Part]) -> list[Part]:
+        """Return the parts that it makes, or may claim, out of all parts of the job."""
+        if self.shard is None:
+            return parts
+        return [parts[index] for index in self.shard.parts(len(parts))]
 
 
-class SharedClaim:
-    """The claim of one of several writers.
+@dataclass(frozen=True)
+class FreshStart:
+    """The content of ``_batchinfer/shards.json``: a team of writers that starts an output over.
+
+    With ``output.if_exists: overwrite`` the first writer deletes the output, and the others must
+    keep what their siblings have made since. With ``error`` the first must find no output, but the
+    others find its rows. So the first writer stores its team and the time of its plan, which is in
+    the manifest too. From then on all of them resume, also when run again, until the job ends.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    team: str
+    """``Writer.team`` of the writers that start over."""
+    planned_at: str
+    """``Manifest.planned_at`` of their plan."""
+    is_clear: bool
+    """True once the old output is deleted; until then they load their models."""
+
+    def store(self, out: OutputDir) -> None:
+        """Store the start; call it under the lock."""
+        out.write(out.shards, json.dumps(asdict(self)).encode())
+
+    def has_begun(self, out: OutputDir, manifest: Manifest) -> bool:
+        """Return True if this start began the output in ``out``, for the job of ``manifest``."""
+        if not (self.is_clear and holds_plan(out, manifest)):
+            return False
+        return stored_manifest(out).planned_at == self.planned_at
+
+
+_STORED = TypeAdapter(FreshStart)
+
+
+def _stored_start(out: OutputDir, team: str) -> FreshStart | None:
+    try:
+        found = _STORED.validate_json(read_file(out.files, out.shards))
+    except (OSError, ValueError):
+        return None
+    return found if found.team == team else None
+
+
+class SharedClaim(Claim):
+    """The right to write of one of several writers.
 
     Args:
-        out: the directory as a run writes to it that writes alone.
-        window_rows: rows that a worker claims at most at a time.
+        out: the directory, as a run that writes alone uses it.
+        window_rows: most rows that a worker claims at a time.
     """
 
     def __init__(self, out: OutputDir, role: Role, window_rows: int) -> None:
         self.role = role
         self.writer = Writer(role.shard)
         self.shared = out.under_lock(LOCK, "a worker" if role.is_worker else str(self.writer))
-        self.out = own_lock(out, self.writer)
+        """The directory, as the holder of its lock writes to it."""
+        super().__init__(own_lock(out, self.writer))
         self.claims = Claims(self.shared, self.writer)
         self._window_rows = window_rows
         self._parts: list[Part] = []
-
-    @property
-    def parts(self) -> list[Part]:
-        """The parts that it makes, or some of them."""
-        if self.role.shard is None:
-            return self._parts
-        return [self._parts[at] for at in self.role.shard.parts(len(self._parts))]
+        """All parts of the job."""
 
     @contextmanager
     def begun(
@@ -115,54 +155,58 @@ class SharedClaim:
                 self._hold_own_lock(stack)
                 clear_staging(self.out)
                 is_first = not self._siblings_live()
-                agreed = self._agree(manifest, if_exists)
+                agreed = self._agree(manifest, if_exists, siblings=not is_first)
                 prepare_directory(self.out, agreed, self.shared)
+                if is_first and not has_rows(self.shared):
+                    forget_kernels(self.shared)
                 self._parts = agreed.manifest.parts()
-                owned = self.role.shard.parts(len(self._parts)) if self.role.shard else None
-                is_static = not (self.role.is_worker or self.role.is_launcher)
+                own = self.role.shard.parts(len(self._parts)) if self.role.shard else None
                 first_run = run_number(self.out.next_run_id)
-                self.claims.begin(first_run, [owned] if owned and is_static else [])
+                self.claims.begin(first_run, [own] if own and self.role.is_static else [])
                 stack.callback(self._drop_claims)
-                if reopen is not None and is_first:
+                if is_first:
                     agreed = reopened(self.shared, agreed, reopen)
-            trusts = self.role.is_worker and not is_first
-            yield self._own_part_of(agreed, owned, trusts_records=trusts)
+            trusts_records = self.role.is_worker and not is_first
+            yield self._own_part_of(agreed, trusts_records=trusts_records)
 
-    def queue(self, work: ResumePlan, generated: pa.Schema) -> PartQueue:
-        is_static, history = not (self.role.is_worker or self.role.is_launcher), CrashHistory()
-        if is_static and not work.starts_over:
-            with wait_for(self.shared.lock, for_anyone=True):
-                history = self.count_deaths(work, generated, self.living())
-        parts = parts_of(self.out, work, work.todo, generated, history, is_owner=is_static)
-        if self.role.is_worker:
-            return ClaimedParts(self, work, generated, parts)
-        return KnownParts(parts, self.publish, self.claims.check)
+    def queue(self, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
+        is_static, history = self.role.is_static, CrashHistory()
+        if is_static and not plan.starts_over:
+            with self.locked():
+                living = living_writers(self.shared, self.writer)
+                history = crash_history(self.shared, self.out, plan, generated, living)
+        parts = parts_of_writer(self.out, plan, plan.todo, generated, history, is_owner=is_static)
+        if not self.role.is_worker:
+            return PartQueue(parts, self.publish, self.claims.check)
+        return ClaimedParts(
+            parts,
+            self.publish,
+            self.claims.check,
+            out=self.out,
+            shared=self.shared,
+            claims=self.claims,
+            plan=plan,
+            generated=generated,
+            num_workers=self.role.num_workers,
+            window_rows=self._window_rows,
+        )
 
-    def living(self) -> list[Writer]:
-        """The writers that run now; called under the lock."""
-        return living_writers(self.shared, self.writer)
-
-    def count_deaths(
-        self, work: ResumePlan, generated: pa.Schema, living: Sequence[Writer]
-    ) -> CrashHistory:
-        """What is known of deaths, those since the last look included; called under the lock."""
-
-        def unfinished(rows: RowIds) -> RowIds:
-            return unfinished_rows(self.out, work, generated, rows)
-
-        return count_deaths(self.shared, dead_logs(self.shared, living), unfinished)
-
-    def clear(self, work: ResumePlan) -> None:
-        if not work.starts_over:
+    def clear(self, plan: ResumePlan) -> None:
+        if not plan.starts_over:
             return
-        with wait_for(self.shared.lock, for_anyone=True):
-            start = stored_start(self.shared, self.writer.team)
+        with self.locked():
+            start = _stored_start(self.shared, self.writer.team)
             if start is not None and not start.is_clear:
-                clear_output(self.shared, work)
+                clear_output(self.shared, plan)
                 replace(start, is_clear=True).store(self.shared)
-            elif start is None or not start.is_of(self.shared, work.manifest):
+            elif start is None or not start.has_begun(self.shared, plan.manifest):
                 raise self._refusal("others have begun another job in")
-        clear_staging(self.out)  # which has gone with the others'
+        clear_staging(self.out)  # the folder was deleted with the output
+
+    @contextmanager
+    def locked(self) -> Iterator[OutputDir]:
+        with wait_for(self.shared.lock, for_anyone=True):
+            yield self.shared
 
     def publish(self, part: Part, draft: Draft) -> None:
         """Put a staged part in its place.
@@ -186,7 +230,7 @@ class SharedClaim:
                 yield Ending(out, is_stopped=True)
                 return
             ended = all(out.files.stat(path) is not None for path in (out.success, out.summary))
-            yield Ending(out, len(self.unrecorded(self._parts)), ended)
+            yield Ending(out, len(unrecorded(out, self._parts)), ended)
 
     def command_for(self, part: Part) -> str:
         shard = self.role.shard
@@ -195,39 +239,8 @@ class SharedClaim:
         maker = shard.maker(part.index, len(self._parts))
         return "the same command" if maker == shard else f"shard {maker}, or all without one,"
 
-    def deal(self, living: Sequence[Writer], rows_per_s: float) -> tuple[list[Part], bool]:
-        """Claim parts that nobody makes, called under the lock; and whether others make some.
-
-        Args:
-            rows_per_s: speed of this worker so far; 0: not known.
-
-        Guided self-scheduling: a share of what is left, so that claims become smaller towards the
-        end (Polychronopoulos and Kuck, 1987).
-        """
-        claimed = {writer: Claims(self.shared, writer).claimed for writer in living}
-        others = set().union(*(parts for who, parts in claimed.items() if who != self.writer))
-        left = self.unrecorded(self.parts)
-        free = [part for part in left if part.index not in others | claimed[self.writer]]
-        num_workers = max(
-            self.role.num_workers, sum(writer.number is not None for writer in living)
-        )
-        taken = free[: claim_size(free, num_workers, self._window_rows)]
-        speeds = [Claims(self.shared, one).rows_per_s for one in living if one != self.writer]
-        held = [part for part in left if part.index in others]
-        num_left = _num_rows(free) + _num_rows(held) // 2  # those are half made, on average
-        if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
-            return [], True
-        if taken:
-            self.claims.add([range(at.index, at.index + 1) for at in taken], rows_per_s)
-        return taken, any(part.index in others for part in left)
-
-    def unrecorded(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts without a record."""
-        recorded = {path.stem for path in self.shared.files.entries(self.shared.parts)}
-        return [part for part in parts if part.name not in recorded]
-
     def _hold_own_lock(self, stack: ExitStack) -> None:
-        """Hold the lock of this writer: for a worker, of the first name that is free."""
+        """Hold this writer's lock; a worker takes the first number that is free."""
         if not self.role.is_worker:
             stack.enter_context(self.out.lock.held())
             return
@@ -236,66 +249,61 @@ class SharedClaim:
             number += 1
             self.writer = Writer(self.role.shard, number)
             self.out = own_lock(self.shared, self.writer)
-            try:
+            with suppress(HeldError):
                 stack.enter_context(self.out.lock.held())
                 is_held = True
-            except HeldError:
-                continue
         self.claims = Claims(self.shared, self.writer)
 
     def _drop_claims(self) -> None:
-        """Free what this process has claimed, unless that is another's by now."""
+        """Free this process's claims, unless another process has them by now."""
         with suppress(JobError), wait_for(self.shared.lock):
             self.claims.check()
             self.claims.drop()
 
-    def _agree(self, manifest: Manifest, if_exists: str) -> ResumePlan:
-        """The plan of all parts, which a sibling may have begun; called under the lock."""
-        start = stored_start(self.shared, self.writer.team)
+    def _agree(self, manifest: Manifest, if_exists: str, *, siblings: bool) -> ResumePlan:
+        """Return the plan of all parts, which a sibling may have begun; call it under the lock."""
+        start = _stored_start(self.shared, self.writer.team)
         if if_exists == "resume":
-            return self._resumed(manifest, start)
-        siblings = self._siblings_live()
-        is_left = bool(self.unrecorded(self._parts))
-        if start and start.is_of(self.shared, manifest) and (siblings or is_left):
-            return self._resumed(manifest, start)
+            return self._resumed(manifest, start, siblings)
+        has_parts_left = bool(unrecorded(self.shared, self._parts))
+        if start and start.has_begun(self.shared, manifest) and (siblings or has_parts_left):
+            return self._resumed(manifest, start, siblings)
         if siblings:
             if if_exists == "error" or start is None or start.is_clear:
-                raise self._refusal(f"others go on without if_exists: {if_exists} in")
+                raise self._refusal(f"others are running without if_exists: {if_exists} in")
             manifest = replace(manifest, planned_at=start.planned_at)
-            return ResumePlan(manifest, self._parts, starts_over=True)
+            return ResumePlan(manifest, self._parts, self._parts, starts_over=True)
         agreed = agree_on_plan(self.shared, manifest, if_exists)
         FreshStart(self.writer.team, manifest.planned_at, if_exists == "error").store(self.shared)
         return agreed
 
-    def _resumed(self, manifest: Manifest, start: FreshStart | None) -> ResumePlan:
-        begins_elsewhere = start is not None and not start.is_clear
-        if begins_elsewhere and self._siblings_live():
-            raise self._refusal("others are about to start over in")
-        if begins_elsewhere:  # who wrote that has died
-            with storage_errors(self.shared.shards, "delete"):
+    def _resumed(self, manifest: Manifest, start: FreshStart | None, siblings: bool) -> ResumePlan:
+        if start is not None and not start.is_clear:
+            if siblings:
+                raise self._refusal("others are about to start over in")
+            with storage_errors(self.shared.shards, "delete"):  # its writer has died
                 self.shared.files.delete(self.shared.shards)
         agreed = agree_on_plan(self.shared, manifest, "resume")
         if not agreed.starts_over:
             return agreed
-        if self._siblings_live():
+        if siblings:
             raise self._refusal("others have begun another job in")
         clear_output(self.shared, agreed)  # at once: no row of it is finished
         return replace(agreed, starts_over=False)
 
-    def _own_part_of(
-        self, agreed: ResumePlan, owned: range | None, *, trusts_records: bool
-    ) -> ResumePlan:
-        work = replace(agreed, todo=self.parts, owned=owned)
-        if work.starts_over or not has_finished_rows(self.out):
-            return work
+    def _own_part_of(self, agreed: ResumePlan, *, trusts_records: bool) -> ResumePlan:
+        parts = self.role.parts(self._parts)
+        plan = replace(agreed, parts=parts, todo=parts)
+        if plan.starts_over or not has_finished_rows(self.out):
+            return plan
         if trusts_records:
-            return replace(work, todo=self.unrecorded(self.parts))
-        work = only_unfinished(self.out, work)
-        for part in work.todo:
-            if part.name in work.damaged:  # or a sibling would end the job with it
+            return replace(plan, todo=unrecorded(self.shared, parts))
+        plan = only_unfinished(self.out, plan)
+        for part in plan.todo:
+            if part.name in plan.damaged:  # or a sibling would end the job with it
                 with storage_errors(self.out.parts, "delete"):
                     self.out.files.delete(self.out.record(part))
-        return work
+        return plan
 
     def _siblings_live(self) -> bool:
         return any(
@@ -309,73 +317,3 @@ class SharedClaim:
             f"{self.writer}: {what} {printable(str(self.out.root))}",
             hint="wait until they have ended, or use --output for another directory",
         )
-
-
-class ClaimedParts:
-    """The queue of a worker, which claims parts when its engine will soon need rows."""
-
-    is_shared = True
-
-    def __init__(
-        self, claim: SharedClaim, work: ResumePlan, generated: pa.Schema, known: PartsToMake
-    ) -> None:
-        self.damaged = known.damaged
-        self.missing = known.missing
-        self.publish = claim.publish
-        self.check = claim.claims.check
-        self._claim = claim
-        self._work = work
-        self._generated = generated
-        self._num_rows = 0
-        """Rows of the parts claimed so far, most of which are made when more are claimed."""
-        self._began = time.monotonic()
-
-    def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
-        """Claim parts; wait while there are none, but others make some: they may die."""
-        claim, pause = self._claim, 0.1
-        while not is_over():
-            with wait_for(claim.shared.lock, for_anyone=True, is_over=is_over) as is_held:
-                if not is_held:
-                    return None
-                living = claim.living()
-                history = claim.count_deaths(self._work, self._generated, living)
-                rows_per_s = self._num_rows / (time.monotonic() - self._began)
-                taken, others_make = claim.deal(living, rows_per_s)
-            if taken:
-                self._num_rows += _num_rows(taken)
-                # What a living writer of that name has left of an earlier life may be of use.
-                beside = frozenset(writer.name for writer in living) - {claim.writer.name}
-                work = replace(self._work, starts_over=False)
-                return parts_of(claim.out, work, taken, self._generated, history, beside=beside)
-            if not others_make:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, max(_POLL_S, claim.out.files.flush_every_s / 12))
-        return None
-
-
-def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
-    """Whether the others would make all that is left before this worker has made one part.
-
-    Args:
-        part_rows: rows of the part.
-        left_rows: rows that are not finished.
-        rows_per_s: speed of this worker; 0: not known.
-        others: speeds of the other workers.
-    """
-    if not rows_per_s or not any(others):
-        return False
-    without = max(left_rows / sum(others), part_rows / max(others))
-    return part_rows / rows_per_s > _SLOWER * without
-
-
-def _num_rows(parts: Sequence[Part]) -> int:
-    return sum(part.num_rows for part in parts)
-
-
-def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:
-    """How many parts to claim, of those that are free: a window's rows at most, one at least."""
-    if not free:
-        return 0
-    window = max(1, window_rows // max(1, free[0].num_rows))
-    return max(1, min(window, len(free) // (_CLAIMS_LEFT * num_workers)))

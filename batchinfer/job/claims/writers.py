@@ -1,11 +1,11 @@
-"""The processes that write to one output at once: their names, locks and claims.
+"""The processes that write to one output at the same time: their names, locks and claims.
 
-A run that writes alone holds the directory's own lock for as long as it lives. Of several writers,
-each holds that lock for a moment only, while it looks, prepares, claims, publishes or ends the job,
-and a lock of its own, ``locks/NAME``, for as long as it lives. Locks of writers are taken and tried
-under the directory's lock.
+A run that writes alone holds the directory's own lock as long as it lives. Several writers hold
+that lock only briefly: to look, prepare, claim, publish or end the job. Each holds a lock of its
+own, ``locks/NAME``, as long as it lives; writers' locks are taken and tried under the directory's
+lock.
 
-``claims/NAME.json`` has the parts that a writer makes. A process that finds a writer's lock free,
+``claims/NAME.json`` lists the parts that a writer makes. A process that finds a writer's lock free,
 or not refreshed for long, deletes that file. From then on the writer publishes nothing, and its
 unfinished parts are free.
 """
@@ -33,11 +33,11 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 from batchinfer.job.storage.local_lock import HeldError, Lock
 
 PATIENCE_S = 600.0
-"""How long a writer waits for others that hold the directory's lock for a moment."""
+"""How long a writer waits for writers that hold the directory's lock briefly."""
 ALONE_PATIENCE_S = 1.0
-"""How long it waits for a run that writes alone: that may be about to find that it must not."""
+"""How long a writer waits for a run that writes alone: it may be about to give up by itself."""
 LAUNCHER = "workers"
-"""Name of the writer that starts workers, and makes no part."""
+"""Name of the writer that starts workers and makes no part."""
 _WRITER = re.compile(r"(?:s(?P<index>[0-9]+)of(?P<count>[0-9]+))?(?:w(?P<number>[0-9]+))?")
 
 
@@ -46,9 +46,9 @@ class Writer:
     """One of several processes that write to an output."""
 
     shard: Shard | None = None
-    """Whose parts it makes; None: parts of the whole job."""
+    """The shard whose parts it makes; None: parts of the whole job."""
     number: int | None = None
-    """Of a worker, from 1; None: it is no worker."""
+    """Number of a worker, from 1; None: it is not a worker."""
 
     @property
     def name(self) -> str:
@@ -59,11 +59,10 @@ class Writer:
 
     @property
     def team(self) -> str:
-        """What writers that may be beside it have in common."""
+        """Writers of one team may write at the same time."""
         return "workers" if self.shard is None else f"{self.shard.count} shards"
 
     def __str__(self) -> str:
-        """Its name in messages."""
         if self.number is None:
             return "the run that starts workers" if self.shard is None else f"shard {self.shard}"
         of = "" if self.shard is None else f" of shard {self.shard}"
@@ -71,7 +70,7 @@ class Writer:
 
 
 def writer_named(name: str) -> Writer | None:
-    """The writer of a name; None for a name that no writer has."""
+    """Return the writer with a name; None if no writer can have that name."""
     if name == LAUNCHER:
         return Writer()
     match = _WRITER.fullmatch(name)
@@ -85,17 +84,17 @@ def writer_named(name: str) -> Writer | None:
 def wait_for(
     lock: Lock, *, for_anyone: bool = False, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[bool]:
-    """Hold the directory's lock as soon as the writers that hold it for a moment let go.
+    """Hold the directory's lock as soon as other writers release it.
 
     Args:
-        for_anyone: wait for any holder without a limit; nobody holds it for long.
-        is_over: whether to wait no longer.
+        for_anyone: wait without a limit, because every holder releases the lock soon.
+        is_over: returns True to stop waiting.
 
     Yields:
-        Whether it is held: False where ``is_over``.
+        True if the lock is held, False if ``is_over`` ended the wait.
 
     Raises:
-        LockedError: a run that writes alone holds it, or nobody lets go of it.
+        LockedError: a run that writes alone holds it, or no holder releases it in time.
     """
     began, pause = time.monotonic(), 0.01
     with ExitStack() as stack:
@@ -105,8 +104,8 @@ def wait_for(
                 stack.enter_context(lock.held())
                 is_held = True
             except HeldError as error:
-                waited = time.monotonic() - began
-                if not for_anyone and waited > _patience(error):
+                patience = ALONE_PATIENCE_S if error.is_alone else PATIENCE_S
+                if not for_anyone and time.monotonic() - began > patience:
                     raise
                 if is_over():
                     break
@@ -115,18 +114,14 @@ def wait_for(
         yield is_held
 
 
-def _patience(error: HeldError) -> float:
-    return ALONE_PATIENCE_S if error.is_alone else PATIENCE_S
-
-
 def own_lock(out: OutputDir, writer: Writer) -> OutputDir:
-    """``out`` as a writer has it that holds its own lock."""
+    """Return ``out`` as a writer uses it: with the writer's own lock and staging folder."""
     name = f"{out.locks.name}/{writer.name}"
     return out.under_lock(name, str(writer)).for_writer(writer.name)
 
 
 def lives(out: OutputDir, writer: Writer) -> bool:
-    """Whether a writer runs; one that died, or was not heard of for long, loses its claim."""
+    """Return True if a writer runs; one that died or was silent for long loses its claim."""
     if not own_lock(out, writer).lock.is_free():
         return True
     Claims(out, writer).drop()
@@ -134,13 +129,13 @@ def lives(out: OutputDir, writer: Writer) -> bool:
 
 
 def writers_seen(out: OutputDir) -> list[Writer]:
-    """The writers that have ever had a lock here."""
+    """Return all writers that ever had a lock here."""
     names = sorted({path.name.partition(".")[0] for path in out.files.entries(out.locks)})
     return [writer for name in names if (writer := writer_named(name)) is not None]
 
 
 def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
-    """The writers that run now, the own process among them."""
+    """Return the writers that run now, including this process's ``own``."""
     others = [writer for writer in writers_seen(out) if writer != own]
     return [own, *(writer for writer in others if lives(out, writer))]
 
@@ -149,10 +144,10 @@ def refuse_writers(out: OutputDir, but_of: str = "") -> None:
     """Check that no other writer runs; call it under the directory's lock.
 
     Args:
-        but_of: those of this team may.
+        but_of: a team whose writers may run.
 
     Raises:
-        LockedError: one does.
+        LockedError: a writer runs.
     """
     for writer in writers_seen(out):
         if writer.team != but_of and lives(out, writer):
@@ -164,40 +159,41 @@ def refuse_writers(out: OutputDir, but_of: str = "") -> None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What ``claims/NAME.json`` says."""
+    """The content of ``claims/NAME.json``."""
 
     __pydantic_config__: ClassVar = STRICT
 
     token: str
-    """Of the process; another one of the same name has another."""
+    """Unique to a process, unlike its name."""
     first_run: NonNegativeInt
-    """Number of its runs at least: those with lower ones have died."""
+    """Least number of this process's runs; runs of its name with lower numbers have died."""
     parts: list[tuple[NonNegativeInt, NonNegativeInt]]
-    """Ranges of indices of parts."""
+    """Ranges of part indices."""
     rows_per_s: NonNegativeFloat = 0.0
-    """Speed of a worker; 0 before it is known."""
+    """Speed of a worker; 0: unknown yet."""
 
 
 _STORED = TypeAdapter(_Stored)
 
 
 class Claims:
-    """The parts that one writer makes; changed under the directory's lock.
+    """The parts that one writer has claimed; changed under the directory's lock.
 
     Args:
         out: the directory, as the holder of its lock writes to it.
     """
 
     def __init__(self, out: OutputDir, writer: Writer) -> None:
+        self.writer = writer
         self._out = out
         self._path = out.claims / f"{writer.name}.json"
         self._mine = _Stored(token_hex(8), 0, [])
 
     def begin(self, first_run: int, parts: Sequence[range] = ()) -> None:
-        """Claim some parts, and no others.
+        """Claim these parts, and no others.
 
         Args:
-            first_run: number of this process's runs at least.
+            first_run: least number of this process's runs.
         """
         with storage_errors(self._out.claims):
             self._out.files.make_directory(self._out.claims)
@@ -206,32 +202,32 @@ class Claims:
         self._store()
 
     def add(self, parts: Sequence[range], rows_per_s: float = 0.0) -> None:
-        """Claim more parts, and say how fast the last ones were made.
+        """Claim more parts, and note the speed of this worker.
 
         Raises:
-            LockedError: this process has lost what it had claimed.
+            LockedError: this process has lost its claims.
         """
         self.check()
-        more = [*self._mine.parts, *((rows.start, rows.stop) for rows in parts)]
-        self._mine = replace(self._mine, parts=more, rows_per_s=rows_per_s)
+        parts_claimed = [*self._mine.parts, *((rows.start, rows.stop) for rows in parts)]
+        self._mine = replace(self._mine, parts=parts_claimed, rows_per_s=rows_per_s)
         self._store()
 
     def check(self) -> None:
-        """Make sure that this process has not lost its claims.
+        """Check that this process has not lost its claims.
 
         Raises:
-            LockedError: others have taken its parts, for it was not heard of for long.
+            LockedError: others have taken its parts, because it was silent for too long.
         """
         stored = self.stored()
         if stored is None or stored.token != self._mine.token:
             raise LockedError(
-                f"others have taken over this process's parts of {printable(str(self._out.root))}: "
-                "it was not heard of for too long",
-                hint="let them go on, or run this command again",
+                f"others have taken over this process's parts of {printable(str(self._out.root))}, "
+                "because it was silent for too long",
+                hint="let them continue, or run this command again",
             )
 
     def stored(self) -> _Stored | None:
-        """What the writer has claimed; None: nothing, or no more."""
+        """Return the stored claims of the writer; None if it has none (any more)."""
         try:
             return _STORED.validate_json(read_file(self._out.files, self._path))
         except (OSError, ValueError):
@@ -239,20 +235,19 @@ class Claims:
 
     @property
     def rows_per_s(self) -> float:
-        """Speed of the writer, as it has said with its last claim."""
+        """Speed of the writer when it last claimed parts; 0: unknown."""
         stored = self.stored()
         return 0.0 if stored is None else stored.rows_per_s
 
     @property
     def claimed(self) -> set[int]:
-        """Indices of the parts that the writer has claimed, finished ones included."""
+        """Indices of the claimed parts, including finished ones."""
         stored = self.stored()
-        return (
-            {at for first, stop in stored.parts for at in range(first, stop)} if stored else set()
-        )
+        ranges = stored.parts if stored else []
+        return {index for first, stop in ranges for index in range(first, stop)}
 
     def drop(self) -> None:
-        """Free all parts of the writer that are not finished."""
+        """Free all unfinished parts of the writer."""
         if self._out.files.stat(self._path) is not None:
             with storage_errors(self._path, "delete"):
                 self._out.files.delete(self._path)
@@ -262,18 +257,17 @@ class Claims:
 
 
 def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
-    """Logs of rows in flight of runs that have died; call it under the directory's lock.
+    """Return the logs of rows in flight of dead runs; call it under the directory's lock.
 
     Args:
-        living: all writers that live.
+        living: all living writers.
     """
     first_run = {}
     for writer in living:
         stored = Claims(out, writer).stored()
         first_run[writer.name] = 0 if stored is None else stored.first_run
-    logs = out.files.entries(out.in_flight)
     return [
         log
-        for log in logs
+        for log in out.files.entries(out.in_flight)
         if run_number(log.name) < first_run.get(writer_of(log.name), run_number(log.name) + 1)
     ]

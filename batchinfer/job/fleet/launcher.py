@@ -6,7 +6,6 @@ part, and ends the job when all are made.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +53,6 @@ class Launcher:
     Args:
         start: starts the worker of a number, counted from 0.
         min_workers: rows run as soon as so many are up.
-        same_kernels: whether all compute with the kernels of the first that is up.
         is_complete: whether all parts are made.
         log: takes a line about workers.
         on_begin: called when rows begin to run.
@@ -64,7 +62,6 @@ class Launcher:
     num_workers: int
     min_workers: int
     start_timeout_s: float
-    same_kernels: bool
     is_complete: Callable[[], bool]
     progress: Progress
     stop: Event
@@ -73,7 +70,6 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
-        self._kernels: Mapping[str, str] | None = None
         self._has_begun = False
         self._began = self._last_up = time.monotonic()
         self._deaths = 0
@@ -105,8 +101,8 @@ class Launcher:
             if "up" in message:
                 self._came_up(number, slot, message["up"])
             elif "again" in message:
-                slot.may_run = True
-                slot.handle.send("go")
+                slot.may_run = False
+                self.log(f"worker {number + 1} loads again, with the kernels of the job")
             elif "counts" in message:
                 self._count(slot, counts_of(message), message["pool"])
             elif "failure" in message:
@@ -121,14 +117,7 @@ class Launcher:
     def _came_up(self, number: int, slot: _Slot, up: Mapping[str, object]) -> None:
         slot.is_up, slot.failed_boots = True, 0
         self.log(f"worker {number + 1} is up: {up['device']}")
-        kernels = up["kernels"]
-        assert isinstance(kernels, dict)
-        if self._kernels is None:
-            self._kernels = kernels
-        if self.same_kernels and kernels != self._kernels:
-            self.log(f"worker {number + 1} loads again: the first computes with other kernels")
-            slot.handle.send(json.dumps(self._kernels))
-        elif self._has_begun:
+        if self._has_begun:
             slot.may_run = True
             slot.handle.send("go")
 

@@ -96,7 +96,6 @@ def _run(
             num_workers,
             scale.min_workers,
             scale.start_timeout_s,
-            not has_gpus,
             lambda: _is_complete(job, role),
             progress,
             stop,

@@ -1,8 +1,8 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
-It reads its setup from stdin, pickled, and then lines: ``go``, once it may run rows, or a JSON
-object of kernels that it must compute with. The end of stdin means that the launcher is gone: the
-process then stops as on SIGTERM. It writes messages to stdout, a JSON object a line.
+It reads its setup from stdin, pickled, and then lines ``go``: each time it has loaded a model, it
+waits for one before it continues. The end of stdin means that the launcher is gone: then the
+process stops as on SIGTERM. It writes messages to stdout, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -130,7 +129,7 @@ def main() -> int:
             run_job(
                 setup.spec,
                 role=setup.role,
-                build=partial(_built, setup.build, messages, lines),
+                build=_Builds(setup.build, messages, lines),
                 display=_WorkerDisplay(messages),
             )
         )
@@ -145,22 +144,32 @@ def _read(lines: SimpleQueue[str]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _built(
-    build: BuildEngine | None, messages: _Messages, lines: SimpleQueue[str], *args: Any, **keys: Any
-) -> Any:
-    """An engine that computes as the launcher wants, built by the time that rows may run."""
-    if build is None:
-        from batchinfer.builders.engine import build_engine  # imports torch
+class _Builds:
+    """Builds engines, and waits until rows may run.
 
-        build = build_engine
-    context = build(*args, **keys)
-    messages.send(up={"device": context.device, "kernels": dict(context.kernels)})
-    if (line := lines.get()) != "go":
-        keys["pinned_kernels"] = json.loads(line)
-        context = build(*args, **keys)
-        messages.send(again=True)
-        lines.get()
-    return context
+    A second build happens if another worker was the first to choose the kernels of the job.
+    """
+
+    def __init__(
+        self, build: BuildEngine | None, messages: _Messages, lines: SimpleQueue[str]
+    ) -> None:
+        self._build = build
+        self._messages = messages
+        self._lines = lines
+        self._has_built = False
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        if self._build is None:
+            from batchinfer.builders.engine import build_engine  # imports torch
+
+            self._build = build_engine
+        if self._has_built:
+            self._messages.send(again=True)
+        context = self._build(*args, **keys)
+        self._has_built = True
+        self._messages.send(up={"device": context.device})
+        self._lines.get()
+        return context
 
 
 if __name__ == "__main__":

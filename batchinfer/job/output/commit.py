@@ -1,16 +1,14 @@
-"""The commit of a part, in two halves: ``stage`` writes it aside, ``publish`` puts it in its place.
+"""The commit of a part, in two halves: ``stage`` writes it aside, ``publish`` puts it in place.
 
-Whoever makes a part stages it and reads it back, to see whether its bytes are what they must be.
-Whoever may write to the output publishes it: its rows' statistics, then its file, then the record
-that says it is whole. A ``Draft`` goes from one to the other, in one process or between two: then
-``hand_over`` gives what is staged a name that nobody writes to again.
+The thread that writes stages a part and reads it back to check it. The holder of the lock publishes
+it: first its rows' statistics and keys, then its file, then the record that marks it as finished.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -32,15 +30,14 @@ _PARQUET_ERRORS = (pa.ArrowException, OSError, KeyError)
 
 
 def check_part(file: pa.NativeFile, part: Part) -> None:
-    """Decode all of a part, page checksums verified, with no more than a batch of a column at a
-    time in memory.
+    """Decode all of a part and verify its page checksums, one batch of a column at a time.
 
     Args:
         file: Parquet.
-        part: its row ids must be there in order; where it is exploded, each once or more.
+        part: its row ids must be in the file in order, once each, or more often if exploded.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: says what is wrong with the file.
     """
     try:
         decode_all(file)
@@ -60,39 +57,15 @@ def _check_row_ids(table: pa.Table, part: Part) -> None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A part that is staged and found whole, and that nobody sees yet: plain values, fit for JSON.
+    """A part that is staged and checked, but not published."""
 
-    Paths are below ``OutputDir.state``.
-    """
-
-    part: int
-    """Its index."""
-    num_rows: int
-    error_codes: dict[str, int]
-    """Rows that failed, by code."""
-    control_text_row_ids: list[int]
-    """Rows whose own text holds what looks like one of the model's control tokens."""
-    staged: str
-    size: int
-    """Bytes of the staged part."""
-    sha256: str
-    staged_requests: str
+    record: PartRecord
+    """The part's record, without the time and the marks of the published files."""
+    staged: PurePath
+    staged_requests: PurePath
     """File of the rows' statistics."""
-    requests_sha256: str
-    staged_keys: str
+    staged_keys: PurePath
     """File of the rows' keys."""
-    keys_sha256: str
-    num_reused: int = 0
-    """Rows that were copied from another output."""
-
-    @property
-    def sha256_of(self) -> dict[str, str]:
-        """Hash of each file that is staged."""
-        return {
-            self.staged_requests: self.requests_sha256,
-            self.staged_keys: self.keys_sha256,
-            self.staged: self.sha256,
-        }
 
 
 def stage(
@@ -104,17 +77,17 @@ def stage(
     keys: pa.Table = NO_KEYS,
     num_reused: int = 0,
 ) -> Draft:
-    """Write a part that is made, statistics and keys of its rows, where nobody looks for them.
+    """Write a part, with the statistics and keys of its rows, to the staging folder.
 
     Args:
-        table: its rows, in input order.
-        requests: the statistics of those that ran.
-        control_text_row_ids: rows whose own text holds what looks like a control token.
-        keys: ``KEYS_SCHEMA``, of the rows that have one.
-        num_reused: rows that were copied from another output.
+        table: the part's rows, in input order.
+        requests: the statistics of the rows that ran.
+        control_text_row_ids: rows whose own text looks like one of the model's control tokens.
+        keys: the keys of the rows that have one, as ``KEYS_SCHEMA``.
+        num_reused: number of rows copied from another output.
 
     Raises:
-        StorageError: the file system refuses, or gives back other bytes than were written.
+        StorageError: the file system refuses, or returns other bytes than were written.
     """
     staged = out.staging / out.part_file(part).name
     statistics, staged_requests = parquet_bytes([requests]), out.staging / f"requests-{staged.name}"
@@ -126,70 +99,57 @@ def stage(
         out.files.write(staged_keys, key_bytes)
     with storage_errors(out.part_file(part)):
         out.files.write(staged, parquet_bytes([table]))
-        del table  # before it is read back: a row may be half a gigabyte
+        del table  # before it is read back: a row may have half a gigabyte
         pa.default_memory_pool().release_unused()
         data = read_file(out.files, staged)
     try:
         check_part(pa.BufferReader(data), part)
     except ValueError as error:
         raise StorageError(
-            f"{staged} was written and reads back wrong: {error}",
+            f"{staged} was written, but reading it back failed: {error}",
             hint="check the disk, then run again: finished rows are kept",
         ) from None
-    return Draft(
-        part.index,
-        part.num_rows,
-        error_codes,
-        control_text_row_ids,
-        _below_state(out, staged),
-        len(data),
-        hashlib.sha256(data).hexdigest(),
-        _below_state(out, staged_requests),
-        hashlib.sha256(statistics).hexdigest(),
-        _below_state(out, staged_keys),
-        hashlib.sha256(key_bytes).hexdigest(),
-        num_reused,
+    record = PartRecord(
+        rows=part.num_rows,
+        error_codes=error_codes,
+        control_text_row_ids=control_text_row_ids,
+        size=len(data),
+        mtime_ns=0,
+        sha256=hashlib.sha256(data).hexdigest(),
+        requests_sha256=hashlib.sha256(statistics).hexdigest(),
+        keys_sha256=hashlib.sha256(key_bytes).hexdigest(),
+        num_reused=num_reused,
     )
+    return Draft(record, staged, staged_requests, staged_keys)
 
 
 def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
-    """Put a part that is staged in its place; when this returns, it counts as finished.
+    """Put a staged part in place; when this returns, the part is finished.
 
     Raises:
-        StorageError: the file system refuses, or has other bytes than were staged; the part is
-            then not finished.
+        StorageError: the file system refuses, or has other bytes than were staged; then the part is
+            not finished.
     """
     final, requests = out.part_file(part), out.request_stats(part)
-    publish_file(out.files, out.state / draft.staged_requests, requests)
-    publish_file(out.files, out.state / draft.staged_keys, out.row_keys(part))
-    publish_file(out.files, out.state / draft.staged, final)
+    publish_file(out.files, draft.staged_requests, requests)
+    publish_file(out.files, draft.staged_keys, out.row_keys(part))
+    publish_file(out.files, draft.staged, final)
     stat, requests_stat = out.files.stat(final), out.files.stat(requests)
     assert stat is not None
     assert requests_stat is not None
-    if stat.size != draft.size:
+    if stat.size != draft.record.size:
         raise StorageError(
-            f"{final} has {stat.size:,} bytes; {draft.size:,} were staged",
+            f"{final} has {stat.size:,} bytes; {draft.record.size:,} were staged",
             hint="find out what else writes there, then run again: finished rows are kept",
         )
-    record = PartRecord(
-        draft.num_rows,
-        draft.error_codes,
-        draft.control_text_row_ids,
-        stat.size,
-        stat.mtime_ns,
-        draft.sha256,
-        draft.requests_sha256,
-        stat.etag,
-        requests_stat.etag,
-        draft.keys_sha256,
-        draft.num_reused,
+    record = replace(
+        draft.record,
+        mtime_ns=stat.mtime_ns,
+        etag=stat.etag,
+        requests_etag=requests_stat.etag,
     )
     out.write(out.record(part), record.to_json())
     return record
-
-
-def _below_state(out: OutputDir, path: PurePath) -> str:
-    return "/".join(path.relative_to(out.state).parts)
 
 
 def _error_codes(table: pa.Table) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""The record of OpenAI's output files, to tell whether they are there and whole.
+"""Records of exported files, which show whether the files exist and are complete.
 
-``_batchinfer/openai.json`` has size and hash of each, and is written after them.
+``_batchinfer/openai.json`` has the size and hash of each of OpenAI's files, and is written last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,8 +17,7 @@ from batchinfer.job.storage.urls import StorePath
 
 
 def is_open_file(path: PurePath) -> bool:
-    """Whether a file is one that others have open, as pipes and ``/dev/stdout`` are: it is added
-    to, never replaced."""
+    """Return True for a pipe or device such as ``/dev/stdout``: lines are appended to it."""
     found = Path(path)
     if isinstance(path, StorePath) or found.is_dir():
         return False
@@ -27,45 +26,60 @@ def is_open_file(path: PurePath) -> bool:
     )
 
 
-def is_there(out: OutputDir, combined_output: PurePath | None) -> bool:
-    """Whether the files were written, and are of the size they had.
+def exists(out: OutputDir, combined_output: PurePath | None) -> bool:
+    """Return True if OpenAI's files were written and still have their sizes.
 
     Args:
-        combined_output: a file with the lines of both, which is there if it has their size; None:
-            there need be none.
+        combined_output: a file with the lines of both, which must have their total size; None: the
+            job writes no such file.
     """
     if combined_output is not None and is_open_file(combined_output):
         return False
-    if list(_problems(out, read=False)):
+    if list(_openai_problems(out, read=False)):
         return False
     if combined_output is None:
         return True
-    stat = out.files.stat(combined_output)
-    return stat is not None and stat.size == sum(file["size"] for file in _read(out).values())
+    stat, files = out.files.stat(combined_output), read_record(out, out.openai_record)
+    return stat is not None and stat.size == sum(file["size"] for file in files.values())
 
 
 def problems(out: OutputDir) -> Iterator[str]:
-    """Problems of files that were written, a line each."""
+    """Yield the problems of OpenAI's files, if they were written, one per line."""
     if out.files.stat(out.openai_record) is not None:
-        yield from _problems(out, read=True)
+        yield from _openai_problems(out, read=True)
 
 
-def _read(out: OutputDir) -> dict[str, Any]:
+def _openai_problems(out: OutputDir, *, read: bool) -> Iterator[str]:
+    record = read_record(out, out.openai_record)
+    files = {path: record.get(path.name) for path in out.openai_files}
+    return file_problems(out, out.openai_record, files, read=read)
+
+
+def read_record(out: OutputDir, path: PurePath) -> dict[str, Any]:
+    """Return the JSON object in a record; an empty one if it is damaged or missing."""
     with suppress(OSError, ValueError):
-        record = parse_json(read_file(out.files, out.openai_record))
+        record = parse_json(read_file(out.files, path))
         return record if isinstance(record, dict) else {}
     return {}
 
 
-def _problems(out: OutputDir, *, read: bool) -> Iterator[str]:
-    record = _read(out)
-    for path in out.openai_files:
+def file_problems(
+    out: OutputDir, record: PurePath, files: Mapping[PurePath, Any], *, read: bool
+) -> Iterator[str]:
+    """Yield the problems of recorded files, one per line.
+
+    Args:
+        record: the file that holds the record.
+        files: the size and sha256 of each file, as read from the record.
+        read: compare the hashes too.
+    """
+    for path, facts in files.items():
         try:
-            out.check_size(path, record[path.name]["size"])
+            out.check_size(path, int(facts["size"]))
             if read:
-                out.check_hash(path, record[path.name]["sha256"])
+                out.check_hash(path, str(facts["sha256"]))
         except DataError as error:
             yield str(error)
-        except (KeyError, TypeError):
-            yield f"{out.openai_record} is damaged or missing"
+        except (KeyError, TypeError, ValueError):
+            yield f"{record} is damaged or missing"
             return

@@ -1,16 +1,14 @@
-"""Resuming an output directory: parts that are left to make, output that has to go first.
+"""Decides what a run has to make in an output directory, and prepares the directory for it.
 
-``plan_resume`` changes nothing. ``prepare_directory`` makes the directory ready as far as no
-finished output has to go for it. ``clear_output`` deletes such output; it is called when nothing is
-left that could still keep the job from running. ``batchinfer.job.output.recovery`` finds what
-earlier runs have left of unfinished parts.
+``plan_resume`` changes nothing. ``prepare_directory`` makes the directory ready without deleting
+finished output. ``clear_output`` deletes output that the plan replaces, once the model is loaded.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -36,38 +34,37 @@ PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Parts that a run has to make in an output directory, and output that has to go first."""
+    """The parts that a run has to make in an output directory, and the output it replaces."""
 
     manifest: Manifest
-    """The plan; planned when the output was begun, where this run goes on with it."""
+    """The job's plan; with the time and fingerprint of the stored plan if the run resumes it."""
+    parts: Sequence[Part]
+    """Parts of this run, finished or not, in order: all parts of the job, or of a shard."""
     todo: Sequence[Part]
-    """Parts to make, in order."""
+    """Unfinished parts among them."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Parts that were finished once and are made again: name, and what is wrong."""
+    """The problem of each part that was finished once and is made again, by name."""
     starts_over: bool = False
-    """Whether what is there has to go first."""
-    owned: range | None = None
-    """Indices of the parts that this run makes and no other; None: of all."""
+    """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()
-    """Outputs that this one is to take the place of: their rows stay where nothing changed."""
+    """Outputs that an update replaces: rows that are the same there are copied."""
 
     @property
     def begins(self) -> bool:
-        """Whether none of the parts is finished that this run makes."""
-        owned = self.manifest.parts() if self.owned is None else self.owned
-        return len(self.todo) == len(owned)
+        """True if none of the run's parts is finished."""
+        return len(self.todo) == len(self.parts)
 
 
 def plan_resume(
     out: OutputDir, manifest: Manifest, if_exists: str, trust: Trust = "marks"
 ) -> ResumePlan:
-    """The parts that are left to make for ``manifest``; nothing is changed.
+    """Return the plan of the parts that are left to make; this changes nothing.
 
     Args:
         out: the output directory; it may be missing.
-        manifest: what this run plans.
+        manifest: the plan of this run.
         if_exists: ``resume``, ``error`` or ``overwrite``.
-        trust: what saves reading parts that are finished.
+        trust: what makes it unnecessary to read a finished part.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
@@ -80,7 +77,7 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """The plan of a run as ``plan_resume`` finds it, with all parts to make: none is looked at.
+    """Return the plan of ``plan_resume`` with all parts to make: this looks at no part.
 
     Raises:
         LockedError, DataError: as ``plan_resume``.
@@ -100,28 +97,28 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         starts_over = overwrites or (begun and not holds_plan(out, manifest))
         if not starts_over:
             refuse_unexpected_files(out, manifest)
-            if begun:  # what others may have begun to go by
+            if begun:  # other processes may have begun with this time already
                 manifest = replace(manifest, planned_at=stored_manifest(out).planned_at)
-        return ResumePlan(manifest, manifest.parts(), starts_over=starts_over)
+        return ResumePlan(manifest, manifest.parts(), manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
     refuse_unexpected_files(out, stored)
     plan = replace(
         manifest, planned_at=stored.planned_at, fingerprint=stored.fingerprint, job=stored.job
     )
-    return ResumePlan(plan, plan.parts())
+    return ResumePlan(plan, plan.parts(), plan.parts())
 
 
-def only_unfinished(out: OutputDir, work: ResumePlan, trust: Trust = "marks") -> ResumePlan:
-    """``work`` without the parts that are finished.
+def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") -> ResumePlan:
+    """Return ``plan`` without the finished parts.
 
     Args:
-        trust: what saves reading these.
+        trust: what makes it unnecessary to read a finished part.
 
     Raises:
-        LockedError: another version has begun the output, and its rows cannot be gone on with.
+        LockedError: another version began the output, and this one cannot resume its rows.
     """
-    unfinished = dict(_unfinished(out, work.todo, trust))
+    unfinished = _unfinished(out, plan.todo, trust)
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     if len(damaged) < len(unfinished) and stored_manifest(out).layout != LAYOUT:
         raise LockedError(
@@ -130,56 +127,57 @@ def only_unfinished(out: OutputDir, work: ResumePlan, trust: Trust = "marks") ->
             hint="finish it with that version, or use --output for another place, with --reuse for "
             "its rows, or --overwrite to start over",
         )
-    return replace(work, todo=list(unfinished), damaged=damaged)
+    return replace(plan, todo=list(unfinished), damaged=damaged)
 
 
-def prepare_directory(out: OutputDir, work: ResumePlan, shared: OutputDir | None = None) -> None:
-    """Make the directory ready, but for what ``clear_output`` does; call it under the lock.
+def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None = None) -> None:
+    """Make the folders and store the plan; call it under the lock.
 
     Args:
-        shared: the directory as it is written to under the lock of all, for what all go by; None:
-            ``out``.
+        shared: the directory, as the holder of the lock of all writers writes to it, for files that
+            all of them read; None: ``out``.
 
     Raises:
         LockedError: another run has taken over that lock.
         StorageError: the directory cannot be written to.
     """
     _make_directories(out)
-    if not work.starts_over:
-        _store_plan(shared or out, work)
+    if not plan.starts_over:
+        _store_plan(shared or out, plan)
 
 
-def clear_output(out: OutputDir, work: ResumePlan) -> None:
-    """Delete what this program has put here, if ``work`` asks for that; call it under the lock.
+def clear_output(out: OutputDir, plan: ResumePlan) -> None:
+    """Delete this program's files if the plan starts over; call it under the lock.
 
     Raises:
         StorageError: the directory cannot be written to.
     """
-    if work.starts_over:
+    if plan.starts_over:
         with storage_errors(out.root, "delete"):
             _clear(out)
         _make_directories(out)
-        _store_plan(out, work)
+        _store_plan(out, plan)
 
 
 def refuse_half_an_update(out: OutputDir) -> None:
-    """Check that what is here is of one generation.
+    """Check that no swap of generations was cut off here.
 
     Raises:
-        LockedError: another one is being put in its place.
+        LockedError: one was.
     """
-    if _is_there(out, out.swap):
+    if _exists(out, out.swap):
         raise LockedError(
             f"{printable(str(out.root))} is being updated, and holds files of two generations",
-            hint="if no run is at it, run the job again, without --shard: that ends the update",
+            hint="if no run is active there, run the job again without --shard: that ends the "
+            "update",
         )
 
 
 def plan_of(out: OutputDir) -> Manifest:
-    """The plan of the job that writes, or wrote, to ``out``.
+    """Return the plan of the job that writes, or wrote, to ``out``.
 
     Raises:
-        DataError: there is none, or it and its copy are damaged.
+        DataError: there is no plan, or it and its copy are damaged.
     """
     if not is_begun(out):
         raise DataError(
@@ -190,34 +188,38 @@ def plan_of(out: OutputDir) -> Manifest:
     return stored_manifest(out)
 
 
+def unrecorded(out: OutputDir, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts without a record."""
+    recorded = {path.stem for path in out.files.entries(out.parts)}
+    return [part for part in parts if part.name not in recorded]
+
+
 def unexpected_files(out: OutputDir, manifest: Manifest) -> list[PurePath]:
-    """Files among the parts that are none of ``manifest``'s."""
+    """Return the files in ``data/`` that are not parts of ``manifest``."""
     planned = {out.part_file(part) for part in manifest.parts()}
     return [path for path in out.files.entries(out.data) if path not in planned]
 
 
 def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
-    """Check that every Parquet file among the parts is one: readers take it for output.
+    """Check that ``data/`` holds no foreign Parquet file, which readers would take for output.
 
     Raises:
-        LockedError: one is no part of ``manifest``.
+        LockedError: it holds one.
     """
     for path in unexpected_files(out, manifest):
         if path.suffix == ".parquet":
             raise LockedError(
-                f"{printable(str(path))} is no part of this job; readers would take it for one",
+                f"{printable(str(path))} is not a part of this job, but readers would read it as "
+                "one",
                 hint="move it away, then run again",
             )
 
 
-def _unfinished(
-    out: OutputDir, parts: Sequence[Part], trust: Trust
-) -> Iterator[tuple[Part, str | None]]:
-    """Parts that are not finished, with what is wrong with those that were."""
-    claims_success = _is_there(out, out.success)
+def _unfinished(out: OutputDir, parts: Sequence[Part], trust: Trust) -> dict[Part, str | None]:
+    """Return the unfinished parts, each with the problem of one that was finished once."""
+    claims_success = _exists(out, out.success)
 
-    def look(part: Part) -> tuple[bool, str | None]:
-        """Whether a part is finished, and what is wrong with it."""
+    def check(part: Part) -> tuple[bool, str | None]:
         try:
             if out.finished(part, trust) is not None:
                 return True, None
@@ -225,27 +227,26 @@ def _unfinished(
             return False, str(error)
         return False, f"{out.part_file(part)} has no record" if claims_success else None
 
-    for part, (is_finished, problem) in zip(parts, out.of_each(look, parts), strict=True):
-        if not is_finished:
-            yield part, problem
+    checked = zip(parts, out.of_each(check, parts), strict=True)
+    return {part: problem for part, (is_finished, problem) in checked if not is_finished}
 
 
-def _store_plan(out: OutputDir, work: ResumePlan) -> None:
+def _store_plan(out: OutputDir, plan: ResumePlan) -> None:
     if has_finished_rows(out) and stored_manifest(out).layout == LAYOUT:
-        restore_manifest(out, work.manifest)
+        restore_manifest(out, plan.manifest)
     else:
-        store_manifest(out, work.manifest)
-    if work.todo:
+        store_manifest(out, plan.manifest)
+    if plan.todo:
         with storage_errors(out.success, "delete"):
             out.files.delete(out.success)
             out.files.sync(out.root)
 
 
 def clear_staging(out: OutputDir) -> None:
-    """Make the folder that ``out.writer`` stages files in, without those a dead run has left.
+    """Make an empty staging folder for ``out.writer``.
 
     Raises:
-        StorageError: it cannot be written to.
+        StorageError: the folder cannot be written to.
     """
     with storage_errors(out.staging, "delete"):
         out.files.delete(out.staging)
@@ -265,30 +266,30 @@ def _make_directories(out: OutputDir) -> None:
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
-    """Check that nothing here is another program's, or a person's: it must not be deleted.
+    """Check that no file here belongs to a person or another program, as it would be deleted.
 
     Raises:
-        LockedError: naming the first file that is.
+        LockedError: names the first foreign file.
     """
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
-    if not begun:  # then nothing here is this program's
+    if not begun:  # then no file here is this program's
         results = (out.success, out.summary, out.report, *out.openai_files)
         ours = (*results, *(out.stats / name for name in STATS_FILES))
-        found = [*out.files.entries(out.data), *(path for path in ours if _is_there(out, path))]
+        found = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
     if found:
-        origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
+        origin = "is not output of batchinfer" if begun else f"exists without {out.manifest.name}"
         raise LockedError(
             f"{printable(str(found[0]))} {origin}",
-            hint="use --output for another directory, or move what is there away",
+            hint="use --output for another directory, or move the file away",
         )
 
 
-def _is_there(out: OutputDir, path: PurePath) -> bool:
+def _exists(out: OutputDir, path: PurePath) -> bool:
     return out.files.stat(path) is not None
 
 
 def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
-    """Whether what is here was begun for a plan, as far as its manifest can be read."""
+    """Return True if the output was begun for this plan; False if its manifest is damaged."""
     try:
         begun = stored_manifest(out)
     except DataError:
@@ -297,29 +298,34 @@ def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
 
 
 def has_finished_rows(out: OutputDir) -> bool:
-    """Whether rows of whatever job are in parts or segments."""
+    """Return True if parts or segments hold rows, of any job."""
     return any(out.files.entries(out.parts)) or any(out.files.entries(out.segments))
 
 
+def has_rows(out: OutputDir) -> bool:
+    """Return True if the output holds finished rows, or tokens of unfinished ones."""
+    return has_finished_rows(out) or any(out.files.entries(out.tokens))
+
+
 def _clear(out: OutputDir) -> None:
-    """Delete this program's files: what says they are whole first, the manifest last."""
+    """Delete this program's files: first those that mark others as complete, last the manifest."""
     delete, entries = out.files.delete, out.files.entries
-    if _is_there(out, out.swap):  # first: it says that what is in ``next`` is whole
+    if _exists(out, out.swap):  # first: it marks the generation in ``next`` as complete
         delete(out.swap)
         out.files.sync(out.state)
     for path in (out.success, out.summary, out.report, *out.openai_files):
         delete(path)
-    if _is_there(out, out.partitioned_record):
+    if _exists(out, out.partitioned_record):
         delete(out.partitioned)
     for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
         delete(path)
     for name in STATS_FILES:
         delete(out.stats / name)
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.claims, out.shards}
-    keep.add(out.live)  # this run writes there all the while
+    keep.add(out.live)  # this run keeps writing there
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):
-        if _is_there(out, directory):
-            out.files.sync(directory)  # or old parts might come back beside a new manifest
+        if _exists(out, directory):
+            out.files.sync(directory)  # or old parts might come back next to a new manifest
     delete(out.manifest)

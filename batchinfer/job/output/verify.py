@@ -21,7 +21,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.partitioned.record import problems as partition_problems
+from batchinfer.job.output.partitioned import problems as partition_problems
 from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
@@ -145,7 +145,7 @@ class _Check:
         except DataError as error:
             yield str(error)
         for path in unexpected_files(self._out, self._plan):
-            yield f"{path} is no part of this job"
+            yield f"{path} is not a part of this job"
 
     def _check_part(self, part: Part, record: PartRecord) -> None:
         path = self._out.part_file(part)

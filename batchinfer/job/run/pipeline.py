@@ -1,21 +1,18 @@
-"""The way of a row through the three threads of a run.
+"""The three threads that take each row from the input to the output.
 
     reads        read_prompts -> plan_windows     Prefetcher, a window ahead
                        | PromptRow
     runs         EngineLoop.run                   the thread that called run_pipeline
                        | TurnResult
     writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
-                 tokens so far -> TokenFiles      every few seconds
+                 TokenUpdate -> TokenFiles        every few seconds
 
-From the file it is read from to the part it is written to, a row is in turn a ``Row`` of values, a
-``PromptRow``, a ``Request``, a ``RequestState`` with its sequences, a ``Completion``, a
-``RowResult`` and a ``FinishedRow``.
+On its way a row is first a ``Row`` of values, then a ``PromptRow``, a ``Request``, a
+``RequestState`` with its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
 Bounded queues between the threads apply backpressure. Two windows are in memory: the one whose rows
-run, and the next one.
-
-The parts to make come from a ``PartQueue``, some at a time: rows of the next ones follow while rows
-of the last ones still run, so that the engine never drains.
+run, and the next one. The parts come from a ``PartQueue``, some at a time: rows of the next parts
+are read while rows of the last ones still run, so that the engine never drains.
 """
 
 from __future__ import annotations
@@ -55,9 +52,9 @@ from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow
 
-_WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
+_WRITES_DUE = 64  # most turns of the engine's loop that the writing thread is behind
 _POLL_S = 0.02
-QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
+CRASHED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """The error of a row that is given up."""
 
 _ToWrite = TurnResult | FoundRows | TokenUpdate | PartsToMake
@@ -71,19 +68,16 @@ def run_pipeline(
     stop: Event,
     reuse: RowReuse | None = None,
 ) -> bool:
-    """Make the parts that a queue gives.
-
-    Rows are read, made into prompts and planned in one thread, run in this one, made into text and
-    written in a third.
+    """Make the parts of a queue.
 
     Args:
-        loaded: the job's model; None where no row has to run.
+        loaded: the job's model; None if no row has to run.
         progress: shows finished rows.
         stop: when set, the running step is the last.
         reuse: finds rows that need not run, because another output holds them.
 
     Returns:
-        Whether all parts were made.
+        True if all parts were made.
 
     Raises:
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
@@ -110,13 +104,13 @@ def run_pipeline(
 
 @contextmanager
 def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None]:
-    """Put the rows that a run has finished on disk, whatever ends it."""
+    """Write the finished rows and the record of the run at its end, even if it fails."""
     try:
         yield
     except BaseException as error:
         with suppress(JobError):
             writers.flush()
-        with suppress(JobError):  # a full disk may still have room for why the run failed
+        with suppress(JobError):  # a full disk may still have room for the error
             recorder.end(error)
         raise
     writers.flush()
@@ -124,7 +118,7 @@ def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None
 
 
 class _PartWriters:
-    """The part writers of a run, one for each claim whose parts are not all written."""
+    """The part writers of a run, one for each claim with unwritten parts."""
 
     def __init__(
         self, job: OutputJob, queue: PartQueue, recorder: Recorder, progress: Progress
@@ -138,7 +132,7 @@ class _PartWriters:
         self._of_part: dict[int, PartWriter] = {}
 
     def begin(self, claim: PartsToMake) -> None:
-        """Take up the parts of a claim: write those whose rows are all finished or given up."""
+        """Write the parts of a claim that miss no rows, and wait for the rows of the others."""
         writer = PartWriter(
             self._job.out,
             claim.parts,
@@ -154,26 +148,23 @@ class _PartWriters:
         self._of_part |= {part.index: writer for part in claim.parts}
         writer.write_complete()
         for row_id in claim.crashes.given_up:
-            writer.add(fail_row(self._job, row_id, QUARANTINED))
+            writer.add(fail_row(self._job, row_id, CRASHED))
             self._progress.update(Counts(rows=1), None)
             self._progress.fail(1)
 
     def add(self, row: FinishedRow) -> None:
-        """Take a finished row."""
         self._of(row.values["row_id"]).add(row)
 
     def add_table(self, rows: pa.Table) -> None:
-        """Take finished rows of one claim as a table."""
+        """Take finished rows of one claim."""
         if rows.num_rows:
             self._of(rows["row_id"][0].as_py()).add_table(rows)
 
     def flush_if_due(self) -> None:
-        """Put finished rows on disk if a few seconds have passed, or a few thousand have come."""
         for writer in set(self._of_part.values()):
             writer.flush_if_due()
 
     def flush(self) -> None:
-        """Put all finished rows on disk."""
         for writer in set(self._of_part.values()):
             writer.flush()
         if not self._of_part:
@@ -188,7 +179,7 @@ class _PartWriters:
 
 
 class RowPipeline:
-    """One engine's way through the parts of a queue."""
+    """Runs the rows of a queue's parts on one engine."""
 
     def __init__(
         self,
@@ -215,16 +206,16 @@ class RowPipeline:
         self._stop = stop
         self._reuse = reuse
         self._waiting: PartsToMake | None = None
-        """The next claim, where it has been taken up and none of its rows is read."""
+        """The next claim, until its rows are read."""
         self._num_coming = 0
-        """Rows of claims that were taken up, less those that need not run."""
+        """Rows to run of all claims so far."""
         self._num_given = 0
-        """Of these, rows that the loops before this one have given to the engine."""
+        """Rows among them that earlier loops have given to the engine."""
 
     def run(self) -> bool:
-        """Make all parts that the queue gives; whether it was not stopped before.
+        """Make all parts of the queue; False if it was stopped before.
 
-        Rows that are suspected of earlier deaths run in groups, with nothing else in the engine.
+        Rows that are suspected of crashes run in groups, with nothing else in the engine.
         """
         while not self._stop.is_set():
             if self._waiting is None:
@@ -234,32 +225,23 @@ class RowPipeline:
                 self._take_up(claim)
                 self._writers.begin(claim)
                 self._waiting = claim
-            if not (self._run_apart() if self._waiting.suspects else self._run_claims()):
-                return False
+            claim = self._waiting
+            if not claim.suspects:
+                self._tokens.is_row_alone = not self._queue.is_shared and _count(claim.missing) == 1
+                if not self._run_rows(self._claims):
+                    return False
+                continue
+            self._waiting, self._in_flight.at_once = None, True
+            for ranges in claim.phases():
+                self._tokens.is_row_alone = _count(ranges) == 1
+                if not self._run_rows(lambda *_, c=claim, r=ranges: iter([(c, r)])):
+                    return False
+                self._writers.flush()  # before the next group: a death must concern one group only
+            self._tokens.is_row_alone = False
         return not self._stop.is_set()
 
-    def _run_apart(self) -> bool:
-        """Run a claim with suspects by itself."""
-        assert self._waiting is not None
-        claim, self._waiting = self._waiting, None
-        self._in_flight.at_once = True
-        for ranges in claim.phases():
-            self._tokens.is_row_alone = sum(map(len, ranges)) == 1
-            if not self._run_rows(lambda *_, claim=claim, ranges=ranges: iter([(claim, ranges)])):
-                return False
-            self._writers.flush()  # before the next: whose death it is must be beyond doubt
-        self._tokens.is_row_alone = False
-        return True
-
-    def _run_claims(self) -> bool:
-        """Run one claim after the other, up to one with suspects."""
-        assert self._waiting is not None
-        rows = sum(map(len, self._waiting.missing))
-        self._tokens.is_row_alone = not self._queue.is_shared and rows == 1
-        return self._run_rows(self._claims)
-
     def _take_up(self, claim: PartsToMake) -> None:
-        self._tokens.add(self._token_files.recover(claim.missing, claim.beside))
+        self._tokens.add(self._token_files.recover(claim.missing, claim.other_writers))
         self._in_flight.at_once = claim.crashes.is_held
         self._num_coming += sum(map(self._job.source.count, claim.missing)) - len(
             claim.crashes.given_up
@@ -268,7 +250,7 @@ class RowPipeline:
     def _claims(
         self, is_needed: Callable[[], bool], is_over: Callable[[], bool], put: Callable[..., None]
     ) -> Iterator[tuple[PartsToMake, Sequence[range]]]:
-        """The claims to run now, each with its rows, taken when the engine will soon need rows."""
+        """Yield claims without suspects, with their rows, when the engine will soon need rows."""
         while self._waiting is not None and not self._waiting.suspects:
             claim, self._waiting = self._waiting, None
             for ranges in claim.phases():
@@ -283,10 +265,10 @@ class RowPipeline:
     def _run_rows(
         self, claims_of: Callable[..., Iterator[tuple[PartsToMake, Sequence[range]]]]
     ) -> bool:
-        """Run the rows of some claims; whether they are all finished."""
+        """Run the rows of some claims; returns True if they are all finished."""
         spec, context = self._job.spec, self._loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        # Nobody takes back what the engine has: a queue that is shared leaves more to the others.
+        # The engine keeps its rows, so a process with a shared queue leaves more to the others.
         waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
@@ -322,19 +304,19 @@ class RowPipeline:
                 finally:
                     ending.set()
                     if not complete:
-                        self._loaded.processes.stop()  # what they are at may take long
+                        self._loaded.processes.stop()  # their rows may take long
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
 
     def _write(self, finished: _ToWrite) -> bool:
-        """Write what has finished; False where that was cut short."""
+        """Write finished rows or tokens; returns False if that was cut short."""
         match finished:
             case FoundRows():
                 return self._copy(finished)
             case PartsToMake():
                 self._writers.begin(finished)
             case TokenUpdate():
-                self._writers.flush()  # first: what it replaces may be of finished rows
+                self._writers.flush()  # first: the update drops the tokens of finished rows
                 self._token_files.write(finished)
             case TurnResult():
                 self._recorder.add(finished.step, len(finished.rows))
@@ -349,7 +331,7 @@ class RowPipeline:
         return True
 
     def _copy(self, found: FoundRows) -> bool:
-        """Write rows whose answers another output holds, unless asked to stop: whether all are."""
+        """Write rows whose answers another output holds; returns False if it was stopped before."""
         assert self._reuse is not None
         for table in self._reuse.copied(found):
             if self._stop.is_set():
@@ -366,10 +348,12 @@ class RowPipeline:
         is_starved: Callable[[], bool],
         hand_over: Callable[[FoundRows], None],
     ) -> Iterator[list[PromptRow]]:
-        """The rows of some claims that have to run, in the order they should, until ``is_over``.
+        """Yield the rows of some claims to run, in the order in which they should run.
 
         Args:
-            hand_over: takes those that need not.
+            is_over: returns True to end early.
+            is_starved: returns True while the engine waits for rows.
+            hand_over: takes rows whose answers another output holds.
         """
         spec, loaded = self._job.spec, self._loaded
         keeps_text = "prompt" in spec.output.include
@@ -395,26 +379,30 @@ class RowPipeline:
             )
 
 
+def _count(ranges: Sequence[range]) -> int:
+    return sum(map(len, ranges))
+
+
 def finish_row(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
-    """The output of a row that has run, or that could not."""
+    """Return the output of a row that has run, or that could not run."""
     row = result.row
     if isinstance(row.prompt, RowError):
         return fail_row(job, row.row_id, row.prompt)
     try:
         return task.finish(row, result.completions)
-    except RowError as error:  # its output cannot be decoded
+    except RowError as error:  # its tokens cannot be decoded
         return fail_row(job, row.row_id, error)
 
 
 def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
-    """The output of a row that the engine does not run."""
+    """Return the output of a row that does not run."""
     return failed_row(row_id, error, TASKS[job.spec.task].failed_results)
 
 
 def file_metadata(job: OutputJob) -> dict[str, str]:
-    """Key-value metadata of every part: what made it, nothing of when or where.
+    """Return the key-value metadata of every part: the facts that decide its content.
 
-    A model in a folder has the folder's name: where that is may be another place tomorrow.
+    They contain no times or places: of a model in a folder, they have the folder's name alone.
     """
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""A run's lines on the screen beside its progress and at its end, and the report it leaves."""
+"""The messages of a run besides its progress, and its summary and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
-"""Writes the report; told where to say why there is none. Whether there is one now."""
+"""Writes the report, and returns True if it did; its second argument takes warnings."""
 _MAX_DAMAGE_LINES = 5
 _AGAIN = {
     False: "the same command again",
@@ -32,7 +32,12 @@ _AGAIN = {
 def summary_facts(
     summary: dict[str, Any], output: PurePath, *, reported: bool = False
 ) -> Iterator[SummaryLine]:
-    """The end of a job, from its ``summary.json``; ``reported``: whether it has a report."""
+    """Return the lines of the table at the end of a job.
+
+    Args:
+        summary: the content of ``summary.json``.
+        reported: True if the job has a report.
+    """
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
     yield SummaryLine(
@@ -95,18 +100,18 @@ def summary_facts(
 
 
 def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
-    """Counts of the samples that ``accept`` judged."""
+    """Return a line with the counts of the samples that ``accept`` judged."""
     if not tally["samples_tried"]:
         return
-    others = [
+    counts = [
         (tally["samples_rejected"], "did not pass"),
-        (tally["samples_duplicate"], "had the text of one that was kept"),
-        (tally["samples_surplus"], "were more than was asked for"),
+        (tally["samples_duplicate"], "repeated the text of a kept one"),
+        (tally["samples_surplus"], "were not needed"),
     ]
     yield SummaryLine(
         "samples",
         f"{tally['samples_accepted']:,} kept of {tally['samples_tried']:,} drawn",
-        "".join(f"; {count:,} {what}" for count, what in others if count),
+        "".join(f"; {count:,} {what}" for count, what in counts if count),
     )
 
 
@@ -115,7 +120,7 @@ def _counts(codes: dict[str, int]) -> str:
 
 
 def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
-    """Why the job did not succeed, and what to do."""
+    """Return the message of a job in which too many rows failed."""
     return (
         f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "
         f"errors.max_error_rate {max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
@@ -127,31 +132,30 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
 
 @dataclass(frozen=True)
 class RunReporter:
-    """Reports of a run's end, on the screen and as a page."""
+    """Shows the messages of a run, and writes its report."""
 
     watched: WatchedRun
-    """For whoever tells of the run while it goes on."""
+    """The progress of the run, for other displays of it."""
     display: Display
     as_json: bool = False
-    """The summary as ``summary.json`` has it, and nothing else on stdout."""
+    """Print ``summary.json``, and nothing else, to stdout."""
     report: Report | None = None
-    """None: there is to be no report."""
+    """None: the run writes no report."""
 
-    def nothing_to_do(self, out: OutputDir) -> None:
-        """The job is finished."""
-        done = f"nothing to do: {printable(str(out.root))} is finished"
-        self.display.say("nothing_to_do", done, is_result=True, output=str(out.root))
-        if self.as_json:
+    def nothing_to_do(self, out: OutputDir, reason: str, *, is_finished: bool) -> None:
+        """Say why the run does nothing; as JSON, print the summary of a finished job."""
+        self.display.say("nothing_to_do", reason, is_result=True, output=str(out.root))
+        if self.as_json and is_finished:
             print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
 
     def resumes(self, finished: int, total: int) -> None:
-        """Rows that earlier runs have finished."""
+        """Say how many rows earlier runs have finished."""
         if finished:
             line = f"{finished:,} of {counted_rows(total)} were finished before"
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
-        """Damaged files, which are made again, and what is wrong with them."""
+        """Name damaged files, which are made again, with their problems."""
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
             line = f"{name} is made again: {problem}"
             self.display.say("damaged_file", line, "warning", file=name, problem=problem)
@@ -160,34 +164,28 @@ class RunReporter:
             self.display.say("damaged_files", f"and {more:,} more files", "warning", files=more)
 
     def note(self, line: str) -> None:
-        """A line beside the progress."""
         self.display.say("note", line)
 
     def reused_nothing(self, lines: Iterable[str]) -> None:
-        """None of the rows was found in another output; a line for each that was looked at."""
+        """Say why no row could be reused, in a line for each output."""
         for line in lines:
             self.note(line)
 
     def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        """The run computes in another way than those it goes on with."""
+        """Warn that this run computes with other kernels than the runs before."""
         for what in sorted(before.keys() & now.keys()):
             if before[what] != now[what]:
                 line = kernels_differ(what, [before[what], now[what]])
                 self.display.say("other_kernels", line, "warning")
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
-        """The job was interrupted. There is no report: there are seconds to end in."""
-        self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to go on", "error")
+        """Say that the run was interrupted. It writes no report, as it has only seconds to end."""
+        self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to resume", "error")
         place = shlex.quote(printable(str(out.root)))
         self.display.say("see_report", f"batchinfer report {place} shows how far it came")
 
-    def shard_without_parts(self, shard: str, num_parts: int) -> None:
-        """There are more shards than parts."""
-        line = f"shard {shard} has nothing to do: there are {counted(num_parts, 'part')}"
-        self.display.say("nothing_to_do", line, is_result=True, shard=shard)
-
     def parts_left(self, out: OutputDir, others_left: int) -> None:
-        """This process has made its parts; another one ends the job."""
+        """Say that this process has made its parts, and that another one ends the job."""
         left = f"left to other processes: {counted(others_left, 'part')}"
         if not others_left:
             left = "another process has ended the job"
@@ -195,12 +193,10 @@ class RunReporter:
         self.display.say("shard_ended", done, is_result=True, parts_left=others_left)
 
     def too_many_errors(self, out: OutputDir, rows: dict[str, Any], limit: float) -> None:
-        """The job has ended, and more rows failed than it allows."""
         line = too_many_errors(rows, limit, out.place)
         self.display.say("too_many_errors", line, "error", rows=rows, max_error_rate=limit)
 
     def too_few_rows(self, out: OutputDir, kept: int, least: int) -> None:
-        """The job has ended, and fewer rows came of it than it needs."""
         line = (
             f"{counted_rows(kept)} came out well, fewer than errors.min_rows, {least:,}\n"
             f"all rows are written to {printable(str(out.place))}, without _SUCCESS; see whether "
@@ -209,7 +205,7 @@ class RunReporter:
         self.display.say("too_few_rows", line, "error", rows=kept, min_rows=least)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
-        """The parts of the job are made: write the report, show the summary."""
+        """Write the report and show the summary, once all parts are made."""
         self.watched.summary = summary
         lines = list(warnings)
         with phase("drawing the report"):

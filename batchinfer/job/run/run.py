@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
+from threading import Event
+from typing import Protocol
 
 from batchinfer.console.display import Display
-from batchinfer.console.phases import Phases
+from batchinfer.console.meter import Meter
+from batchinfer.console.phases import Phases, phase
+from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode
-from batchinfer.job.claims.generation import NextGeneration
-from batchinfer.job.claims.retry import reopen
+from batchinfer.job.claims.kernels import note_kernels
 from batchinfer.job.claims.shared import Role
-from batchinfer.job.job import BuildEngine
+from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.reuse.reuse import open_outputs
-from batchinfer.job.run.begin import (
-    RunOptions,
-    check_folders,
-    claim_parts,
-    open_output_job,
-    refuse_combinations,
-)
+from batchinfer.job.reuse.reuse import RowReuse
+from batchinfer.job.row_ids import Part
+from batchinfer.job.run.decide import NothingToDo, RunOptions, RunPlan, decide, refuse_combinations
+from batchinfer.job.run.finish_job import end_run
+from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.metrics import serve_metrics
 from batchinfer.job.run.on_end import notify_on_end
-from batchinfer.job.run.parts import RunFleet, run_parts
+from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.live import LiveFile, WatchedRun
+from batchinfer.process.process import gc_paused, stop_signals
+
+_ATTENTION = "attention"
+"""Key of the attention kernel in ``EngineContext.kernels``, which depends on the machine alone."""
+
+
+class RunFleet(Protocol):
+    """``run_pipeline`` with several workers, each in a process of its own."""
+
+    def __call__(
+        self,
+        job: OutputJob,
+        role: Role,
+        build: BuildEngine | None,
+        progress: Progress,
+        stop: Event,
+        on_begin: Callable[[], None],
+    ) -> bool:
+        """Make the unfinished parts; returns True if all are made.
+
+        Args:
+            job: the job, as workers open it.
+            role: has the shard whose parts they make.
+            on_begin: called when rows begin to run.
+        """
+        ...
 
 
 def run_job(
@@ -48,39 +77,36 @@ def run_job(
     display: Display | None = None,
     metrics: str | None = None,
 ) -> ExitCode:
-    """Run a job, or what is left of it, and write its output directory.
+    """Run or resume a job, and write its output directory.
 
-    Everything that needs no model is checked before one is loaded; output that is overwritten stays
-    until one is.
+    Everything that can be checked without a model is checked before the model is loaded, and output
+    that is overwritten is deleted after that.
 
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
-        retry_errors: run the rows again that ended in an error; what else differs is updated.
-        update: where the job or its input differ from what the output was made of, make it anew
-            beside that, and put it in its place when it is made.
-        role: what this process makes beside others; the last one to end ends the job.
-        quiet: print nothing but why the job did not succeed.
+        retry_errors: run failed rows again; if the job or input has changed, update the output.
+        update: if the job or input has changed, make a new output next to the present one, and
+            replace that once the new one is made.
+        role: the task of one of several processes; the last one to end ends the job.
+        quiet: print errors only.
         as_json: print the summary as JSON.
-        build: makes the engine, in place of ``batchinfer.builders.engine.build_engine``.
-        report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
-        combined_output: a file for all of OpenAI's output and error lines, with that
-            ``output.format``.
-        fleet: runs the job on several workers; None: it runs here, on one.
-        display: where the run is told of; None: as text, here.
-        metrics: a port, ``host:port`` or a file for Prometheus metrics; None: there are none.
+        build: makes the engine; None: ``batchinfer.builders.engine.build_engine``.
+        report: writes ``report.html`` at the end of the job; None: there is no report.
+        combined_output: a file for all lines of OpenAI's output and error files, if
+            ``output.format`` is theirs.
+        fleet: runs the job on several workers; None: it runs in this process.
+        display: shows the progress; None: as text on this process's terminal.
+        metrics: a port, ``host:port`` or a file for Prometheus metrics; None: no metrics.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
 
     Raises:
-        JobError: the job cannot be run; finished rows stay.
+        JobError: the job cannot be run; finished rows are kept.
     """
-    options = RunOptions(
-        "overwrite" if overwrite else spec.output.if_exists, retry_errors, update, role
-    )
-    refuse_combinations(options, has_fleet=fleet is not None)
-    if fleet is not None:
-        role = Role(None if role is None else role.shard, is_launcher=True)
+    if_exists = "overwrite" if overwrite else spec.output.if_exists
+    options = RunOptions(if_exists, retry_errors, update, role, has_fleet=fleet is not None)
+    refuse_combinations(options)
     display = display or Display(quiet=quiet, result_on_stdout=not as_json)
     with ExitStack() as stack:
         phases = stack.enter_context(Phases(display.phases))
@@ -88,37 +114,140 @@ def run_job(
         reporter = RunReporter(watched, display, as_json, report)
         stack.enter_context(serve_metrics(metrics, watched, display))
         ended = stack.enter_context(notify_on_end(spec, watched, display, alone=role is None))
-        job = open_output_job(spec, combined_output, options)
-        claim = claim_parts(job, options, has_fleet=fleet is not None)
-        if claim is None:
-            reporter.nothing_to_do(job.out)
+        plan = stack.enter_context(decide(spec, options, combined_output))
+        if isinstance(plan, NothingToDo):
+            reporter.nothing_to_do(plan.out, plan.reason, is_finished=plan.is_finished)
             return ExitCode.OK
-        num_parts = len(job.manifest.parts())
-        if role is not None and role.shard is not None and not role.shard.parts(num_parts):
-            reporter.shard_without_parts(str(role.shard), num_parts)
-            return ExitCode.OK
-        outputs = open_outputs(job.spec.output.reuse, job.out)
-        generated = job.table.generated_schema
-        opens = (lambda out, plan: reopen(out, plan, generated)) if retry_errors else None
-        resume = stack.enter_context(claim.begun(job.manifest, options.if_exists, opens))
-        # an updated output's own folder is deleted once it has replaced the old one
-        live_in = job.out if isinstance(claim, NextGeneration) else claim.out
-        stack.enter_context(_write_live_status(live_in, watched))
-        job = replace(job, manifest=resume.manifest, out=claim.out)
-        check_folders(job, resume)
-        code = run_parts(
-            job, claim, resume, reporter, build, fleet, role, outputs, overwrites=options.overwrites
-        )
+        # After an update the generation's own folder is deleted.
+        stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
+        code = _make_parts(plan, reporter, build, fleet)
         ended(code)
         return code
 
 
 @contextmanager
 def _write_live_status(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
-    """Write how far the run is every few seconds, for ``batchinfer status``."""
+    """Write the progress of the run every few seconds, for ``batchinfer status``."""
     file = LiveFile(out, watched)
     try:
         with Repeater(file.write, file.every_s):
             yield
     finally:
         file.delete()
+
+
+def _make_parts(
+    plan: RunPlan, reporter: RunReporter, build: BuildEngine | None, fleet: RunFleet | None
+) -> ExitCode:
+    """Make the unfinished parts, then end the run; INTERRUPTED if not all parts are made."""
+    job, resume = plan.job, plan.resume
+    if not resume.todo:
+        with stop_signals() as stop:
+            return end_run(plan, job, reporter, stop)
+    with phase("reading finished rows"):
+        queue = plan.claim.queue(resume, job.table.generated_schema)
+    with phase("checking ids"):
+        job = with_id_errors(job, reads_stored=not resume.starts_over)
+    unread = {f"the rows of {name}": problem for name, problem in queue.damaged.items()}
+    reporter.damage({**resume.damaged, **unread})
+    missing_of = _missing_rows(job, queue.missing)
+    missing = missing_of.total()
+    before = sum(job.source.count(part.rows) for part in resume.parts) - missing
+    draws = job.spec.task_spec.draws
+    meter = Meter(missing, 0 if resume.starts_over else before, draws=draws)
+    reporter.watched.meter = meter
+    reporter.resumes(meter.before, meter.before + missing)
+
+    def count_elsewhere(parts: Sequence[Part]) -> None:
+        rows = sum(missing_of[part.index] for part in parts)
+        meter.before += rows
+        meter.total -= rows
+
+    queue.on_made_elsewhere = count_elsewhere
+    runs_here = not missing or fleet is None
+    loaded = reuse = None
+    if runs_here and missing:
+        if plan.outputs:
+            reuse = RowReuse(plan.outputs, job.table.generated_schema, reporter.note)
+        loaded = _load_model(plan, job, build, reporter)
+    elif runs_here:
+        plan.claim.clear(resume)
+    with nullcontext() if loaded is None else closing(loaded), stop_signals() as stop:
+        if runs_here:
+            store_id_errors(job)
+            meter.begin()
+        with closing(reporter.display.progress(meter)) as progress:
+            if fleet is not None and not runs_here:
+                seen, role = _as_workers_see(plan, job), plan.options.role or Role()
+                complete = fleet(seen, role, build, progress, stop, meter.begin)
+            else:
+                complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
+        if reuse is not None and not (reuse.num_reused or meter.before):  # reused before
+            reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
+        if not complete:
+            reporter.stopped(job.out, overwrites=plan.options.overwrites)
+            return ExitCode.INTERRUPTED
+        return end_run(plan, job, reporter, stop)
+
+
+def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
+    """Count the rows in some ranges, each of one part, by the index of the part."""
+    first_rows = [part.rows.start for part in job.manifest.parts()]
+    counts = Counter[int]()
+    for rows in missing:
+        counts[bisect_right(first_rows, rows.start) - 1] += job.source.count(rows)
+    return counts
+
+
+def _as_workers_see(plan: RunPlan, job: OutputJob) -> OutputJob:
+    """Return the job with the output that each worker opens by itself.
+
+    For an update that is the next generation, which reuses the rows of the outputs it replaces.
+    """
+    output = job.spec.output
+    changes: dict[str, object] = {"if_exists": "overwrite"} if plan.options.overwrites else {}
+    if plan.resume.takes_over:
+        reuse = (*(str(out.root) for out in plan.resume.takes_over), *output.reuse)
+        changes |= {"path": str(job.out.root), "reuse": reuse, "if_exists": "resume"}
+    update = {"output": output.model_copy(update=changes)}
+    return replace(job, spec=job.spec.model_copy(update=update))
+
+
+def _load_model(
+    plan: RunPlan, job: OutputJob, build: BuildEngine | None, reporter: RunReporter
+) -> LoadedJob:
+    """Load the model with the kernels of the job, then delete output that is overwritten.
+
+    The first process to load the model notes its kernels. A process that finds another one's note
+    by then loads its model again.
+    """
+    build = build or _default_builder()
+    loaded = _load(job, build, plan.kernels)
+    own = loaded.context.kernels
+    try:
+        plan.claim.clear(plan.resume)
+        with plan.claim.locked() as out:
+            noted = note_kernels(out, own)
+    except BaseException:
+        loaded.close()
+        raise
+    linear = own.keys() - {_ATTENTION}
+    if noted != plan.kernels and any(noted.get(name, own[name]) != own[name] for name in linear):
+        loaded.close()
+        loaded = _load(job, build, noted)
+    reporter.other_kernels(plan.kernels or noted, loaded.context.kernels)
+    return loaded
+
+
+def _load(job: OutputJob, build: BuildEngine, kernels: Mapping[str, str]) -> LoadedJob:
+    with gc_paused():
+        loaded = load(job, partial(build, pinned_kernels=kernels) if kernels else build)
+    assert loaded is not None, "the job has rows to run"
+    return loaded
+
+
+def _default_builder() -> BuildEngine:
+    with phase("importing torch"):  # only if there are rows to run
+        from batchinfer.builders.engine import build_engine
+
+    return build_engine

@@ -17,7 +17,8 @@ from typing import Any
 
 from batchinfer.errors import JobError
 from batchinfer.job.claims.shard import parse_shard
-from batchinfer.job.claims.shared import ClaimedParts, Role
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.worker_queue import ClaimedParts
 from batchinfer.job.output import part_writer
 from batchinfer.job.run.run import run_job
 from batchinfer.job.storage import local_lock

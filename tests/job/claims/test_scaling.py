@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.claims.shared import is_too_slow
+from batchinfer.job.claims.worker_queue import is_too_slow
 from tests.scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "fleet.py"

@@ -25,7 +25,7 @@ from batchinfer.job.job import identified, open_job
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run import end, pipeline
+from batchinfer.job.run import finish_job, pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
@@ -180,7 +180,7 @@ def test_who_dies_while_ending_the_job_leaves_that_to_another(
 def test_of_shards_that_end_at_once_one_ends_the_job(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, finish, ending = threading.Barrier(2), end._finish, SharedClaim.ending
+    both, finish, ending = threading.Barrier(2), finish_job._finish, SharedClaim.ending
     finishes: list[str] = []
 
     def ending_together(claim: SharedClaim, is_over: Callable[[], bool]) -> Any:
@@ -192,7 +192,7 @@ def test_of_shards_that_end_at_once_one_ends_the_job(
         return finish(*arguments)
 
     monkeypatch.setattr(SharedClaim, "ending", ending_together)
-    monkeypatch.setattr(end, "_finish", counted)
+    monkeypatch.setattr(finish_job, "_finish", counted)
     codes: list[ExitCode] = []
     threads = [
         threading.Thread(target=lambda at=at: codes.append(run_shard(spec, at, 2)))
@@ -429,7 +429,7 @@ def test_who_does_not_overwrite_and_who_does_keep_apart(spec: JobSpec, tmp_path:
         update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
     )
     run_shard(spec, 0)
-    with living(spec, 1), pytest.raises(LockedError, match="others go on without if_exists"):
+    with living(spec, 1), pytest.raises(LockedError, match="others are running without if_exists"):
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
         run_shard(spec, 2)

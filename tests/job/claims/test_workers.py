@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from batchinfer.console.display import Display
+from batchinfer.console.meter import Meter
+from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode, LockedError, UsageError
 from batchinfer.job.claims.shard import Shard
-from batchinfer.job.claims.shared import Role, claim_size
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.claims.worker_queue import claim_size
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.row_ids import Part
@@ -49,9 +53,23 @@ def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
     return data(alone)
 
 
-def work(spec: JobSpec, build: FakeBuild | None = None, **role: Any) -> ExitCode:
-    """Run a worker here."""
-    return run_job(spec, role=Role(is_worker=True, **role), build=build or FakeBuild(), quiet=True)
+class MeterDisplay(Display):
+    """Shows nothing, and keeps the run's meter."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+
+    def progress(self, meter: Meter) -> Progress:
+        self.meter = meter
+        return super().progress(meter)
+
+
+def work(
+    spec: JobSpec, build: FakeBuild | None = None, display: Display | None = None, **role: Any
+) -> ExitCode:
+    """Run a worker in this process."""
+    role = Role(is_worker=True, **role)
+    return run_job(spec, role=role, build=build or FakeBuild(), display=display, quiet=True)
 
 
 def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
@@ -106,11 +124,15 @@ def test_workers_share_the_parts_and_one_ends_the_job(
 ) -> None:
     """Each waits, before its first step, until both have claimed parts."""
     both, codes, builds = threading.Barrier(2), list[ExitCode](), [FakeBuild(), FakeBuild()]
+    displays = [MeterDisplay(), MeterDisplay()]
     for build in builds:
         build.before_step = lambda number: both.wait(60) if number == 0 else None
+
+    def run(build: FakeBuild, display: Display) -> None:
+        codes.append(work(spec, build, display))
+
     threads = [
-        threading.Thread(target=lambda build=build: codes.append(work(spec, build)))  # type: ignore[misc]
-        for build in builds
+        threading.Thread(target=run, args=pair) for pair in zip(builds, displays, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -121,6 +143,10 @@ def test_workers_share_the_parts_and_one_ends_the_job(
     out = output_at(spec.output.path)
     summary = json.loads(Path(out.summary).read_bytes())
     assert (summary["rows"]["total"], summary["workers"]) == (NUM_ROWS, 2)
+    first, second = (display.meter for display in displays)
+    assert first.rows_finished + second.rows_finished == NUM_ROWS
+    for meter in (first, second):  # the bar of each counts all rows of the job
+        assert (meter.before + meter.total, meter.rows_finished) == (NUM_ROWS, meter.total)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
-from batchinfer.job.claims import swap
+from batchinfer.job.claims import swap_generation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.run.run import run_job
 from tests.job.fakes import FakeBuild, TellingBuild, job
@@ -210,7 +210,7 @@ def test_an_interrupted_swap_ends_at_the_new_version(
         if name == "swap-hidden":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(swap, "failpoint", cut_off)
+    monkeypatch.setattr(swap_generation, "failpoint", cut_off)
     with pytest.raises(KeyboardInterrupt):
         run_job(spec, build=FakeBuild(), update=True)
     monkeypatch.undo()

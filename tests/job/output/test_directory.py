@@ -336,7 +336,7 @@ def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
 ) -> None:
     (out.root / name).parent.mkdir(parents=True)
     (out.root / name).write_text("precious")
-    with pytest.raises(LockedError, match=rf"{name} is there without manifest\.json"):
+    with pytest.raises(LockedError, match=rf"{name} exists without manifest\.json"):
         begin(out, if_exists=if_exists)
     assert (out.root / name).read_text() == "precious"
 
@@ -354,7 +354,7 @@ def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
 ) -> None:
     file = begun(out)
     (out.data / name).mkdir()
-    with pytest.raises(LockedError, match=rf"data/{name} is no output of batchinfer"):
+    with pytest.raises(LockedError, match=rf"data/{name} is not output of batchinfer"):
         begin(out, if_exists="overwrite")
     assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
     assert len(begin(out)) == 2, "which is no hindrance to going on"
@@ -366,7 +366,7 @@ def test_a_stray_that_readers_would_take_for_a_part_is_refused(out: OutputDir, n
     begin(out)
     for _ in range(2):
         stray.touch()
-        with pytest.raises(LockedError, match=rf"data/{name} is no part of this job"):
+        with pytest.raises(LockedError, match=rf"data/{name} is not a part of this job"):
             begin(out)
         stray.unlink()
         begun(out)

@@ -562,7 +562,7 @@ def test_rows_in_folders_by_values(spec: JobSpec) -> None:
     output = spec.output.model_copy(update={"partition_by": ("status", "prompt")})
     by_prompt = spec.model_copy(update={"output": output})
     change("partitioned/mine.txt", b"mine")
-    with pytest.raises(LockedError, match="is no output of batchinfer"):
+    with pytest.raises(LockedError, match="is not output of batchinfer"):
         run(by_prompt)
     assert run(spec) is ExitCode.OK
     assert objects(f"{KEY}/partitioned") == {"mine.txt": b"mine"}

@@ -180,7 +180,7 @@ def test_a_part_that_reads_back_wrong_is_not_finished(
 
     five.sink.add(finished(0))
     monkeypatch.setattr(LocalFiles, "write", write_badly)
-    with pytest.raises(StorageError, match="reads back wrong"):
+    with pytest.raises(StorageError, match="reading it back failed"):
         five.sink.add(finished(1))
     assert five.files() == []
     monkeypatch.undo()

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.hive_partitions import folder_values
+from batchinfer.job.output import partitioned
 from batchinfer.job.output.open import output_at
-from batchinfer.job.output.partitioned import columns as partition_columns
-from batchinfer.job.output.partitioned import write
-from batchinfer.job.output.partitioned.columns import folder_name
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
@@ -28,7 +26,7 @@ from tests.job.output.test_resume import Model
 LANGS = ["de", None, "a/b=c%", "ü", ""]
 
 
-def partitioned(tmp_path: Path, *by: str, **columns: Any) -> JobSpec:
+def partitioned_job(tmp_path: Path, *by: str, **columns: Any) -> JobSpec:
     """A job of 25 rows in parts of 10."""
     rows = {"prompt": [f"{at} says" for at in range(25)], **columns}
     write_parquet(tmp_path / "in" / "x.parquet", rows)
@@ -37,7 +35,7 @@ def partitioned(tmp_path: Path, *by: str, **columns: Any) -> JobSpec:
 
 def with_langs(tmp_path: Path, *by: str) -> JobSpec:
     days = [date(2026, 1, 1 + at // 13) for at in range(25)]
-    return partitioned(tmp_path, *by, lang=[LANGS[at % 5] for at in range(25)], day=days)
+    return partitioned_job(tmp_path, *by, lang=[LANGS[at % 5] for at in range(25)], day=days)
 
 
 def files(tmp_path: Path) -> dict[str, bytes]:
@@ -126,7 +124,7 @@ def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
     spec = with_langs(tmp_path, "lang")
     assert run(spec) is ExitCode.OK
     expected = files(tmp_path)
-    whole = write.parquet_bytes
+    whole = partitioned.parquet_bytes
     for at in (0, 4):
         (tmp_path / "out" / "partitioned" / "lang=de" / "part-00001.parquet").unlink()
         steps = iter(range(100))
@@ -136,12 +134,12 @@ def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
                 raise KeyboardInterrupt
             return whole(tables)
 
-        monkeypatch.setattr(write, "parquet_bytes", dies)
+        monkeypatch.setattr(partitioned, "parquet_bytes", dies)
         (tmp_path / "out" / "_SUCCESS").unlink()
         with pytest.raises(KeyboardInterrupt):
             run(spec)
         assert verify(output_at(spec.output.path)).problems == []
-        monkeypatch.setattr(write, "parquet_bytes", whole)
+        monkeypatch.setattr(partitioned, "parquet_bytes", whole)
         assert run(spec) is ExitCode.OK
         assert files(tmp_path) == expected
 
@@ -149,11 +147,11 @@ def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
 @pytest.mark.parametrize(
     ("by", "columns", "error", "message"),
     [
-        (["nope"], {}, UsageError, '"nope" is no kept input column'),
-        (["generated_text"], {}, UsageError, "is no kept input column, nor status"),
+        (["nope"], {}, UsageError, '"nope" is neither a kept input column'),
+        (["generated_text"], {}, UsageError, "is neither a kept input column nor status"),
         (["x"], {"x": [[1]] * 25}, DataError, 'column "x" is list'),
         (["x"], {"x": [0.5] * 25}, DataError, 'column "x" is double'),
-        (["x"], {"x": range(25)}, DataError, "would make 25 partitions; at most 20 are made"),
+        (["x"], {"x": range(25)}, DataError, "would make 25 partitions; the limit is 20"),
         (["x"], {"x": ["y" * 300] * 25}, DataError, 'a value of "x" is too long'),
     ],
 )
@@ -165,10 +163,10 @@ def test_what_makes_no_folders_is_refused_before_the_model_is_loaded(
     error: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setattr(partition_columns, "MOST_PARTITIONS", 20)
+    monkeypatch.setattr(partitioned, "MOST_PARTITIONS", 20)
     build = FakeBuild()
     with pytest.raises(error, match=message):
-        run_job(partitioned(tmp_path, *by, **columns), build=build, quiet=True)
+        run_job(partitioned_job(tmp_path, *by, **columns), build=build, quiet=True)
     assert build.count == 0
 
 
@@ -179,14 +177,14 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.write_text("mine")
     output = spec.output.model_copy(update={"partition_by": ("lang",)})
-    with pytest.raises(LockedError, match="is no output of batchinfer"):
+    with pytest.raises(LockedError, match="is not output of batchinfer"):
         run(spec.model_copy(update={"output": output}))
     assert run(spec, overwrite=True) is ExitCode.OK
     assert mine.read_text() == "mine"
 
 
 def test_rows_that_are_mended_leave_no_file_behind(tmp_path: Path) -> None:
-    rows = partitioned(tmp_path, "status", prompt=["x" * 300, *(f"{at}" for at in range(24))])
+    rows = partitioned_job(tmp_path, "status", prompt=["x" * 300, *(f"{at}" for at in range(24))])
     allowed = rows.model_copy(
         update={"errors": rows.errors.model_copy(update={"max_error_rate": 1.0})}
     )
@@ -205,12 +203,12 @@ def test_rows_that_run_again_are_in_the_folders_as_they_are_then(tmp_path: Path)
 def test_columns_that_come_later_are_checked_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = partitioned(tmp_path, x=range(25))
+    spec = partitioned_job(tmp_path, x=range(25))
     assert run(spec) is ExitCode.OK
-    monkeypatch.setattr(partition_columns, "MOST_PARTITIONS", 20)
+    monkeypatch.setattr(partitioned, "MOST_PARTITIONS", 20)
     output = spec.output.model_copy(update={"partition_by": ("x",)})
     for _ in range(2):
-        with pytest.raises(DataError, match="would make 25 partitions; at most 20 are made"):
+        with pytest.raises(DataError, match="would make 25 partitions; the limit is 20"):
             run(spec.model_copy(update={"output": output}))
     assert not files(tmp_path)
     assert run(spec) is ExitCode.OK, "what was finished is as it was"
@@ -218,7 +216,7 @@ def test_columns_that_come_later_are_checked_as_well(
 
 @given(st.none() | st.text(max_size=9), st.text(min_size=1, max_size=5))
 def test_a_folder_says_what_it_stands_for(value: str | None, column: str) -> None:
-    name = folder_name(column, value)
+    name = partitioned._folder_name(column, value)
     assert "/" not in name
     assert "\0" not in name
     assert folder_values(["/lake"], [f"/lake/{name}/x"]) == {f"/lake/{name}/x": {column: value}}
@@ -226,7 +224,7 @@ def test_a_folder_says_what_it_stands_for(value: str | None, column: str) -> Non
 
 def test_the_word_for_null_is_refused_as_a_text(tmp_path: Path) -> None:
     """However it is written, pyarrow and polars read it as null."""
-    spec = partitioned(tmp_path, "x", x=["a", None, *["__HIVE_DEFAULT_PARTITION__"] * 23])
+    spec = partitioned_job(tmp_path, "x", x=["a", None, *["__HIVE_DEFAULT_PARTITION__"] * 23])
     with pytest.raises(DataError, match="has the text __HIVE_DEFAULT_PARTITION__, which readers"):
         run(spec)
     assert not files(tmp_path)
@@ -235,4 +233,4 @@ def test_the_word_for_null_is_refused_as_a_text(tmp_path: Path) -> None:
 def test_texts_of_all_types_name_the_same_folders() -> None:
     texts = pa.array(["a", None])
     for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
-        assert partition_columns.values_of([texts.cast(kind)]) == [("a",), (None,)]
+        assert partitioned._values_of([texts.cast(kind)]) == [("a",), (None,)]

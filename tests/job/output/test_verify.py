@@ -114,10 +114,10 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
             ),
             f"{PART} has 1 failed rows; its record says otherwise",
         ),
-        (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is no part of this job"),
+        (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is not a part of this job"),
         (
             lambda root: (root / "data/part-00003.parquet").touch(),
-            "data/part-00003.parquet is no part of this job",
+            "data/part-00003.parquet is not a part of this job",
         ),
         (
             lambda root: (root / "_batchinfer/requests/part-00001.parquet").write_bytes(b"zork"),

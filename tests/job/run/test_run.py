@@ -33,7 +33,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.rows.reader import read_prompts
-from batchinfer.job.run import parts, pipeline
+from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.threads import Prefetcher
@@ -415,7 +415,7 @@ def test_a_part_that_was_harmed_during_the_run_withholds_success(
     numbered(tmp_path)
     file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "run_pipeline", then(lambda: harm(file)))
+        patch.setattr(run, "run_pipeline", then(lambda: harm(file)))
         with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -538,7 +538,7 @@ def test_an_input_that_is_replaced_during_the_run_withholds_success(
 ) -> None:
     numbered(tmp_path)
     path = tmp_path / "in" / "x.parquet"
-    monkeypatch.setattr(parts, "run_pipeline", then(lambda: change(path)))
+    monkeypatch.setattr(run, "run_pipeline", then(lambda: change(path)))
     with pytest.raises(DataError, match=rf"x\.parquet {says}"):
         run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -548,7 +548,7 @@ def test_an_input_that_is_replaced_comes_before_too_many_errors(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
-    monkeypatch.setattr(parts, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
+    monkeypatch.setattr(run, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
     with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
         run_job(job(tmp_path), build=build)
 
@@ -559,14 +559,14 @@ def test_a_stray_part_withholds_success(
     numbered(tmp_path)
     stray = tmp_path / "out" / "data" / "part-00003.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "run_pipeline", then(stray.touch))
-        with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
+        patch.setattr(run, "run_pipeline", then(stray.touch))
+        with pytest.raises(LockedError, match=r"part-00003\.parquet is not a part of this job"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     stray.unlink()
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
     stray.touch()
-    with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
+    with pytest.raises(LockedError, match=r"part-00003\.parquet is not a part of this job"):
         run_job(job(tmp_path), build=build)
 
 
@@ -741,7 +741,7 @@ def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
     spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
     assert run_job(spec, build=build) is ExitCode.INTERRUPTED
     assert capsys.readouterr().err.endswith(
-        "stopped; run the same command again to go on\n"
+        "stopped; run the same command again to resume\n"
         f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
     )
     done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]

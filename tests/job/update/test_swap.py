@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
-from batchinfer.job.claims import swap
+from batchinfer.job.claims import swap_generation
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.output.directory import OutputDir
@@ -96,7 +96,7 @@ def cut_off_at(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
         if name == f"swap-{step}" and next(left) == 1:
             raise CutOff
 
-    monkeypatch.setattr(swap, "failpoint", failpoint)
+    monkeypatch.setattr(swap_generation, "failpoint", failpoint)
 
 
 @pytest.mark.parametrize(("step", "update"), [(step, at % 2 > 0) for at, step in enumerate(STEPS)])
@@ -144,7 +144,7 @@ def test_a_swap_that_is_cut_off_at_folders_by_values_is_gone_on_with(
         if name == "swap-copied" and len(swapped(folder)) == 2:
             raise CutOff
 
-    monkeypatch.setattr(swap, "failpoint", failpoint)
+    monkeypatch.setattr(swap_generation, "failpoint", failpoint)
     with pytest.raises(CutOff):
         run(by_status, update=True)
     assert "is being updated" in " ".join(verify(OutputDir(folder / "out")).problems)
@@ -208,7 +208,7 @@ def test_a_generation_that_is_damaged_meanwhile_is_not_put_in_place(
     (record,) = (folder / "out").glob("_batchinfer/next/*/_batchinfer/parts/part-00001.json")
     kept = record.read_bytes()
     record.unlink()
-    with pytest.raises(DataError, match=r"has no part-00001 any more"):
+    with pytest.raises(DataError, match=r"its part-00001 is missing"):
         run(spec_of(folder))
     record.write_bytes(kept)
     assert data(files(folder / "out")) == data(before)

@@ -241,7 +241,7 @@ def test_too_many_errors_leave_what_has_succeeded(
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, update=True) == []
     assert place.rows() == before
     told = capsys.readouterr().err
-    assert "out stays as it is, for it has _SUCCESS; the new rows are in" in told
+    assert "out stays as it is, because it has _SUCCESS; the new rows are in" in told
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
     place.write(*ROWS[:5], "mended", *ROWS[6:])
     assert place.run(update=True) == [5]

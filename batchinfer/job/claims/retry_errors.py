@@ -1,7 +1,7 @@
-"""``--retry-errors``: rows that ended in an error run again, and no others.
+"""``--retry-errors``: only rows that ended in an error run again.
 
-A finished part with such rows is opened again: its good rows go back into a segment, then its
-record goes. From there on it is a part like any other that is not finished.
+A finished part with failed rows is reopened: its good rows go back into a segment, then its record
+is deleted. From then on the part is an unfinished part like any other.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from batchinfer.job.storage.filesystem import storage_errors
 
 
 def has_errors(out: OutputDir, plan: Manifest) -> bool:
-    """Whether a row of a finished part ended in an error."""
+    """Return True if a row of a finished part ended in an error."""
     return bool(_parts_with_errors(out, plan, "times"))
 
 
 def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
-    """Open finished parts so that rows that ended in an error run again; call it under the lock.
+    """Reopen finished parts so that failed rows run again; call it under the lock.
 
     Raises:
         DataError: a part cannot be read.
@@ -52,7 +52,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
             segments.add(table)
         with storage_errors(out.parts, "delete"):
             out.files.delete(out.record(part))
-            out.files.sync(out.parts)  # or it might come back beside another file
+            out.files.sync(out.parts)  # or the record might come back next to another part file
 
 
 def _parts_with_errors(
@@ -68,34 +68,28 @@ def _parts_with_errors(
 
 
 def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:
-    """The rows of a finished part that ended well, as a segment's table."""
+    """Return the rows of a finished part that ended well, as a segment's table."""
     table = whole_rows(out.read_part(part))
     row_ids = table["row_id"]
     control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))
+    keys = out.read_keys(part, record)
     added = {
         REQUEST_COLUMN: _requests(out, part, row_ids),
         CONTROL_TEXT_COLUMN: control,
-        KEY_COLUMN: _keys(out, part, record, row_ids),
+        KEY_COLUMN: pa.nulls(len(row_ids), KEY_TYPE),
     }
+    if keys is not None:
+        at = pc.index_in(row_ids, keys["row_id"].combine_chunks())
+        added[KEY_COLUMN] = keys[KEY_COLUMN].take(at)
     columns = [table[name] if name not in added else added[name] for name in schema.names]
     rows = pa.table(columns, schema=schema)
     return rows.filter(pc.equal(rows["status"], "ok"))
 
 
 def _requests(out: OutputDir, part: Part, row_ids: pa.ChunkedArray) -> pa.Array:
-    """Statistics of each row; null where they are not known."""
+    """Return the statistics of each row; null if they are missing or damaged."""
     statistics: dict[int, dict[str, float]] = {}
     with suppress(OSError, pa.ArrowException, KeyError):
         for row in out.read_table(out.request_stats(part)).to_pylist():
             statistics[row.pop("row_id")] = row
     return pa.array([statistics.get(row_id) for row_id in row_ids.to_pylist()], REQUEST)
-
-
-def _keys(
-    out: OutputDir, part: Part, record: PartRecord, row_ids: pa.ChunkedArray
-) -> pa.ChunkedArray | pa.Array:
-    """Key of each row; null where there is none."""
-    found = out.read_keys(part, record)
-    if found is None:
-        return pa.nulls(len(row_ids), KEY_TYPE)
-    return found[KEY_COLUMN].take(pc.index_in(row_ids, found["row_id"].combine_chunks()))

@@ -1,4 +1,4 @@
-"""The end of a job whose parts are made: exports, folders by values, statistics, _SUCCESS."""
+"""Ends a job whose parts are made: exports, partitioned files, statistics, ``_SUCCESS``."""
 
 from __future__ import annotations
 
@@ -15,45 +15,40 @@ from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.claims.claim import Claim
 from batchinfer.job.job import OutputJob
 from batchinfer.job.openai.export import export
+from batchinfer.job.output import partitioned
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.partitioned.record import is_there as is_partitioned
-from batchinfer.job.output.partitioned.write import write_partitions
 from batchinfer.job.output.resume import refuse_unexpected_files
 from batchinfer.job.row_ids import Part
+from batchinfer.job.run.decide import RunPlan
 from batchinfer.job.run.reporter import RunReporter
 from batchinfer.job.stats.lineage import run_event
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.job.stats.summary import write_summary
 
 
-def end_run(
-    job: OutputJob, claim: Claim, reporter: RunReporter, stop: Event, *, overwrites: bool
-) -> ExitCode:
-    """End a run that has made its parts, and the job, where nobody else has any to make."""
-    with claim.ending(stop.is_set) as ending:
+def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -> ExitCode:
+    """End a run that has made its parts, and the job if no other process makes any."""
+    if plan.options.role is not None and plan.options.role.has_launcher:
+        return ExitCode.OK
+    with plan.claim.ending(stop.is_set) as ending:
         if ending.is_stopped:
-            reporter.stopped(job.out, overwrites=overwrites)
+            reporter.stopped(job.out, overwrites=plan.options.overwrites)
             return ExitCode.INTERRUPTED
-        if ending.is_ours:
-            return _finish(replace(job, out=ending.out), claim, reporter)
-        reporter.parts_left(job.out, ending.others_left)
+        if ending.ends_job:
+            return _finish(replace(job, out=ending.out), plan.claim, reporter)
+        reporter.parts_left(job.out, ending.num_parts_left)
         return ExitCode.OK
 
 
-def has_exports(job: OutputJob) -> bool:
-    """Whether output of the job is written in another format too."""
-    return job.spec.output.format == "openai-batch"
-
-
 def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
-    """Write the statistics of a job whose parts are made, and _SUCCESS if few rows failed."""
+    """Write the exports and statistics of the job, and ``_SUCCESS`` if few enough rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
-    if has_exports(job):
+    if job.spec.output.format == "openai-batch":
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     columns = job.spec.output.partition_by
-    if columns or not is_partitioned(job.out, columns):  # of what was there parts may be newer
-        write_partitions(job.out, job.manifest, columns)
+    if columns or not partitioned.exists(job.out, columns):  # present files may be of older parts
+        partitioned.write_partitions(job.out, job.manifest, columns)
     warnings = _nothing_selected(job)
     with phase("merging statistics"):
         lineage_of = partial(_lineage, job, records)
@@ -81,7 +76,7 @@ def _too_many_failed(job: OutputJob, rows: Mapping[str, Any]) -> bool:
 
 
 def _num_kept(job: OutputJob, summary: Mapping[str, Any]) -> int:
-    """Rows that ended well, or, where samples are judged, samples that passed."""
+    """Return the number of good rows, or of accepted samples if the job has ``accept``."""
     ok: int = summary["rows"]["ok"]
     kept: int = summary["accept"]["samples_accepted"]
     return ok if job.spec.accept is None else min(ok, kept)
@@ -90,12 +85,11 @@ def _num_kept(job: OutputJob, summary: Mapping[str, Any]) -> int:
 def _lineage(
     job: OutputJob, records: Sequence[PartRecord], rows: Mapping[str, Any]
 ) -> dict[str, Any]:
-    table = job.table
     return run_event(
         job.spec.name,
         job.manifest,
         inputs=job.source.schema,
-        outputs=pa.schema([*table.kept_schema, *table.generated_schema]),
+        outputs=pa.schema([*job.table.kept_schema, *job.table.generated_schema]),
         output_root=job.out.root,
         output_sizes=[record.size for record in records],
         versions=package_versions(),
@@ -105,23 +99,27 @@ def _lineage(
 
 
 def _nothing_selected(job: OutputJob) -> list[str]:
-    """A line to say that there is nothing to run: no rows, or a filter, most often misspelt."""
-    chosen = job.spec.input
-    if chosen.limit == 0 or job.source.num_rows:
+    """Return a warning if the job has no rows, most often because of a mistake in the filter."""
+    selection = job.spec.input
+    if selection.limit == 0 or job.source.num_rows:
         return []
-    there = sum(file.num_rows for file in job.source.files)
-    if chosen.filter is None or not there:
+    num_rows = sum(file.num_rows for file in job.source.files)
+    if selection.filter is None or not num_rows:
         return ["the input has no rows"]
-    return [f"input.filter selects none of the {there:,} rows"]
+    return [f"input.filter selects none of the {num_rows:,} rows"]
 
 
 def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
-    """The record of a part that has been made; nothing may have touched it since."""
+    """Return the record of a made part, whose file must be unchanged since.
+
+    Raises:
+        DataError: the part was damaged, or its record is missing.
+    """
     again = f"run {claim.command_for(part)} again: the part is then made again"
     try:
         record = job.out.finished(part)
     except DataError as error:
         raise DataError(str(error), hint=again) from None
     if record is None:
-        raise DataError(f"{job.out.part_file(part)} has no record any more", hint=again)
+        raise DataError(f"{job.out.part_file(part)} has lost its record", hint=again)
     return record

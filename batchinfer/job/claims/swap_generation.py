@@ -1,10 +1,9 @@
-"""The swap of an output's generations, in steps that may be cut off anywhere and are gone on with.
+"""The swap of an output's generations, which a later run completes if it is cut off.
 
-The new generation is whole, in ``_batchinfer/next/NAME``, and stays so until it is in place, file
-by file: by links to the same files here, by copies within the store there. From before the first
-step until after the last there is ``_batchinfer/swap.json``, which says whether anything is left to
-put in place. Who finds it does all steps again, under the lock: each comes to the same however
-often it is done. ``_SUCCESS`` goes first and comes last.
+The new generation is complete, in ``_batchinfer/next/NAME``, and stays there until it is in place:
+file by file, by hard links on a file system and by copies in an object store. While a swap goes on
+there is ``_batchinfer/swap.json``. A run that finds it does all steps again, under the lock: each
+step can be repeated. ``_SUCCESS`` is deleted first and placed last.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from batchinfer.console.format import printable
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import read_manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.partitioned.record import begin, names_of_files
+from batchinfer.job.output.partitioned import begin, names_of_files
 from batchinfer.job.output.resume import PART_FILE, STATS_FILES, clear_staging
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
@@ -29,32 +28,27 @@ from batchinfer.job.storage.local_lock import HOLDER, LOCK
 
 @dataclass(frozen=True)
 class Swap:
-    """What ``swap.json`` says."""
+    """The content of ``swap.json``."""
 
     __pydantic_config__: ClassVar = STRICT
 
     generation: str
-    """Name of the generation that takes the place."""
+    """Name of the new generation."""
     is_in_place: bool = False
-    """Whether all of it is there, and only what was beside it has to go."""
+    """True if all its files are in place, and only ``next`` remains to be deleted."""
 
 
 _STORED = TypeAdapter(Swap)
 
 
-def is_swapping(out: OutputDir) -> bool:
-    """Whether a generation takes the place of another, or did when its run was cut off."""
-    return out.files.stat(out.swap) is not None
-
-
 def put_in_place(out: OutputDir, generation: OutputDir) -> None:
-    """Put a generation that is made in the place of what is in ``out``; call it under the lock.
+    """Replace the output in ``out`` by a complete generation; call it under the lock.
 
     Failpoints: ``swap-`` and ``marked``, ``hidden``, ``copied`` (each file), ``cleared`` (each
     folder), ``placed``, ``told``, ``gone`` and ``done``.
 
     Raises:
-        StorageError: the file system refuses; the next run goes on.
+        StorageError: the file system refuses; the next run continues.
     """
     clear_staging(out)
     _store(out, Swap(generation.root.name))
@@ -62,19 +56,30 @@ def put_in_place(out: OutputDir, generation: OutputDir) -> None:
     finish_swap(out)
 
 
-def finish_swap(out: OutputDir) -> None:
-    """Go on with a swap that was cut off, if one was; call it under the lock.
+def end_swap(out: OutputDir) -> None:
+    """Complete a swap that was cut off, if there is one.
 
     Raises:
-        DataError: the generation is not whole any more.
-        StorageError: the file system refuses; the next run goes on.
+        JobError: it cannot be completed, or another run holds the lock.
+    """
+    if out.files.stat(out.swap) is not None:
+        with out.locked():
+            finish_swap(out)
+
+
+def finish_swap(out: OutputDir) -> None:
+    """Complete a swap that was cut off, if there is one; call it under the lock.
+
+    Raises:
+        DataError: the generation has lost files.
+        StorageError: the file system refuses; the next run continues.
     """
     swap = _stored(out)
     if swap is None:
         return
     if not swap.is_in_place:
         generation = out.generation(swap.generation)
-        _check_whole(out, generation)
+        _check_complete(out, generation)
         with storage_errors(out.root):
             _place(out, generation)
         _store(out, replace(swap, is_in_place=True))
@@ -101,7 +106,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
     _place_partitions(out, generation)
     kept = {*out.folders, *out.single_files, out.partitioned_record, out.staging, out.next}
     kept |= {out.swap, out.locks, out.state / LOCK, out.state / HOLDER}
-    kept.add(out.live)  # this run writes there all the while
+    kept.add(out.live)  # this run keeps writing there
     for path in files.entries(out.state):
         if path not in kept:
             files.delete(path)
@@ -113,7 +118,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
 
 
 def _place_folder(out: OutputDir, folder: PurePath, source: PurePath) -> None:
-    """Have a folder hold what another one does, and nothing else."""
+    """Make a folder hold the files of ``source``, and none of the old generation's."""
     files = out.files
     sources = files.entries(source)
     if sources:
@@ -131,7 +136,7 @@ def _place_folder(out: OutputDir, folder: PurePath, source: PurePath) -> None:
 
 
 def _is_ours(out: OutputDir, path: PurePath) -> bool:
-    """Whether this program has put a file where users look."""
+    """True if this program made a file in a folder where users may have files too."""
     if path.parent == out.data:
         return PART_FILE.fullmatch(path.name) is not None
     return (
@@ -150,10 +155,10 @@ def _place_file(out: OutputDir, path: PurePath, source: PurePath) -> None:
 
 
 def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
-    """Have the folders by values be those of the generation, or be gone; the record goes last."""
+    """Replace the partitioned files by those of the generation, and at last their record."""
     files, names = out.files, names_of_files(generation)
     is_ours = files.stat(out.partitioned_record) is not None
-    if names:  # first: what is there from now on is ours
+    if names:  # first: from now on all files in the folder are this program's
         begin(out, ())
     if is_ours:
         files.delete(out.partitioned)
@@ -167,8 +172,8 @@ def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
     _place_file(out, out.partitioned_record, generation.partitioned_record)
 
 
-def _check_whole(out: OutputDir, generation: OutputDir) -> None:
-    """Check that every part is recorded: what is in place goes for it."""
+def _check_complete(out: OutputDir, generation: OutputDir) -> None:
+    """Check that every part has a record: the present parts are about to be deleted."""
     try:
         plan = read_manifest(generation.manifest, out.files)
         missing = [p.name for p in plan.parts() if out.files.stat(generation.record(p)) is None]
@@ -176,8 +181,8 @@ def _check_whole(out: OutputDir, generation: OutputDir) -> None:
         missing = [generation.manifest.name]
     if missing:
         raise DataError(
-            f"{printable(str(generation.root))} is to take the place of what is in "
-            f"{printable(str(out.root))}, and has no {missing[0]} any more",
+            f"{printable(str(generation.root))} is about to replace the output in "
+            f"{printable(str(out.root))}, but its {missing[0]} is missing",
             hint="put it back, or use --overwrite to start over",
         )
 
@@ -187,8 +192,7 @@ def _store(out: OutputDir, swap: Swap) -> None:
 
 
 def _stored(out: OutputDir) -> Swap | None:
-    """What the marker says; None if there is none."""
-    if not is_swapping(out):
+    if out.files.stat(out.swap) is None:
         return None
     try:
         return _STORED.validate_json(read_file(out.files, out.swap))

@@ -1,0 +1,48 @@
+"""The kernels of a job: the first process that has loaded the model notes its own for all others.
+
+Kernels sum in different orders, so the last bits of their results differ. A process reads the note
+``_batchinfer/kernels.json`` before it loads its model, and again after: another process may have
+been faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import TypeAdapter
+
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.storage.filesystem import read_file, storage_errors
+
+_NOTE = TypeAdapter(dict[str, str])
+
+
+def noted_kernels(out: OutputDir) -> dict[str, str]:
+    """Return the noted kernels by dtype of the weights; none if the note is missing or damaged."""
+    try:
+        return _NOTE.validate_json(read_file(out.files, out.kernels))
+    except (OSError, ValueError):
+        return {}
+
+
+def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
+    """Return the noted kernels, or note ``kernels`` as the first; call it under the lock.
+
+    Raises:
+        StorageError: the note cannot be written.
+    """
+    noted = noted_kernels(out) or dict(kernels)
+    if noted == kernels and kernels:
+        out.write_json(out.kernels, noted)
+    return noted
+
+
+def forget_kernels(out: OutputDir) -> None:
+    """Delete the note of an output without finished rows. Call it under the directory's lock.
+
+    Raises:
+        StorageError: the note cannot be deleted.
+    """
+    if out.files.stat(out.kernels) is not None:
+        with storage_errors(out.kernels, "delete"):
+            out.files.delete(out.kernels)

@@ -1,0 +1,172 @@
+"""The parts that a worker claims, when its engine will soon need rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from batchinfer.job.claims.crashes import CrashHistory, count_deaths
+from batchinfer.job.claims.queue import PartQueue, PartsToMake, parts_of_writer, unfinished_rows
+from batchinfer.job.claims.writers import Claims, Writer, dead_logs, living_writers, wait_for
+from batchinfer.job.output.commit import Draft
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import ResumePlan, unrecorded
+from batchinfer.job.row_ids import Part, RowIds
+
+_CLAIMS_LEFT = 6
+"""Claims that should remain for each worker whenever one is taken, until single parts remain."""
+_SLOWER = 1.15
+"""A worker takes no part that it would need this many times as long for as the others for all."""
+_POLL_S = 0.5
+"""Time between looks for parts that have become free; longer in a store."""
+
+
+class ClaimedParts(PartQueue):
+    """The queue of a worker.
+
+    Args:
+        parts: all parts that are not finished.
+        publish, check: as in ``PartQueue``.
+        out: the directory, as this worker writes to it.
+        shared: the directory, as the holder of its lock writes to it.
+        claims: the claims of this worker.
+        plan: the plan of the parts that it may claim.
+        generated: the output's generated columns.
+        num_workers: least number of workers to expect; more may be alive.
+        window_rows: most rows to claim at a time.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        parts: PartsToMake,
+        publish: Callable[[Part, Draft], object],
+        check: Callable[[], None],
+        *,
+        out: OutputDir,
+        shared: OutputDir,
+        claims: Claims,
+        plan: ResumePlan,
+        generated: pa.Schema,
+        num_workers: int,
+        window_rows: int,
+    ) -> None:
+        super().__init__(parts, publish, check)
+        self._out = out
+        self._shared = shared
+        self._claims = claims
+        self._plan = replace(plan, starts_over=False)
+        self._generated = generated
+        self._num_workers = num_workers
+        self._window_rows = window_rows
+        self._todo: Sequence[Part] = plan.todo
+        self._num_rows = 0
+        """Rows of the parts claimed so far; most are finished when more parts are claimed."""
+        self._began = time.monotonic()
+
+    def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
+        pause = 0.1
+        while not is_over():
+            with wait_for(self._shared.lock, for_anyone=True, is_over=is_over) as is_held:
+                if not is_held:
+                    return None
+                living = living_writers(self._shared, self._claims.writer)
+                history = crash_history(
+                    self._shared, self._out, self._plan, self._generated, living
+                )
+                taken, others_make = self._deal(living)
+            if taken:
+                self._num_rows += _num_rows(taken)
+                # A living writer's name may be that of a dead one, whose tokens can be resumed.
+                others = frozenset(writer.name for writer in living) - {self._claims.writer.name}
+                return parts_of_writer(
+                    self._out, self._plan, taken, self._generated, history, other_writers=others
+                )
+            if not others_make:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, max(_POLL_S, self._out.files.flush_every_s / 12))
+        return None
+
+    def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
+        """Claim free parts, under the lock; also returns True if other writers make some parts.
+
+        Guided self-scheduling: a share of the rest, so that claims become smaller towards the end
+        (Polychronopoulos and Kuck, 1987).
+        """
+        claims = {writer: Claims(self._shared, writer) for writer in living}
+        own = self._claims.claimed
+        claimed = {writer: one.claimed for writer, one in claims.items()}
+        theirs = set().union(*(c for who, c in claimed.items() if who != self._claims.writer))
+        left = unrecorded(self._shared, self._plan.parts)
+        free = [part for part in left if part.index not in theirs | own]
+        held = [part for part in left if part.index in theirs]
+        self._note_made_elsewhere(own | {part.index for part in left})
+        num_workers = max(self._num_workers, sum(one.number is not None for one in living))
+        taken = free[: claim_size(free, num_workers, self._window_rows)]
+        rows_per_s = self._num_rows / (time.monotonic() - self._began)
+        speeds = [one.rows_per_s for who, one in claims.items() if who != self._claims.writer]
+        num_left = _num_rows(free) + _num_rows(held) // 2  # on average, held parts are half made
+        if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
+            return [], True
+        if taken:
+            self._claims.add([range(part.index, part.index + 1) for part in taken], rows_per_s)
+        return taken, bool(held)
+
+    def _note_made_elsewhere(self, own_or_left: set[int]) -> None:
+        made = [part for part in self._todo if part.index not in own_or_left]
+        if made:
+            self.on_made_elsewhere(made)
+            self._todo = [part for part in self._todo if part.index in own_or_left]
+
+
+def crash_history(
+    shared: OutputDir,
+    out: OutputDir,
+    plan: ResumePlan,
+    generated: pa.Schema,
+    living: Sequence[Writer],
+) -> CrashHistory:
+    """Return the crash history of all rows, with the deaths since the last look; under the lock.
+
+    Args:
+        shared: the directory, as the holder of its lock writes to it.
+        out: the directory, as this writer writes to it.
+        living: all living writers.
+    """
+
+    def unfinished(rows: RowIds) -> RowIds:
+        return unfinished_rows(out, plan, generated, rows)
+
+    return count_deaths(shared, dead_logs(shared, living), unfinished)
+
+
+def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
+    """Return True if the others would finish the job before this worker has made one part.
+
+    Args:
+        part_rows: rows of the part.
+        left_rows: unfinished rows.
+        rows_per_s: speed of this worker; 0: unknown.
+        others: speeds of the other workers.
+    """
+    if not rows_per_s or not any(others):
+        return False
+    without = max(left_rows / sum(others), part_rows / max(others))
+    return part_rows / rows_per_s > _SLOWER * without
+
+
+def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:
+    """Return the number of free parts to claim: at most a window's rows, and at least one part."""
+    if not free:
+        return 0
+    window = max(1, window_rows // max(1, free[0].num_rows))
+    return max(1, min(window, len(free) // (_CLAIMS_LEFT * num_workers)))
+
+
+def _num_rows(parts: Sequence[Part]) -> int:
+    return sum(part.num_rows for part in parts)

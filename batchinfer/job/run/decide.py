@@ -1,0 +1,245 @@
+"""Decides what a run does, before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from batchinfer.console.format import counted, printable
+from batchinfer.errors import DataError, JobError, UsageError
+from batchinfer.job.claims.claim import Claim
+from batchinfer.job.claims.generation import drop_generations, next_generation
+from batchinfer.job.claims.kernels import noted_kernels
+from batchinfer.job.claims.retry_errors import has_errors, reopen
+from batchinfer.job.claims.shared import Role, SharedClaim
+from batchinfer.job.claims.swap_generation import end_swap
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.job import OutputJob, identified, open_input, open_job
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output import export_record, partitioned
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import ResumePlan, plan_resume
+from batchinfer.job.reuse.reuse import open_outputs
+from batchinfer.job.run.table_version import at_version
+from batchinfer.job.spec.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked of a run."""
+
+    if_exists: str
+    """``resume``, ``error`` or ``overwrite``."""
+    retry_errors: bool = False
+    update: bool = False
+    role: Role | None = None
+    """The task of one of several processes; None: the run writes alone."""
+    has_fleet: bool = False
+    """True if the run starts workers."""
+
+    @property
+    def overwrites(self) -> bool:
+        """True if no row of earlier runs is kept."""
+        return self.if_exists == "overwrite"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run does; true while its claim is held."""
+
+    job: OutputJob
+    """With the directory to write to, and the plan that earlier runs and other writers have."""
+    claim: Claim
+    """The right to write there."""
+    resume: ResumePlan
+    """Parts to make."""
+    outputs: Sequence[OutputDir]
+    """Outputs whose rows are copied where they are the same."""
+    kernels: Mapping[str, str]
+    """Kernels that the run has to use, if it can; empty: it may choose."""
+    options: RunOptions
+
+
+@dataclass(frozen=True)
+class NothingToDo:
+    """A run that has nothing to do."""
+
+    out: OutputDir
+    reason: str
+    is_finished: bool
+    """True if the job is finished; False if only this shard has no parts."""
+
+
+REFUSED: Mapping[tuple[str, str], JobError] = {
+    ("--retry-errors", "--overwrite"): UsageError(
+        "--retry-errors keeps the good rows, --overwrite keeps none: choose one"
+    ),
+    ("--update", "--overwrite"): UsageError(
+        "--update keeps the good rows, --overwrite keeps none: choose one"
+    ),
+    ("--worker", "--workers"): UsageError(
+        "--worker is one of several workers, --workers starts several: choose one"
+    ),
+    ("--retry-errors", "--worker"): UsageError(
+        "--retry-errors cannot be combined with --worker: other workers may be running already",
+        hint="run it without --worker: it runs only the rows that ended in an error",
+    ),
+    ("--update", "--worker"): UsageError(
+        "--update cannot be combined with --worker: the new output replaces the old one as a whole",
+        hint="run it without --worker: it runs only the rows that differ",
+    ),
+    ("--retry-errors", "--shard"): UsageError(
+        "--retry-errors cannot be combined with --shard: another shard could end the job before "
+        "this one has reopened its failed rows",
+        hint="run it without --shard: it runs only the rows that ended in an error",
+    ),
+    ("--update", "--shard"): UsageError(
+        "--update cannot be combined with --shard: the new output replaces the old one as a whole",
+        hint="run it without --shard: it runs only the rows that differ",
+    ),
+}
+"""Pairs of options that cannot be combined, and the error that says why."""
+
+
+def refuse_combinations(options: RunOptions) -> None:
+    """Check that the options can be combined.
+
+    Raises:
+        UsageError: two of them cannot, see ``REFUSED``.
+    """
+    chosen = {
+        "--overwrite": options.overwrites,
+        "--retry-errors": options.retry_errors,
+        "--update": options.update,
+        "--shard": options.role is not None and options.role.shard is not None,
+        "--worker": options.role is not None and options.role.is_worker,
+        "--workers": options.has_fleet,
+    }
+    for pair, error in REFUSED.items():
+        if all(chosen[option] for option in pair):
+            raise error.with_traceback(None)
+
+
+@contextmanager
+def decide(
+    spec: JobSpec, options: RunOptions, combined_output: PurePath | None
+) -> Iterator[RunPlan | NothingToDo]:
+    """Look at a job and at its output directory, and decide what a run does.
+
+    The directory is locked, or this writer's name is, until the context ends.
+
+    Args:
+        combined_output: a file for all lines of OpenAI's output and error files.
+
+    Raises:
+        JobError: the job does not fit its data, or the directory cannot be used for it.
+    """
+    out = output_at(spec.output.path)
+    if options.role is None and not options.overwrites:
+        end_swap(out)  # first: it decides which generation is resumed
+    job = _open_output_job(spec, out, options, combined_output)
+    nothing = _nothing_to_do(job, options)
+    if nothing is not None:
+        yield nothing
+        return
+    claim = _claim(job, options)
+    reused = open_outputs(spec.output.reuse, out)
+    generated = job.table.generated_schema
+    reopen_errors = (lambda o, plan: reopen(o, plan, generated)) if options.retry_errors else None
+    with claim.begun(job.manifest, options.if_exists, reopen_errors) as resume:
+        _check_partitions(job, resume)
+        job = replace(job, manifest=resume.manifest, out=claim.out)
+        sources = (claim.out, *resume.takes_over)
+        noted = [] if resume.starts_over else filter(None, map(noted_kernels, sources))
+        outputs = [*resume.takes_over, *reused]
+        yield RunPlan(job, claim, resume, outputs, next(iter(noted), {}), options)
+
+
+def _open_output_job(
+    spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
+) -> OutputJob:
+    """Open the job's data; a table at the version that its output was begun with, or the latest."""
+    partitioned.refuse_foreign(out, spec.output.partition_by)
+    planned: Manifest | None = None
+    with suppress(DataError):
+        planned = stored_manifest(out)
+    if not (options.overwrites or options.update):
+        spec = at_version(spec, planned, out, retry_errors=options.retry_errors)
+    source = open_input(spec)
+    _refuse_own_output(source, out)
+    source = identified(source, planned)
+    job = open_job(spec, source)
+    return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Check that no input file is in the output, even by a link: starting over would delete it."""
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
+
+
+def _next_generation(job: OutputJob, options: RunOptions) -> OutputDir | None:
+    if options.role is not None or options.overwrites:
+        return None
+    return next_generation(
+        job.out, job.manifest, update=options.update, retry_errors=options.retry_errors
+    )
+
+
+def _nothing_to_do(job: OutputJob, options: RunOptions) -> NothingToDo | None:
+    if _next_generation(job, options) is None and _is_finished(job, options):
+        if options.update:
+            drop_generations(job.out)
+        reason = f"nothing to do: {printable(str(job.out.root))} is finished"
+        return NothingToDo(job.out, reason, is_finished=True)
+    num_parts = len(job.manifest.parts())
+    shard = None if options.role is None else options.role.shard
+    if shard is not None and not shard.parts(num_parts):
+        reason = f"shard {shard} has nothing to do: there are {counted(num_parts, 'part')}"
+        return NothingToDo(job.out, reason, is_finished=False)
+    return None
+
+
+def _is_finished(job: OutputJob, options: RunOptions) -> bool:
+    """Return True if the job is finished; this needs no lock, nor the right to write.
+
+    Raises:
+        JobError: the output is of another job or input.
+    """
+    out, columns = job.out, job.spec.output.partition_by
+    if options.overwrites or not all(map(out.files.stat, (out.success, out.summary))):
+        return False
+    todo = plan_resume(out, job.manifest, options.if_exists, "times").todo
+    exports = job.spec.output.format == "openai-batch"
+    if exports and not export_record.exists(out, job.combined_output):
+        return False
+    if todo or not partitioned.exists(out, columns) or not is_stored_whole(out):
+        return False
+    return not (options.retry_errors and has_errors(out, job.manifest))
+
+
+def _claim(job: OutputJob, options: RunOptions) -> Claim:
+    generation = _next_generation(job, options)
+    if generation is not None:
+        return Claim(generation, present=job.out)
+    role = options.role
+    if options.has_fleet:
+        role = Role(None if role is None else role.shard, is_launcher=True)
+    if role is None:
+        return Claim(job.out)
+    return SharedClaim(job.out, role, job.spec.engine.order_window)
+
+
+def _check_partitions(job: OutputJob, resume: ResumePlan) -> None:
+    """Check, before any row runs, that folders can be named by the rows' values."""
+    columns = job.spec.output.partition_by
+    if resume.begins or not partitioned.exists(job.out, columns):
+        partitioned.check_partitions(columns, job.table.kept, job.source)

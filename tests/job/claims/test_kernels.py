@@ -1,0 +1,101 @@
+"""All processes of a job compute with the kernels of the first one that loaded its model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.claims.shard import Shard
+from batchinfer.job.claims.shared import Role
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, job
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{at} asks" for at in range(60)]})
+    return job(tmp_path)
+
+
+class Choosing(FakeBuild):
+    """Builds engines that use the pinned kernels if there are any, and else the kernel ``own``."""
+
+    def __init__(self, own: str, barrier: threading.Barrier | None = None) -> None:
+        super().__init__(max_num_seqs=4)
+        self.own = own
+        self.used: list[str] = []
+        self._barrier = barrier
+
+    def __call__(self, *arguments: Any, pinned_kernels: Any = None, **options: Any) -> FakeBuilt:
+        built = super().__call__(*arguments, **options)
+        built.kernels = {"float32": self.own, "attention": self.own} | (pinned_kernels or {})
+        self.used.append(built.kernels["float32"])
+        if self._barrier is not None and len(self.used) == 1:
+            self._barrier.wait(60)
+        return built
+
+
+WORKERS = (Role(is_worker=True), Role(is_worker=True))
+SHARDS = (Role(Shard(0, 2)), Role(Shard(1, 2)))
+
+
+@pytest.mark.parametrize("roles", [WORKERS, SHARDS], ids=["workers", "shards"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_processes_that_load_at_the_same_time_use_the_same_kernels(
+    spec: JobSpec, roles: tuple[Role, Role], overwrite: bool
+) -> None:
+    barrier = threading.Barrier(2)
+    builds = [Choosing("AMX", barrier), Choosing("AVX2", barrier)]
+    codes: list[ExitCode] = []
+
+    def run(role: Role, build: Choosing) -> None:
+        codes.append(run_job(spec, role=role, build=build, quiet=True, overwrite=overwrite))
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(roles, builds, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [ExitCode.OK] * 2
+    last = {build.used[-1] for build in builds}
+    assert len(last) == 1
+    assert sorted(build.count for build in builds) == [1, 2], "the slower process loads again"
+    state = Path(spec.output.path) / "_batchinfer"
+    noted = json.loads((state / "kernels.json").read_bytes())
+    assert {noted["float32"]} == last
+    runs = [json.loads(path.read_bytes()) for path in (state / "runs").iterdir()]
+    assert {run["kernels"]["float32"] for run in runs} == last
+
+
+def test_a_later_shard_loads_once_with_the_noted_kernels(spec: JobSpec) -> None:
+    first, second = Choosing("AMX"), Choosing("AVX2")
+    for role, build in zip(SHARDS, (first, second), strict=True):
+        assert run_job(spec, role=role, build=build, quiet=True) is ExitCode.OK
+    assert (first.used, second.used) == (["AMX"], ["AMX"])
+
+
+def test_a_run_that_kept_no_rows_binds_no_other_run(spec: JobSpec) -> None:
+    def die(_number: int) -> None:
+        raise KeyboardInterrupt
+
+    first, second = Choosing("AMX"), Choosing("AVX2")
+    first.before_step = die
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, build=first, quiet=True)
+    assert run_job(spec, build=second, quiet=True) is ExitCode.OK
+    assert second.used == ["AVX2"]
+
+
+def test_a_damaged_note_of_kernels_is_written_again(spec: JobSpec) -> None:
+    run_job(spec, role=SHARDS[0], build=Choosing("AMX"), quiet=True)
+    note = Path(spec.output.path) / "_batchinfer" / "kernels.json"
+    note.write_bytes(b"{torn")
+    run_job(spec, role=SHARDS[1], build=Choosing("AVX2"), quiet=True)
+    assert json.loads(note.read_bytes())["float32"] == "AVX2"
