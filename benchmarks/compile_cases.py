@@ -14,15 +14,13 @@ import torch
 from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8
-from batchinfer.kernels.fp8_blocks import num_blocks
+from batchinfer.kernels.fp8_blocks import num_blocks, quantize_groups
 from batchinfer.kernels.fp8_linear import fp8_linear
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.mla_attention import mla_attention
-from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.penalties import apply_penalties
-from batchinfer.kernels.quantize_groups import quantize_groups
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
@@ -36,6 +34,7 @@ from tests.kernels.cases import (
     CopyCase,
     TablesCase,
     WriteCase,
+    attend_paged,
     build_attention,
     build_copy,
     build_tables,
@@ -73,7 +72,7 @@ def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Cas
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
         inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
-        paged_attention(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
+        attend_paged(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
 
     return Case(name, kernels, launch)
 
@@ -84,7 +83,7 @@ def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
     def launch() -> None:
         case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
         inputs = build_shared(case, "cpu", _DTYPE, FP8 if fp8 else None)
-        paged_attention(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
+        attend_paged(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
 
     return Case(name, kernels, launch)
 

@@ -19,7 +19,9 @@ from roofline import Ceilings, Shape
 from torch import nn
 
 from batchinfer.kernels import decode_plan
-from batchinfer.kernels.decode_plan import plan_decode
+from batchinfer.kernels.attention_loop import Heads
+from batchinfer.kernels.chunk_attention import ChunkWork, plan_chunks, query_tile
+from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.worker.linear.fp8 import Fp8Linear
 
@@ -162,7 +164,14 @@ class Pool:
         """Keys and values of a layer, [slot, 2, kv_head, token, width]."""
         return self._pool.select(self._layer_dim, layer)
 
-    def attend(self, query: torch.Tensor, query_starts: torch.Tensor, **options: Any) -> None:
+    def attend(
+        self,
+        query: torch.Tensor,
+        query_starts: torch.Tensor,
+        *,
+        work: DecodeWork | None = None,
+        chunks: ChunkWork | None = None,
+    ) -> None:
         out = torch.empty_like(query)
         for layer in range(self.layers):
             keys, values = self.layer(layer).unbind(1)
@@ -175,9 +184,9 @@ class Pool:
                 self.context_lens,
                 scale=_WIDTH**-0.5,
                 out=out,
-                max_context_len=self.tables.shape[1] * _BLOCK,
-                launch=layer if options.get("work") is not None else 0,
-                **options,
+                work=work,
+                launch=layer,
+                chunks=chunks,
             )
 
 
@@ -243,7 +252,7 @@ def _timed_decode(
             max_context_len=pool.tables.shape[1] * _BLOCK,
             num_launches=pool.layers,
         )
-        pool.attend(query, starts, max_query_len=1, work=work)
+        pool.attend(query, starts, work=work)
 
     taken = seconds(run, device) / pool.layers
     rate = pool.bytes_per_layer / taken
@@ -283,7 +292,7 @@ def _shared(
             max_context_len=context,
             num_launches=pool.layers,
         )
-        pool.attend(query, starts, max_query_len=1, work=work)
+        pool.attend(query, starts, work=work)
 
     told = seconds(lambda: run(**tree), device) / pool.layers
     apart = seconds(run, device) / pool.layers
@@ -297,9 +306,13 @@ def _prefill(
     tokens = num_sequences * length
     query = torch.randn(tokens, heads, _WIDTH, device=device, dtype=pool.dtype)
     starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * length
-    taken = seconds(
-        lambda: pool.attend(query, starts, max_query_len=length, min_query_len=length), device
-    )
+    keys, values = pool.layer(0).unbind(1)
+    tile = query_tile(Heads.of(query, keys, values))
+
+    def run() -> None:
+        pool.attend(query, starts, chunks=plan_chunks(starts, tokens=tile, num_tokens=tokens))
+
+    taken = seconds(run, device)
     flops = 4 * heads * _WIDTH * num_sequences * length * (length + 1) / 2
     rate = flops * pool.layers / taken
     return {

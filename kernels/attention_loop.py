@@ -1,11 +1,12 @@
-"""The loop over a paged KV cache that decodes and chunks share, and the shape of their programs.
+"""The loop over a paged KV cache, and the launch shapes, that all attention kernels share.
 
-One program carries a tile of rows (query tokens times the query heads of one KV head, next to each
-other, so that a key is loaded once for all of them) over a range of positions, by online softmax;
-`README.md` has the formulas.
+One program computes a tile of rows over a range of positions by online softmax (formulas:
+`README.md`). Rows are query tokens times the query heads of one KV head. The heads of a token are
+adjacent, so that each key is loaded once for all of them.
 
-Triton divides the stages of its pipeline among the links of a chain of loads, and keys and values
-are loaded by slots that are loaded from the block table: 5 stages fetch two tiles ahead, 3 one.
+Keys and values are loaded from slots that are themselves loaded from the block table. Triton
+divides its pipeline stages among such a chain of loads: 5 stages fetch two tiles ahead, 3 stages
+fetch one.
 """
 
 import math
@@ -21,24 +22,27 @@ from batchinfer.kernels.fp8_to_16_bits import widen_cache
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
-# Keys and values of one tile take at most this much shared memory, per pipeline stage.
+# Shared memory that keys and values of one tile may take, per pipeline stage.
 _TILE_BYTES = 32 * 2**10
 _INT32_ROWS = 2**31
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What decides the launch shape of a kind of program. Same input, same bits."""
+    """The properties of a model and device that determine a program's launch shape.
 
-    group: int  # query heads of a KV head
-    widths: int  # elements of a key and a value, each padded
-    query_bytes: int  # of an element
-    cache_bytes: int
-    capability: int  # compute capability: 90 is 9.0
+    Nothing else may affect the launch shape: the same input then gives the same bits.
+    """
+
+    group: int  # query heads per KV head
+    widths: int  # padded elements of a key plus those of a value
+    query_bytes: int  # bytes per element
+    cache_bytes: int  # bytes per element
+    capability: int  # compute capability; 90 means 9.0
 
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Self:
-        """Read them from `paged_attention`'s arguments."""
+        """Return the properties for these arguments of `paged_attention`."""
         return cls(
             query.shape[1] // key_cache.shape[1],
             padded(key_cache.shape[3]) + padded(value_cache.shape[3]),
@@ -52,28 +56,28 @@ class Heads:
 class LaunchConfig:
     """The shape of one program."""
 
-    rows: int  # query tokens x heads of a group, padded: the M of the matrix products
-    tile: int  # tokens of context per turn of the loop
+    rows: int  # query tokens x heads of a group, padded: the M dimension of its GEMMs
+    tile: int  # context tokens per iteration of the loop
     num_warps: int
     num_stages: int
 
 
 def tile_tokens(heads: Heads, most: int) -> int:
-    """Tokens per tile: a power of two, so that key and value of them fit `_TILE_BYTES`."""
+    """Return tokens per tile: a power of two whose keys and values fit `_TILE_BYTES`."""
     tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
     return max(16, 1 << (tokens.bit_length() - 1))
 
 
 def padded(size: int) -> int:
-    """The power of two at or above `size` that `tl.dot` takes."""
+    """Round `size` up to a power of two that `tl.dot` accepts."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class Cache(NamedTuple):
-    """One layer's paged KV cache; a kernel takes it as one argument.
+    """One layer's paged KV cache, passed to kernels as one argument.
 
-    A token's place is its row, in units of UNIT elements: what all slots and tokens are multiples
-    of, except for tokens of transposed values.
+    A token's row is its offset in units of UNIT elements. UNIT divides the offsets of all slots and
+    tokens, except tokens of transposed values.
     """
 
     key_ptr: torch.Tensor  # [num_slots, Hkv, block_size, Dk]
@@ -89,16 +93,16 @@ class Cache(NamedTuple):
     BLOCK_SIZE: Any
     KEY_WIDTH: Any
     VALUE_WIDTH: Any
-    KEY_BLOCK: Any  # widths, padded
-    VALUE_BLOCK: Any
+    KEY_BLOCK: Any  # padded width
+    VALUE_BLOCK: Any  # padded width
     UNIT: Any
-    ROW_TYPE: Any  # int32 where every row of the pool has such a number
-    SAME_ROWS: Any  # of keys and values
-    TRANSPOSED: Any  # values are [Dv, block_size] in their blocks, and none is NaN
+    ROW_TYPE: Any  # int32 if it can number every row of the pool, else int64
+    SAME_ROWS: Any  # keys and values have the same rows
+    TRANSPOSED: Any  # blocks store values as [Dv, block_size], and no value is NaN
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Self:
-        """Describe caches [num_slots, Hkv, block_size, width] of any strides."""
+        """Describe caches [num_slots, Hkv, block_size, width] with any strides."""
         key_slot, key_head, key_token, key_stride = keys.stride()
         value_slot, value_head, value_token, value_stride = values.stride()
         transposed = is_transposed(values)
@@ -127,13 +131,13 @@ class Cache(NamedTuple):
 def load_tokens(
     ptr,  # the KV head's first element
     rows,  # [TILE] int32 or int64
-    live,  # [TILE, 1] bool, or None: all are
+    live,  # [TILE, 1] bool: which tokens to load; None: all
     width_stride,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # [TILE, WIDTH_BLOCK]
-    # The columns are added first: what changes from tile to tile is one multiply-add a token.
+    # Columns are added first, which leaves one multiply-add per token and tile.
     columns = tl.arange(0, WIDTH_BLOCK)
     ptrs = (ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
     mask = columns[None, :] < WIDTH
@@ -145,11 +149,11 @@ def load_tokens(
 @triton.jit
 def _load_transposed(
     cache,  # Cache
-    value_ptr,  # the KV head's
+    value_ptr,  # the KV head's first element
     slots,  # [TILE] int32 or int64
-    offsets,  # [TILE] int32: tokens in their blocks
+    offsets,  # [TILE] int32: position of each token in its block
 ):  # [VALUE_BLOCK, TILE]
-    # Neighbors in a block are neighbors in memory, which Triton cannot see from a table.
+    # Adjacent tokens of a block are adjacent in memory, which Triton cannot infer from a table.
     tile: tl.constexpr = slots.shape[0]
     if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
         slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
@@ -169,11 +173,11 @@ def load_query(
     mask,  # [ROWS, KEY_BLOCK]
     score_scale,
     CACHE_TYPE: tl.constexpr,
-):  # [ROWS, KEY_BLOCK] as it is multiplied, and [ROWS] float32, the scale of each row's scores
+):  # query [ROWS, KEY_BLOCK] in the dtype of the dot product, and [ROWS] float32 score scales
     query = tl.load(ptrs, mask=mask, other=0.0)
     scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
     if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
-        # float8 becomes float16 in one instruction for two, bfloat16 in four.
+        # One instruction converts two float8 to float16; converting to bfloat16 takes four.
         query, down = in_float16(query.to(tl.float32))
         scales = scales * down
     return query, scales
@@ -182,36 +186,36 @@ def load_query(
 @triton.jit
 def attend(
     query,  # [ROWS, KEY_BLOCK]
-    positions,  # [ROWS] int32, of each row's token
-    begin,  # first and
-    end,  # last + 1 position to read
-    row_max,  # [ROWS] float32: the state so far
+    positions,  # [ROWS] int32: position of each row's token
+    begin,  # first position to read
+    end,  # one past the last position to read
+    row_max,  # [ROWS] float32: online softmax state so far
     row_sum,  # [ROWS] float32
     acc,  # [ROWS, VALUE_BLOCK] float32
     cache,  # Cache
     kv_head,
-    table_ptr,  # [max_blocks] int32, the sequence's
-    scales,  # [ROWS] float32, of the scores
+    table_ptr,  # [max_blocks] int32: the sequence's block table
+    scales,  # [ROWS] float32: score scales
     cap,  # float32, or None
     window,  # or None
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
-):
+    MASKED: tl.constexpr,  # false: the range has whole tiles, and every row sees all of them
+):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = tl.arange(0, TILE)
-    # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
+    # Tiles begin at multiples of TILE even if the range does not, so that a tile has whole blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
         tokens = tile + places
-        if TILE // cache.BLOCK_SIZE * cache.BLOCK_SIZE == TILE:  # (constants have no reflected %)
+        if TILE // cache.BLOCK_SIZE * cache.BLOCK_SIZE == TILE:  # (tl.constexpr has no __rmod__)
             blocks = tile // cache.BLOCK_SIZE + places // cache.BLOCK_SIZE
             offsets = places % cache.BLOCK_SIZE
         else:
             blocks, offsets = tokens // cache.BLOCK_SIZE, tokens % cache.BLOCK_SIZE
         live = None
         if MASKED:
-            # Blocks are clamped instead of masked, and positions decide below what is seen: a mask
-            # for each use is cheaper than one that the pipeline carries along.
+            # Block numbers are clamped, and scores masked by position below: computing a mask at
+            # each use is cheaper than carrying one through the pipeline.
             blocks = tl.minimum(blocks, (end - 1) // cache.BLOCK_SIZE)
             live = tokens[:, None] < end
             if window is not None:
@@ -220,8 +224,9 @@ def attend(
         slots = tl.load(table_ptr + blocks).to(cache.ROW_TYPE)
         rows = slots * cache.key_slot_units + offsets * cache.key_token_units
 
-        # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
-        # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
+        # Keys outside the range are read, and their scores replaced. Values outside the range are
+        # loaded as 0: a weight of 0 is not enough, because an old slot may hold NaN and 0 * NaN is
+        # NaN.
         key = load_tokens(
             key_ptr, rows, None, cache.key_width_stride,
             cache.UNIT, cache.KEY_WIDTH, cache.KEY_BLOCK,
@@ -236,16 +241,16 @@ def attend(
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
-        # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
+        # Scales are positive, so the maximum can be scaled instead of each score.
         tile_max = tl.max(scores, 1)
         if cap is None:
             tile_max *= scales
             scores *= scales[:, None]
         if cache.TRANSPOSED and query.dtype == tl.float16:
-            # Weights up to 2^15 instead of 1, and the sum with them: float16 ends at 2^-24.
+            # Scale weights, and with them the sum, up to 2^15: float16 ends at 2^-24.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        # If a row has seen no token yet, -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
@@ -274,8 +279,8 @@ def initial_state(
     heads,  # [ROWS]
     holds_sinks,  # [ROWS] bool
     ROWS: tl.constexpr,
-):
-    # A sink is a logit that was seen before the first key and has no value.
+):  # row_max and row_sum
+    # A sink acts like the score of a token before the first one that has no value.
     if sinks_ptr is None:
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
@@ -288,5 +293,5 @@ def initial_state(
 
 @triton.jit
 def divide(acc, row_sum):
-    # Nothing seen (a padding row): zeros.
+    # Padding rows see no token: their output is 0.
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)

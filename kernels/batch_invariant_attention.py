@@ -57,21 +57,21 @@ from batchinfer.kernels.split_kv import (
     store_partials,
 )
 
-# A multiple of every tile. Joining pieces costs a long context little, and from this length on
-# several programs share a single sequence.
+# Positions; a multiple of every tile. Joining pieces of this length costs a long context little,
+# and several programs can compute one sequence that is longer than a piece.
 ALIGNED_PIECE = 2048
 
 
 @dataclass(frozen=True)
 class BatchInvariantWork:
-    """A step's work list for one window, and room for the results of pieces of decodes."""
+    """A step's work list for one window, and memory for the results of decodes' pieces."""
 
     items: torch.Tensor  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
-    counters: torch.Tensor  # [1 + num_launches] int32: items, then taken ones of each launch
+    counters: torch.Tensor  # [1 + num_launches] int32: N, then the items each launch has taken
     partials: Partials
     max_pieces: int  # 1: each decode is one item
-    piece: int  # positions
-    tokens: int  # of a tile, at most
+    piece: int  # positions per piece
+    tokens: int  # most query tokens of a tile
     window: int
 
 
@@ -93,17 +93,17 @@ def plan_batch_invariant(
     """List the work of a step.
 
     Args:
-        tokens: of a tile (`batch_invariant_query_tile`).
-        num_tokens: an upper bound on the query tokens of sequences that have several.
-        max_chunks: an upper bound on such sequences.
-        max_context_len: an upper bound.
-        num_launches: attention layers that take the list, each once.
-        piece: positions of a piece (default: `ALIGNED_PIECE`); bits depend on it.
-        splits: decodes may be cut into pieces, where their results fit the workspace.
+        tokens: query tokens per tile, from `batch_invariant_query_tile`.
+        num_tokens: upper bound on the total query tokens of chunks.
+        max_chunks: upper bound on the number of chunks.
+        max_context_len: upper bound on `context_lens`.
+        num_launches: number of attention layers that use the list, each once.
+        piece: positions per piece (default: `ALIGNED_PIECE`); results' bits depend on it.
+        splits: allow one item per piece of a decode, if the results fit the workspace.
     """
     num_sequences, device = len(context_lens), context_lens.device
     piece = piece or ALIGNED_PIECE
-    # A window need not begin where a piece does.
+    # A window may begin inside a piece.
     reach = min(max_context_len, sliding_window + piece) if sliding_window else max_context_len
     max_pieces = max(1, -(-reach // piece))
     floats = num_sequences * num_heads * max_pieces * (value_width + 2)
@@ -139,10 +139,10 @@ def plan_batch_invariant(
 
 
 def batch_invariant_config(heads: Heads) -> LaunchConfig:
-    """Launch shape: 64 rows, the least that a Hopper warp group multiplies, for every query token.
+    """Return the launch shape: at least 64 rows, the fewest that a Hopper warp group multiplies.
 
-    A decode leaves most of them empty, and reading its context takes longer than multiplying. Tiles
-    are as long as the registers allow.
+    A decode leaves most rows empty, which costs nothing: reading its context takes longer than
+    multiplying. Tiles are as long as the registers allow.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -157,7 +157,7 @@ def batch_invariant_config(heads: Heads) -> LaunchConfig:
 
 
 def batch_invariant_query_tile(heads: Heads) -> int:
-    """Query tokens of a program, as `plan_batch_invariant` takes them."""
+    """Return the query tokens per program: the argument `tokens` of `plan_batch_invariant`."""
     return batch_invariant_config(heads).rows // heads.group
 
 
@@ -177,13 +177,13 @@ def batch_invariant_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
 ) -> None:
-    """Attend, and write `out`. The step's own keys and values are in the cache already.
+    """Compute attention into `out`. The cache already holds this step's keys and values.
 
-    Rows of `query` past query_starts[S] are neither read nor written.
+    Rows of `query` from query_starts[S] on are not read, and those of `out` not written.
 
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.
-        launch: which of the launches of `work` this is.
+        launch: index of this launch among those that use `work`.
     """
     check_launchable(
         "batch_invariant_attention", query, key_cache, value_cache, block_tables, query_starts,
@@ -228,7 +228,7 @@ def batch_invariant_attention(
             max_pieces=work.max_pieces,
             piece=work.piece,
             head_groups=num_kv_heads,
-            fixed=True,
+            aligned=True,
         )
 
 
@@ -245,18 +245,18 @@ def _batch_invariant_kernel(
     out_strides,
     sinks_ptr,  # [Hq] or None
     items_ptr,  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
-    counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
+    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
     partials,  # Partials
-    totals_ptr,  # [programs, 2, ROWS, VALUE_BLOCK] float32: of pieces so far, of one
+    totals_ptr,  # [programs, 2, ROWS, VALUE_BLOCK] float32: sum of previous pieces, current piece
     score_scale,
     cap,  # or None
     window,  # or None
     max_pieces,
-    launch,  # of those that share the work list
+    launch,  # index of this launch among those that use the work list
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PIECE: tl.constexpr,
-    TOKENS: tl.constexpr,  # query tokens of a tile
+    TOKENS: tl.constexpr,  # query tokens per tile
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -273,7 +273,7 @@ def _batch_invariant_kernel(
         number = tl.load(items_ptr + 2 * item + 1)
         query_start = tl.load(query_starts_ptr + sequence)
         query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-        computed = tl.load(context_lens_ptr + sequence) - query_len  # before this step
+        computed = tl.load(context_lens_ptr + sequence) - query_len  # by earlier steps
         first = tl.where(query_len == 1, 0, number * TOKENS)
 
         query_tokens = first + rows // GROUP
@@ -294,8 +294,8 @@ def _batch_invariant_kernel(
         is_part = (query_len == 1) & (max_pieces > 1) & (count > 1)
         low = first_piece + tl.where(is_part, number, 0)
         last = tl.where(is_part, low, first_piece + count - 1)
-        # Of several parts none has the sinks: the merge starts from them. (`row_live & ~is_part`
-        # would be the same, but Triton's interpreter makes integers of it.)
+        # If pieces are separate items, the merge starts from the sinks instead. (Triton's
+        # interpreter would turn the simpler `row_live & ~is_part` into integers.)
         holds_sinks = row_live & (rows < tl.where(is_part, 0, ROWS))
         total_max, total_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
         for piece in range(low, last + 1):
@@ -320,7 +320,8 @@ def _batch_invariant_kernel(
                 total_max, total_sum, decay, weight = join_sums(
                     total_max, total_sum, piece_max, piece_sum
                 )
-                # Registers have no room for two such sums: they meet in memory, in parts.
+                # Registers cannot hold two such sums, so they are added through memory, 16 columns
+                # at a time.
                 at = totals_ptr + tl.program_id(0) * (2 * ROWS * cache.VALUE_BLOCK)
                 at += rows[:, None] * cache.VALUE_BLOCK
                 piece_at = at + ROWS * cache.VALUE_BLOCK
@@ -329,23 +330,23 @@ def _batch_invariant_kernel(
                 out_rows = query_rows * out_strides[0] + heads * out_strides[1]
                 for start in range(0, cache.VALUE_BLOCK, 16):
                     columns = (start + tl.arange(0, 16))[None, :]
-                    there = row_live[:, None] & (columns < cache.VALUE_WIDTH)
+                    in_range = row_live[:, None] & (columns < cache.VALUE_WIDTH)
                     before = row_live[:, None] & (
                         columns < tl.where(piece > low, cache.VALUE_WIDTH, 0)
                     )
                     total = join_outs(
                         tl.load(at + columns, mask=before, other=0.0),
                         decay,
-                        tl.load(piece_at + columns, mask=there, other=0.0),
+                        tl.load(piece_at + columns, mask=in_range, other=0.0),
                         weight,
                     )
                     if piece < last:
-                        tl.store(at + columns, total, mask=there)
+                        tl.store(at + columns, total, mask=in_range)
                     else:
                         tl.store(
                             out_ptr + out_rows[:, None] + columns * out_strides[2],
                             divide(total, total_sum[:, None]),
-                            mask=there,
+                            mask=in_range,
                         )
                 tl.debug_barrier()
         ticket = tl.atomic_add(counters_ptr, 1)
@@ -365,15 +366,15 @@ def _plan_batch_invariant_kernel(
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
     TOKENS: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # at a time
+    SEQUENCES: tl.constexpr,  # sequences to list at a time
 ):
     num_items = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):
         sequences = start + tl.arange(0, SEQUENCES)
-        there = sequences < num_sequences
-        query_start = tl.load(query_starts_ptr + sequences, mask=there, other=0)
-        query_len = tl.load(query_starts_ptr + sequences + 1, mask=there, other=0) - query_start
-        context_len = tl.load(context_lens_ptr + sequences, mask=there, other=0)
+        in_range = sequences < num_sequences
+        query_start = tl.load(query_starts_ptr + sequences, mask=in_range, other=0)
+        query_len = tl.load(query_starts_ptr + sequences + 1, mask=in_range, other=0) - query_start
+        context_len = tl.load(context_lens_ptr + sequences, mask=in_range, other=0)
         begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
         _, count = aligned_pieces(begin, context_len, PIECE)
         count = tl.where(max_pieces > 1, count, 1)

@@ -4,8 +4,9 @@ Formula, for every pair c:
 
     pool[pairs[c, 1], ...] = pool[pairs[c, 0], ...]
 
-Layout: a block is one contiguous row of elements that holds every layer's keys and values, or has
-one such row for each layer. Bits are moved as they are; nothing is accumulated.
+Layout: a block is one contiguous row of elements with the keys and values of all layers, or one
+such row per layer. The kernel copies bits.
+
 Source: copy-on-write of shared blocks in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
@@ -16,8 +17,8 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements one program moves. A block of a real model has 10^5 to 10^7 elements, so that even one
-# pair gives every multiprocessor work.
+# Elements that one program copies. A block of a real model has 10^5 to 10^7 elements, so even one
+# pair occupies every multiprocessor.
 _CHUNK = 4096
 
 
@@ -25,9 +26,10 @@ def block_copy(
     pool: torch.Tensor,  # [num_slots, elems] or [num_slots, parts, elems], elems contiguous
     pairs: torch.Tensor,  # [C, 2] int32 or int64, contiguous: source slot, destination slot
 ) -> None:
-    """Copy block by block, in place.
+    """Copy blocks within the pool.
 
-    The pairs run in no order: destinations are distinct, and none is also a source.
+    Pairs are copied in any order. Destinations must be distinct, and no destination may also be a
+    source.
     """
     check_launchable("block_copy", pool, pairs)
     if pool.stride(-1) != 1 or not pairs.is_contiguous():

@@ -1,10 +1,9 @@
-"""Attention of the sequences that compute several tokens in this step.
+"""Attention for prefill chunks: sequences that compute several tokens in this step.
 
-One program has a tile of a sequence's query tokens and walks over all the positions that they see,
-without masks up to the diagonal. The list of tiles is made on the device from the lengths there,
-once for all layers, so that a captured step can be replayed with other lengths. Sequences with at
-most one query token have no tile: a launch is as large as its chunks, however many decodes are in
-the step.
+One program computes a tile of a sequence's query tokens over all positions that they see, without
+masks up to the diagonal. The list of tiles is made on the device, once for all layers, from the
+lengths in device memory, so that a captured step can be replayed with other lengths. The list has
+no tiles for decodes, so the size of a launch depends on its chunks alone.
 """
 
 from dataclasses import dataclass
@@ -31,9 +30,9 @@ from batchinfer.kernels.launch import OPTIONS
 class ChunkWork:
     """A step's list of tiles of query tokens."""
 
-    items: torch.Tensor  # [N, 2] int32: sequence, first query token of the tile in it
+    items: torch.Tensor  # [N, 2] int32: sequence, and the tile's first query token within it
     num_items: torch.Tensor  # [1] int32
-    tokens: int  # of a tile, at most
+    tokens: int  # most query tokens of a tile
 
 
 def plan_chunks(
@@ -43,15 +42,15 @@ def plan_chunks(
     num_tokens: int,
     max_chunks: int | None = None,
 ) -> ChunkWork:
-    """List the tiles of the sequences with several query tokens.
+    """List the tiles of all chunks: sequences with several query tokens.
 
     Args:
-        tokens: of a tile (`query_tile`).
-        num_tokens: an upper bound on the query tokens of such sequences.
-        max_chunks: an upper bound on such sequences (default: all).
+        tokens: query tokens per tile, from `query_tile`.
+        num_tokens: upper bound on the total query tokens of chunks.
+        max_chunks: upper bound on the number of chunks (default: all sequences).
     """
     num_sequences = len(query_starts) - 1
-    # All tiles of a sequence are full but one.
+    # All tiles of a sequence except the last are full.
     max_items = num_tokens // tokens + (num_sequences if max_chunks is None else max_chunks)
     work = ChunkWork(
         items=torch.empty(max_items, 2, dtype=torch.int32, device=query_starts.device),
@@ -79,14 +78,14 @@ def _plan_chunks_kernel(
     num_sequences,
     max_items,
     TOKENS: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # at a time
+    SEQUENCES: tl.constexpr,  # sequences to list at a time
 ):
     num_items = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):
         sequences = start + tl.arange(0, SEQUENCES)
-        there = sequences < num_sequences
-        begin = tl.load(query_starts_ptr + sequences, mask=there, other=0)
-        query_len = tl.load(query_starts_ptr + sequences + 1, mask=there, other=0) - begin
+        in_range = sequences < num_sequences
+        begin = tl.load(query_starts_ptr + sequences, mask=in_range, other=0)
+        query_len = tl.load(query_starts_ptr + sequences + 1, mask=in_range, other=0) - begin
         tiles = tl.where(query_len > 1, tl.cdiv(query_len, TOKENS), 0)
         num_items = append_items(
             items_ptr, num_items, max_items, sequences, tiles * 0, tiles, TOKENS
@@ -95,13 +94,13 @@ def _plan_chunks_kernel(
 
 
 def chunk_config(heads: Heads) -> LaunchConfig:
-    """Launch shape: 128 rows, or one token's heads where a group has more.
+    """Return the launch shape: 128 rows, or the heads of one token if a group has more.
 
-    A tile of keys and values then makes 128 products per element loaded: at 350 TFLOP/s the
-    multiprocessors of an H200 read 2.7 TB/s from its L2, with 64 rows 5.4. Warp groups (from
-    compute capability 9.0) multiply from shared memory, which leaves registers for long tiles:
-    what a row costs once a tile is then paid for more keys. float8 is widened in registers and
-    takes some of them; float32 has no tensor cores.
+    With 128 rows each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s an
+    H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups
+    (compute capability 9.0 and later) multiply from shared memory, which leaves registers for long
+    tiles, and long tiles spread the cost per row and tile over more keys. float8 is converted in
+    registers, which takes some of them; float32 has no tensor cores.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -122,12 +121,12 @@ def chunk_config(heads: Heads) -> LaunchConfig:
 
 
 def query_tile(heads: Heads) -> int:
-    """Query tokens of a program, as `plan_chunks` takes them."""
+    """Return the query tokens per program: the argument `tokens` of `plan_chunks`."""
     return chunk_config(heads).rows // heads.group
 
 
 def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None:
-    """Attend in chunks; `shared` are the arguments that all attention kernels have."""
+    """Compute attention for all chunks; `shared` comes from `shared_arguments`."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
@@ -155,13 +154,13 @@ def _chunk_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
-    items_ptr,  # [N, 2] int32: sequence, first query token of the tile in it
+    items_ptr,  # [N, 2] int32: sequence, and the tile's first query token within it
     num_items_ptr,  # [1] int32
     score_scale,
     cap,  # or None
     window,  # or None
     GROUP: tl.constexpr,  # query heads per KV head
-    TOKENS: tl.constexpr,  # query tokens of a tile
+    TOKENS: tl.constexpr,  # query tokens per tile
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -174,7 +173,7 @@ def _chunk_kernel(
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
     context_len = tl.load(context_lens_ptr + sequence)
-    computed = context_len - query_len  # tokens of the sequence before this step
+    computed = context_len - query_len  # tokens that earlier steps computed
 
     rows = tl.arange(0, ROWS)
     query_tokens = first + rows // GROUP
@@ -195,7 +194,7 @@ def _chunk_kernel(
     acc = tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32)
     table_ptr += sequence * table_stride
     if window is None:
-        # Most tiles are seen by every row whole: no masks there.
+        # Every row sees all of most tiles, which need no masks.
         begin = (computed + first + 1) // TILE * TILE
         row_max, row_sum, acc = attend(
             query, positions, 0, begin, row_max, row_sum, acc,

@@ -1,9 +1,9 @@
-"""Attention of the sequences that compute one token in this step.
+"""Attention for decodes: sequences that compute one token in this step.
 
-Each program takes (piece, KV head) after (piece, KV head) from the work list,
-and `merge_partials` joins the pieces of a context. A context of one piece is written at once. A
-row's result depends neither on which program takes a piece nor on when. Pieces that several
-sequences have in common are computed for all of them together, before (`shared_attention.py`).
+Each program repeatedly takes a piece of a context and a KV head from the work list.
+`merge_partials` merges the pieces of a context; a context of one piece is written directly. The
+result does not depend on which program computes a piece, nor on the order. `shared_attention.py`
+first computes the pieces that several sequences share.
 """
 
 from typing import Any
@@ -29,16 +29,17 @@ from batchinfer.kernels.shared_attention import attend_shared
 from batchinfer.kernels.split_kv import merge_partials, pieces, store_partials
 
 _FLOAT8_WIDTH = 32
-"""The least that `tl.dot` sums over of float8."""
+"""The smallest K dimension of a float8 `tl.dot`."""
 
 
 def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
-    """Launch shape of one query token: the rows are a group's heads, and 16 is the least that
-    `tl.dot` takes. Split queries have 4 or 8 heads, as columns of their products.
+    """Return the launch shape for one query token.
 
-    A tile is 32 KB where the cache has as much in 128 tokens (256 for split queries), and two are
-    on their way: what is done once a tile is paid for by as many bytes, however narrow the heads or
-    the cache are. Four warps leave registers for three such programs at a time.
+    Rows are the heads of a group, at least 16 for `tl.dot`. Split queries (float8 GEMMs) have 4 or
+    8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries) or 32 KB,
+    whichever is less, and two more are being loaded. So the cost per tile is spread over the same
+    number of bytes for narrow heads and narrow dtypes. Four warps leave registers for three such
+    programs per multiprocessor.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)
@@ -46,7 +47,7 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
 
 def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
-    """Whether products are of float8: warp groups multiply it, and a group's split heads fit."""
+    """True if decodes use float8 GEMMs: warp groups support them, and a group's heads fit."""
     fits = heads.cache_bytes == 1 and transposed and heads.group <= MAX_HEADS
     return fits and query == torch.bfloat16 and heads.capability == 90
 
@@ -54,12 +55,12 @@ def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> 
 def attend_decodes(
     shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int, *, transposed: bool
 ) -> None:
-    """Attend in pieces, and merge them.
+    """Compute attention for all decodes piece by piece, then merge the pieces.
 
     Args:
-        shared: the arguments that all attention kernels have.
-        launch: which of the launches that the work list is for.
-        transposed: the cache's values are (`is_transposed`).
+        shared: from `shared_arguments`.
+        launch: index of this launch among those that use the work list.
+        transposed: blocks store values transposed (`is_transposed`).
     """
     num_kv_heads = shared["NUM_KV_HEADS"]
     split = multiplies_float8(shared["query_ptr"].dtype, heads, transposed=transposed)
@@ -113,13 +114,13 @@ def _decode_kernel(
     out_strides,
     sinks_ptr,  # [Hq] or None
     items_ptr,  # [N, 2] int32: sequence, piece
-    counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
+    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
     partials,  # Partials
     score_scale,
     cap,  # or None
     window,  # or None
     max_pieces,
-    launch,  # of those that share the work list
+    launch,  # index of this launch among those that use the work list
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PIECE: tl.constexpr,
@@ -147,8 +148,8 @@ def _decode_kernel(
         query_ptrs = query_ptr + query_row * query_strides[0] + heads[:, None] * query_strides[1]
         query_ptrs += key_columns[None, :] * query_strides[2]
         query_mask = row_live[:, None] & (key_columns[None, :] < cache.KEY_WIDTH)
-        # Of several pieces none has the sinks: the merge starts from them. (`row_live & (count ==
-        # 1)` would be the same, but Triton's interpreter makes integers of it.)
+        # With several pieces, the merge starts from the sinks instead. (Triton's interpreter would
+        # turn the simpler `row_live & (count == 1)` into integers.)
         holds_sinks = rows < tl.where(count == 1, GROUP, 0)
         row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
         table = table_ptr + sequence * table_stride

@@ -1,17 +1,17 @@
 """The work list of a step's decodes: the pieces of their contexts.
 
-A context is cut into pieces of `DECODE_PIECE` tokens. The length is a constant, so that how a row
-is summed does not depend on the rest of the step; only where the partial results would take more
-than `MAX_WORKSPACE_BYTES` are the pieces of the longest contexts longer. The list is made on the
-device from the lengths there, once for all layers of a window, so that a captured step can be
-replayed with other lengths.
+A context is cut into pieces of `DECODE_PIECE` tokens. The length is a constant, so that the order
+in which a row is summed does not depend on the rest of the step. Only if the partial results would
+take more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces. The list is made on
+the device, once for all layers with the same window, from the lengths in device memory, so that a
+captured step can be replayed with other lengths.
 
-A whole piece that several sequences have in the same blocks is listed once for as many of them as
-fill a tile (`shared_attention.py`), not for each. Sequences that share are neighbors in `order`, so
-that a shared piece is a run of it: neighbors i and i + 1 share piece p where shared_lens[i + 1]
-reaches its end. A run ends at a sequence that does not decode, or not in pieces of the usual
-length. Shared items follow the others; there is room, since each replaces at least one item of a
-single sequence.
+If several sequences have a whole piece in the same blocks, the list has one shared item per tile of
+sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
+are adjacent in `order`, so a shared piece belongs to a run of it: sequences i and i + 1 of `order`
+share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence that does
+not decode, or whose pieces have another length. Shared items follow the single ones. They always
+fit, because each shared item replaces at least one single item.
 """
 
 import math
@@ -25,26 +25,26 @@ from batchinfer.kernels.attention_loop import padded
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.split_kv import MAX_WORKSPACE_BYTES, Partials, pieces
 
-# A multiple of every tile.
-DECODE_PIECE = 512
-SEQUENCES_AT_ONCE = 1024  # that a program which makes a list looks at
-_SHARED_ROWS = 64  # of a tile of a shared piece: the least that a Hopper warp group multiplies
+DECODE_PIECE = 512  # tokens; a multiple of every tile
+SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time
+_SHARED_ROWS = 64  # rows of a shared piece's tile: the fewest that a Hopper warp group multiplies
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A step's work list for one window, and room for its pieces' results."""
+    """A step's work list for one window, and memory for the results of its pieces."""
 
-    items: torch.Tensor  # [S * max_pieces, 2] int32: sequence, or first of a tile in order; piece
-    counters: torch.Tensor  # [2, 1 + num_launches] int32: items, then taken items of each launch;
-    # first of single ones, then of shared ones
+    items: torch.Tensor  # [S * max_pieces, 2] int32: sequence (of a shared item: the index in
+    # `order` of its first sequence), and piece
+    counters: torch.Tensor  # [2, 1 + num_launches] int32, for single and for shared items: number
+    # of items, then the items that each launch has taken
     partials: Partials
     max_pieces: int
-    piece: int  # tokens
+    piece: int  # tokens per piece
     window: int
-    order: torch.Tensor | None  # [S] int32; None: nothing is shared
-    decode_shared: torch.Tensor | None  # [S] int32: shared_lens between decodes, 0 elsewhere
-    tile_sequences: int  # of a shared item, at most
+    order: torch.Tensor | None  # [S] int32; None: no prefixes are shared
+    decode_shared: torch.Tensor | None  # [S] int32: shared_lens between decodes, else 0
+    tile_sequences: int  # most sequences of a shared item
 
 
 def plan_decode(
@@ -61,17 +61,17 @@ def plan_decode(
     num_launches: int = 1,
     num_splits: int | None = None,
 ) -> DecodeWork:
-    """List the pieces of the sequences with one query token.
+    """List the pieces of all decodes: sequences with one query token.
 
     Args:
-        order: the sequences, such that those with a common prefix are neighbors.
-        shared_lens: leading tokens that each sequence of `order` has in common with the one
-            before it, in the same blocks, and that come before the query tokens of both. With a
-            window they are not used.
-        max_context_len: an upper bound.
-        num_launches: attention layers that take the list, each once.
-        num_splits: most pieces of a context (default: from `max_context_len`). Every value gives
-            the right result.
+        order: all sequences, with sequences that share a prefix adjacent. Ignored if there is a
+            window.
+        shared_lens: leading tokens that each sequence of `order` shares with the previous one, in
+            the same blocks and before the query tokens of both. Ignored if there is a window.
+        max_context_len: upper bound on `context_lens`.
+        num_launches: number of attention layers that use the list, each once.
+        num_splits: most pieces per context (default: from `max_context_len`). All values give
+            correct results.
     """
     num_sequences, device = len(context_lens), context_lens.device
     group = num_heads // num_kv_heads
@@ -80,7 +80,7 @@ def plan_decode(
         num_splits = default_num_splits(num_sequences, num_heads, value_width, reach)
     assert num_splits == 1 or (
         math.prod((num_sequences, num_heads, num_splits, value_width)) < 2**31
-    ), "num_splits: partial results have int32 places"
+    ), "num_splits: partial results have int32 offsets"
     if sliding_window:
         order = shared_lens = None
     work = DecodeWork(
@@ -116,22 +116,22 @@ def plan_decode(
 
 
 def default_num_splits(num_sequences: int, num_heads: int, value_width: int, reach: int) -> int:
-    """Pieces of `DECODE_PIECE` tokens that cover `reach` tokens, as far as the workspace allows."""
-    # One more than the division says: a window need not start where a piece does.
+    """Return the number of pieces that cover `reach` tokens, limited by the workspace."""
+    # One more than the quotient, because a window may start inside a piece.
     wanted = -(-reach // DECODE_PIECE) + 1 if reach > DECODE_PIECE else 1
     affordable = MAX_WORKSPACE_BYTES // (4 * num_sequences * num_heads * (value_width + 2))
     return max(1, min(wanted, affordable))
 
 
 def shared_rows(group: int) -> int:
-    """Rows of a tile of a shared piece: sequences times the query heads of a KV head."""
+    """Return the rows of a shared item's tile: sequences times the query heads of a KV head."""
     return max(_SHARED_ROWS, padded(group))
 
 
 @triton.jit
 def append_items(
     items_ptr,  # [max_items, 2] int32
-    num_items,  # listed so far
+    num_items,  # items in the list so far
     max_items,
     sequences,  # [N] int32
     first,  # [N] int32
@@ -140,8 +140,8 @@ def append_items(
 ):
     """Append (sequence, number) pairs, and return the new number of items.
 
-    The numbers of a sequence are first, first + STEP, ..., `count` of them, the last one first:
-    the last tile of a chunk sees the longest context, so that what runs at the end is short.
+    Each sequence gets `count` numbers: first, first + STEP, and so on. They are listed from last to
+    first, because the last tile of a chunk sees the longest context and should start first.
     """
     count = count.to(tl.int32)
     ends = num_items + tl.cumsum(count, 0)
@@ -155,7 +155,7 @@ def append_items(
 
 @triton.jit
 def set_counters(counters_ptr, num_items, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the number of items, and that no launch has taken any."""
+    """Write the number of items, and 0 for the items that each launch has taken."""
     places = tl.arange(0, BLOCK)
     tl.store(counters_ptr + places, tl.where(places == 0, num_items, 0), mask=places < NUM)
 
@@ -165,21 +165,21 @@ def _lengths(
     query_starts_ptr,
     context_lens_ptr,
     order_ptr,
-    places,  # [SEQUENCES], in the order
+    places,  # [SEQUENCES] indices in the order
     num_sequences,
     window,
     max_pieces,
     PIECE: tl.constexpr,
 ):
-    """The sequences at these places, the number of pieces that each decodes in, and whether the
-    pieces have the usual length."""
-    there = (places >= 0) & (places < num_sequences)
+    """Return the sequences at these places, their numbers of pieces (0 if a sequence does not
+    decode), and whether the pieces have PIECE tokens."""
+    in_range = (places >= 0) & (places < num_sequences)
     sequences = places
     if order_ptr is not None:
-        sequences = tl.load(order_ptr + places, mask=there, other=0)
-    start = tl.load(query_starts_ptr + sequences, mask=there, other=0)
-    stop = tl.load(query_starts_ptr + sequences + 1, mask=there, other=0)
-    context_len = tl.load(context_lens_ptr + sequences, mask=there, other=0)
+        sequences = tl.load(order_ptr + places, mask=in_range, other=0)
+    start = tl.load(query_starts_ptr + sequences, mask=in_range, other=0)
+    stop = tl.load(query_starts_ptr + sequences + 1, mask=in_range, other=0)
+    context_len = tl.load(context_lens_ptr + sequences, mask=in_range, other=0)
     _, _, length, count = pieces(context_len, window, max_pieces, PIECE)
     count = tl.where(stop - start == 1, count, 0)
     return sequences, count, (count > 0) & (length == PIECE)
@@ -187,7 +187,7 @@ def _lengths(
 
 @triton.jit
 def _shared_on_both_sides(shared_lens_ptr, places, num_sequences):
-    """Leading tokens in common with the sequence before, and with the one after."""
+    """Return the leading tokens shared with the previous and with the next sequence."""
     before = tl.load(shared_lens_ptr + places, mask=places < num_sequences, other=0)
     after = tl.load(shared_lens_ptr + places + 1, mask=places + 1 < num_sequences, other=0)
     return before, after
@@ -211,8 +211,8 @@ def _list_shared(
 ):
     """Append the shared pieces, and return the new number of items.
 
-    A run of sequences that share a piece is cut into tiles from its first sequence on; an item is
-    the place of a tile's first sequence, and the piece.
+    Each run of sequences that share a piece is cut into tiles. An item is the place of a tile's
+    first sequence, and the piece.
     """
     longest = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):
@@ -241,7 +241,7 @@ def _plan_kernel(
     context_lens_ptr,  # [S] int32
     order_ptr,  # [S] int32 or None
     shared_lens_ptr,  # [S] int32 or None
-    decode_shared_ptr,  # [S] int32 or None, written here
+    decode_shared_ptr,  # [S] int32 or None: output
     items_ptr,  # [S * max_pieces, 2] int32
     counters_ptr,  # [2, NUM_COUNTERS] int32
     num_sequences,
@@ -251,12 +251,12 @@ def _plan_kernel(
     NUM_COUNTERS: tl.constexpr,
     COUNTERS_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # at a time
+    SEQUENCES: tl.constexpr,  # sequences to list at a time
 ):
     if order_ptr is not None:
         for start in range(0, num_sequences, SEQUENCES):
             places = start + tl.arange(0, SEQUENCES)
-            there = places < num_sequences
+            in_range = places < num_sequences
             _, _, usual = _lengths(
                 query_starts_ptr, context_lens_ptr, order_ptr, places, num_sequences, window,
                 max_pieces, PIECE,
@@ -265,10 +265,10 @@ def _plan_kernel(
                 query_starts_ptr, context_lens_ptr, order_ptr, places - 1, num_sequences, window,
                 max_pieces, PIECE,
             )  # fmt: skip
-            shared = tl.load(shared_lens_ptr + places, mask=there, other=0)
+            shared = tl.load(shared_lens_ptr + places, mask=in_range, other=0)
             shared = tl.where(usual & usual_before, shared, 0)
-            tl.store(decode_shared_ptr + places, shared, mask=there)
-        tl.debug_barrier()  # every thread reads what others have written
+            tl.store(decode_shared_ptr + places, shared, mask=in_range)
+        tl.debug_barrier()  # below, threads read values that other threads have written
 
     num_single = tl.full([], 0, tl.int32)
     max_items = num_sequences * max_pieces
@@ -280,7 +280,7 @@ def _plan_kernel(
         )  # fmt: skip
         first = count * 0
         if order_ptr is not None:
-            # The last piece is never shared: shared tokens come before the step's.
+            # The last piece is never shared: shared tokens come before the query tokens.
             before, after = _shared_on_both_sides(decode_shared_ptr, places, num_sequences)
             first = tl.maximum(before, after) // PIECE
         num_single = append_items(items_ptr, num_single, max_items, sequences, first, count - first)

@@ -1,38 +1,51 @@
-"""Weights in float8 e4m3fn with a scale for every block of 128 x 128.
+"""Quantization to float8 e4m3fn: weights by 128 x 128 blocks, rows by groups of 128 columns.
 
-As DeepSeek-V3 and Qwen3's FP8 checkpoints have them (`weight` and `weight_scale_inv`, with
-`weight_block_size` [128, 128]): DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. In torch, since
-a weight is quantized once.
+This is the format of DeepSeek-V3's and Qwen3's FP8 checkpoints (`weight_scale_inv`,
+`weight_block_size` [128, 128], `activation_scheme: dynamic`): DeepSeek-AI 2024, arXiv:2412.19437,
+section 3.3.2. The lower bound of scales is that of vLLM's `per_token_group_quant_fp8`.
+
+Weights are quantized once, in torch. Rows are quantized in every step, by a Triton kernel. Formula,
+for a row's group g of 128 columns (the last group may be shorter):
+
+    largest = max(1e-10, max_k |x[t, k]|)
+    scales[g, t] = largest / 448          codes[t, k] = round(x[t, k] * (448 / largest))
+
+in float32, to nearest and ties to even, with IEEE 754 divisions. A group with NaN or infinity gets
+a NaN scale, so that all outputs of its row are NaN.
 """
 
 import torch
+import triton
+import triton.language as tl
 
-from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.fp8 import FP8, as_readable, narrow
+from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 BLOCK = 128
 """Rows and columns of a weight that share a scale."""
 MOST = 448.0
-"""The largest number of the format."""
+"""The largest float8 e4m3fn number."""
 LEAST = 1e-10
-"""The least that a block's largest number counts as, so that its scale is not zero. The same as
-vLLM's (`per_token_group_quant_fp8`)."""
+"""Lower bound for a block's largest number, so that its scale is not zero."""
+_GROUPS = 8  # groups of a row per program: two loads of 16 bytes per thread
 
 
 def num_blocks(size: int) -> int:
-    """Blocks along `size` rows or columns; the last one may be shorter."""
+    """Return the number of blocks along `size` rows or columns; the last one may be shorter."""
     return -(-size // BLOCK)
 
 
 def quantize_blocks(
     weight: torch.Tensor,  # [N, K] any float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [N, K] float8, [ceil(N / 128), ceil(K / 128)] float32
-    """Round a weight to float8, to nearest and ties to even: a block's largest becomes 448.
+    """Quantize a weight to float8: each block's largest number becomes 448.
 
-    A block that holds NaN or infinity gets NaN for its scale.
+    A block with NaN or infinity gets a NaN scale.
     """
     codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = weight.new_empty(*map(num_blocks, weight.shape), dtype=torch.float32)
-    # A row of blocks at a time: the whole weight in float32 would take four times its room.
+    # One row of blocks at a time, because the whole weight in float32 would take four times the
+    # memory.
     columns = num_blocks(weight.shape[1])
     for row in range(len(scales)):
         rows = slice(row * BLOCK, (row + 1) * BLOCK)
@@ -48,10 +61,10 @@ def quantize_blocks(
 def scales_of(
     largest: torch.Tensor,  # [...] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [...] float32 each
-    """Scales of blocks or groups with such largest numbers, and what takes a number to its code."""
+    """Return the scales for the largest numbers of blocks or groups, and their inverses."""
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
-    # Torch divides by a tensor; for a Python number it multiplies by the reciprocal.
+    # Torch divides by a tensor, but multiplies by the reciprocal of a Python number.
     most = torch.full_like(largest, MOST)
     return largest / most, most / largest
 
@@ -61,18 +74,86 @@ def dequantize_blocks(
     scales: torch.Tensor,  # [ceil(N / 128), ceil(K / 128)] float32
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # [N, K]
-    """The numbers that the codes represent: exact products, rounded to `dtype` once."""
+    """Return codes times scales, rounded to `dtype` once."""
     rows, columns = codes.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (codes.double() * spread).to(dtype)
 
 
 def check_blocks(name: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raise ValueError unless scales have the shape and dtype for these codes."""
+    """Raise ValueError if codes are not float8 or scales do not match their shape."""
     expected = tuple(map(num_blocks, codes.shape))
     if codes.dtype != FP8 or scales.dtype != torch.float32 or tuple(scales.shape) != expected:
         raise ValueError(
-            f"{name}: a weight {list(codes.shape)} of {codes.dtype} with scales "
-            f"{list(scales.shape)} of {scales.dtype}; scales of {list(expected)} in float32 belong "
-            "to one of float8_e4m3fn"
+            f"{name}: the weight is {list(codes.shape)} of {codes.dtype} and its scales are "
+            f"{list(scales.shape)} of {scales.dtype}; expected float8_e4m3fn and scales "
+            f"{list(expected)} of float32"
         )
+
+
+def quantize_groups(
+    x: torch.Tensor,  # [T, K] any float, last dimension contiguous
+    *,
+    codes: torch.Tensor,  # [T, K] float8, contiguous
+    scales: torch.Tensor,  # [G, T] float32, contiguous
+) -> None:
+    """Write rows as float8 codes, and the scales of their groups."""
+    check_launchable("quantize_groups", x, codes, scales)
+    num_rows, width = x.shape
+    if codes.dtype != FP8 or scales.shape != (num_blocks(width), num_rows):
+        raise ValueError(
+            f"quantize_groups: for rows {list(x.shape)}, codes are {codes.dtype} and scales "
+            f"{list(scales.shape)}; expected float8_e4m3fn and {[num_blocks(width), num_rows]}"
+        )
+    if x.stride(1) != 1 or codes.shape != x.shape or not codes.is_contiguous():
+        raise ValueError(
+            f"quantize_groups: rows have strides {x.stride()} and codes shape {list(codes.shape)}; "
+            "the last dimension of rows, and all codes, must be contiguous"
+        )
+    if num_rows == 0:
+        return
+    _quantize_groups_kernel[(num_rows, triton.cdiv(num_blocks(width), _GROUPS))](
+        x,
+        as_readable(codes),
+        scales,
+        x.stride(0),
+        num_rows,
+        WIDTH=width,
+        BLOCK=BLOCK,
+        GROUPS=_GROUPS,
+        MOST=MOST,
+        LEAST=LEAST,
+        num_warps=4,
+        **OPTIONS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_groups_kernel(
+    x_ptr,  # [T, K]
+    codes_ptr,  # [T, K] float8, or the same as uint8
+    scales_ptr,  # [G, T] float32
+    x_stride,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    in_range = columns < WIDTH
+    x = tl.load(x_ptr + row * x_stride + columns, mask=in_range, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    # tl.max ignores NaN, so look for numbers that are not finite separately.
+    nonfinite = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1)
+    largest = tl.maximum(tl.max(size, 1), LEAST)
+    largest = tl.where(nonfinite == 0, largest, float("nan"))
+    up = tl.div_rn(MOST + tl.zeros_like(largest), largest)
+    codes = narrow(x * up[:, None], codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * WIDTH + columns, codes, mask=in_range)
+    scales_ptrs = scales_ptr + groups.to(tl.int64) * num_rows + row
+    scales = tl.div_rn(largest, MOST + tl.zeros_like(largest))
+    tl.store(scales_ptrs, scales, mask=groups * BLOCK < WIDTH)

@@ -1,19 +1,19 @@
-"""Decodes of bfloat16 queries over a float8 cache, multiplied in float8 as it is stored.
+"""Decode attention with bfloat16 queries that multiplies a float8 cache as it is stored.
 
-A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so that a query is the sum of two float8
-terms, upper and lower, and a softmax weight too. Both products are transposed, keys times queries
-and values times weights: the cache is their first operand, of which a warp group takes 64 rows
-(tokens, or columns of the values) from shared memory, and the terms of up to 8 heads fill the 16
-columns of the other operand. No number of the cache is widened.
+A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so a query is the sum of two float8
+terms, upper and lower; so is a softmax weight. Both GEMMs are transposed: keys times queries, and
+values times weights. The cache is their first operand, of which a warp group takes 64 rows (tokens,
+or columns of values) from shared memory. The terms of up to 8 heads fill the 16 columns of the
+second operand. The cache is never converted.
 
-Tensor cores of an H100 keep some 14 bits of a float8 sum, so that each tile has a sum of its own
-and those are added in float32. Two float8 terms end 2^-18 below the largest weight, so that weights
-are relative to the largest of their own tile: `m` of `README.md` is that of the last tile here, or
-2^-64 of the largest before it where that is more.
+Tensor cores of an H100 keep some 14 bits of a float8 sum, so each tile is summed separately, and
+tiles are added in float32. Two float8 terms end 2^-18 below the largest weight, so weights are
+relative to the largest weight of their own tile: `m` of `README.md` here is the maximum of the last
+tile, or 2^-64 of the largest before it, whichever is larger.
 
-Values are transposed in their blocks, since both operands of such a product have the tokens that it
-sums over next to each other. None of them is NaN (`without_nan`): a weight of 0 is enough for those
-that are dead.
+Blocks store values transposed, because float8 GEMMs need tokens, the dimension that they sum over,
+to be contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough
+to mask unused ones.
 """
 
 import triton
@@ -22,15 +22,16 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import narrow, widen
 
 MAX_HEADS = 8
-"""Of a group whose terms fit."""
+"""Most query heads of a KV head whose terms fit the 16 columns."""
 
 
 @triton.jit
 def split_float8(
     x,  # [ROWS, WIDTH] float32, of bfloat16
-    CACHE_TYPE: tl.constexpr,  # float8, or uint8 that stands for it
-):  # [ROWS, WIDTH] codes of the upper and of the lower terms, and [ROWS] float32, their scale
-    # A power of two brings a row's largest to 128 or above: what is below 2^-10 then is lost.
+    CACHE_TYPE: tl.constexpr,  # float8, or the same as uint8
+):  # codes of the upper and of the lower terms [ROWS, WIDTH], and their scales [ROWS] float32
+    # Multiply each row by a power of two so that its largest number is at least 128. Bits below
+    # 2^-10 are then lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -46,7 +47,7 @@ def load_split(
     mask,  # [HEADS, KEY_BLOCK]
     score_scale,
     CACHE_TYPE: tl.constexpr,
-):  # [KEY_BLOCK, 16] as they are multiplied, and [HEADS] float32, the scale of a head's scores
+):  # operand [KEY_BLOCK, 16], and the scale of each head's scores [HEADS] float32
     query = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     upper, lower, down = split_float8(query, CACHE_TYPE)
     return _as_columns(tl.trans(upper), tl.trans(lower), CACHE_TYPE), down * score_scale
@@ -55,25 +56,25 @@ def load_split(
 @triton.jit
 def attend_split(
     query,  # [KEY_BLOCK, 16], from `load_split`
-    begin,  # first and
-    end,  # last + 1 position to read; the last is the query token's
-    row_max,  # [HEADS] float32: the state so far, without an output yet
+    begin,  # first position to read
+    end,  # one past the last position to read, which is the query token's
+    row_max,  # [HEADS] float32: initial state
     row_sum,  # [HEADS] float32
     cache,  # Cache
     kv_head,
-    table_ptr,  # [max_blocks] int32, the sequence's
-    scales,  # [HEADS] float32, of the scores
+    table_ptr,  # [max_blocks] int32: the sequence's block table
+    scales,  # [HEADS] float32: score scales
     cap,  # or None
     WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
-):  # the state, its output [VALUE_BLOCK, HEADS]
+):  # row_max, row_sum and output [VALUE_BLOCK, HEADS]
     heads: tl.constexpr = scales.shape[0]
     cache_type: tl.constexpr = cache.key_ptr.dtype.element_ty
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = _by_rows(tl.arange(0, TILE))
     largest = row_max
-    # Sums are of a thread's own tokens until the end.
+    # Until the end, each thread sums its own tokens.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
     acc = tl.zeros([cache.VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
@@ -90,8 +91,8 @@ def attend_split(
             visible = visible & (tokens >= begin)
         scores = tl.where(visible[:, None], scores, float("-inf"))
 
-        # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
-        # Weights are up to 2^8 instead of 1.
+        # Scales are positive, so the maximum can be scaled instead of each score. Weights are
+        # scaled up to 2^8.
         tile_max = tl.max(scores, 0)
         if cap is None:
             tile_max *= scales
@@ -99,7 +100,7 @@ def attend_split(
         tile_max -= 8.0
         largest = tl.maximum(largest, tile_max)
         new_max = tl.maximum(tile_max, largest - 64.0)
-        # Nothing seen yet: -inf - -inf would be NaN.
+        # If a head has seen no token yet, -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[None, :])
         decay = tl.exp2(row_max - shift)
@@ -115,8 +116,8 @@ def attend_split(
     return row_max, tl.sum(sums, 0), acc
 
 
-# A tile is cut into runs, neighboring tokens of one block. A thread copies parts of few runs, so
-# that few addresses are computed: the others are a constant away.
+# A tile is cut into runs of adjacent tokens of one block. A thread copies parts of few runs, so it
+# computes few addresses; the other addresses differ from these by constants.
 @triton.jit
 def _runs(
     table_ptr,
@@ -126,15 +127,15 @@ def _runs(
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
-):  # [runs] int32 twice: the slots, and the places of the first tokens in them
-    divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # a power of two, as a tile is
+):  # [runs] int32 each: slots, and the offsets of the runs' first tokens in them
+    divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # largest power of two that divides it
     run: tl.constexpr = divides if divides < TILE else TILE
     firsts = tl.arange(0, TILE // run) * run
     if TILE // BLOCK_SIZE * BLOCK_SIZE == TILE:
         blocks, offsets = tile // BLOCK_SIZE + firsts // BLOCK_SIZE, firsts % BLOCK_SIZE
     else:
         blocks, offsets = (tile + firsts) // BLOCK_SIZE, (tile + firsts) % BLOCK_SIZE
-    # Dead blocks are those next to them.
+    # Clamp block numbers outside the range to its first and last block.
     blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
     if WINDOWED:
         blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
@@ -144,15 +145,15 @@ def _runs(
 @triton.jit
 def _load_keys(
     cache,  # Cache
-    key_ptr,  # the KV head's
-    rows,  # [runs] int32 or int64: where they begin, in units
+    key_ptr,  # the KV head's first element
+    rows,  # [runs] int32 or int64: first row of each run
     TILE: tl.constexpr,
 ):  # [TILE, KEY_BLOCK], in the order of `_by_rows`
     unit: tl.constexpr = cache.UNIT
     places = tl.arange(0, TILE // rows.shape[0]) * cache.key_token_units * unit
     tokens = rows.to(tl.int64)[:, None] * unit + places[None, :]
     tokens = _by_rows(tl.reshape(tokens, [TILE]))[:, None]
-    # Triton 3.6 does not see through a reshape what divides numbers.
+    # Triton 3.6 loses known divisors of values in a reshape.
     tokens = tl.multiple_of(tokens, [unit & -unit, unit & -unit])
     columns = tl.arange(0, cache.KEY_BLOCK)
     ptrs = (key_ptr + columns * cache.key_width_stride)[None, :] + tokens
@@ -162,8 +163,8 @@ def _load_keys(
 @triton.jit
 def _load_values(
     cache,  # Cache
-    value_ptr,  # the KV head's, [num_slots, Dv, block_size]
-    firsts,  # [runs] int64: where they begin
+    value_ptr,  # [num_slots, Dv, block_size]: the KV head's first element
+    firsts,  # [runs] int64: offset of each run's first token
     TILE: tl.constexpr,
 ):  # [VALUE_BLOCK, TILE]
     run: tl.constexpr = TILE // firsts.shape[0]
@@ -178,11 +179,11 @@ def _load_values(
     return values
 
 
-# Of 64 rows of a product a thread has two, 8 apart, and of all those of a tile every 64th two. Keys
-# are read in such an order that these are neighbors: their weights are then stored together, as
-# tokens of the other product.
+# Of each 64 rows of a GEMM, a thread holds two that are 8 apart. Keys are read in an order that
+# makes a thread's rows adjacent tokens, so that their weights can be stored together for the second
+# GEMM, which sums over tokens.
 @triton.jit
-def _by_rows(tokens):  # [TILE], into the order of rows
+def _by_rows(tokens):  # [TILE] in the order of tokens -> in the order of rows
     tile: tl.constexpr = tokens.shape[0]
     if tile % 64 == 0:
         tokens = tl.reshape(tokens, [4, 8, tile // 64, 2])
@@ -191,7 +192,7 @@ def _by_rows(tokens):  # [TILE], into the order of rows
 
 
 @triton.jit
-def _by_tokens(rows):  # [TILE, N], and back into the order of tokens
+def _by_tokens(rows):  # [TILE, N] in the order of rows -> in the order of tokens
     tile: tl.constexpr = rows.shape[0]
     width: tl.constexpr = rows.shape[1]
     if tile % 64 == 0:
@@ -201,8 +202,8 @@ def _by_tokens(rows):  # [TILE, N], and back into the order of tokens
 
 
 @triton.jit
-def _split(x, CACHE_TYPE: tl.constexpr):  # float32 of up to 448, as two codes of float8
-    # By way of float16, two numbers to an instruction: it has the bits of both terms.
+def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 codes
+    # Through float16, which has the bits of both terms: one instruction converts two numbers.
     x = x.to(tl.float16)
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float16), CACHE_TYPE)
@@ -211,21 +212,21 @@ def _split(x, CACHE_TYPE: tl.constexpr):  # float32 of up to 448, as two codes o
 
 @triton.jit
 def _operand(codes):
-    # float16 has all of float8 where that is not multiplied.
+    # If the device cannot multiply float8, use float16, which represents every float8.
     return widen(codes, tl.float16) if codes.dtype == tl.uint8 else codes
 
 
 @triton.jit
 def _as_columns(upper, lower, CACHE_TYPE: tl.constexpr):  # [N, HEADS] codes -> [N, 16]
-    # Both terms of a head next to each other: one thread has both of a sum, and all threads have
-    # as many heads.
+    # Put both terms of a head in adjacent columns, so that one thread holds both sums of a head and
+    # all threads hold the same number of heads.
     rows: tl.constexpr = upper.shape[0]
     width: tl.constexpr = 2 * upper.shape[1]
     columns = tl.reshape(tl.join(upper, lower), [rows, width])
     if width < 16:
         columns = tl.join(columns, tl.zeros([rows, width], tl.uint8))
         columns = tl.reshape(tl.permute(columns, [0, 2, 1]), [rows, 2 * width])
-    # Codes become float8 last: Triton would look for a layout of the joined tensor otherwise.
+    # Convert codes to float8 last, else Triton would have to find a layout for joined float8.
     return _operand(columns.to(CACHE_TYPE, bitcast=True))
 
 

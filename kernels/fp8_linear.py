@@ -1,23 +1,21 @@
-"""Linear layers over weights of float8 e4m3fn with a scale for every block of 128 x 128.
+"""Linear layers with float8 e4m3fn weights that have a scale for every 128 x 128 block.
 
-Formula, with G groups of 128 along the width, the last one shorter where need be:
+Formula, with G groups of 128 columns (the last group may be shorter):
 
     out[t, n] = bias[n] + sum_g weight_scales[n // 128, g] x_scales[g, t]
                                 sum_(k in g) weight[n, k] x[t, k]
 
-x is of float8 with a scale for every row and group (`quantize_groups`), or of 16 or 32 bits without
-scales: weights are widened to its dtype in registers then, which is exact.
+x is float8 with a scale for every row and group (`quantize_groups`), or 16 or 32 bits without
+scales. In the latter case, weights are converted to the dtype of x in registers, which is exact.
 
-Accumulation: the products of a group from zero, on tensor cores; they are scaled and added up in
-float32, group after group. (For float8 an H100 keeps some 14 bits of what it adds up, so that a
-longer chain would lose more.) Where there are few tiles the groups are cut into pieces, whose sums
-a second kernel adds up in order. So the same call gives the same bits; up to 64 rows there are as
-many pieces for any number, and above that `pieces` may set how many.
+Accumulation: tensor cores sum each group from zero. Group sums are scaled and added in float32, in
+order. (An H100 keeps some 14 bits of a float8 sum, so longer sums would lose more.) If there are
+few tiles, the groups are cut into pieces, and a second kernel adds the sums of pieces in order. So
+the same call always gives the same bits. The number of pieces is the same for 1 to 64 rows.
 
 Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is that of DeepGEMM
 (deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and of vLLM's `w8a8_block_fp8_matmul`
-(vllm/model_executor/layers/quantization/utils/fp8_utils.py), with the operands exchanged where rows
-are few.
+(vllm/model_executor/layers/quantization/utils/fp8_utils.py), with operands exchanged for few rows.
 """
 
 from dataclasses import dataclass
@@ -36,12 +34,12 @@ from batchinfer.kernels.launch import (
     num_multiprocessors,
 )
 
-_GROUPED = 8  # tiles of rows that take a weight's tile one after the other: it is in L2 then
-_FEW_ROWS = 64  # up to this number, reading the weights takes most of the time
-_PIECE_GROUPS = 2  # at least, of a piece
-_SUMMED = 1024  # outputs of a program that adds up pieces
-_STAGES = 5  # at most: 40 KiB on their way to a program of few rows
-# Bytes that operands may take of a multiprocessor, by compute capability.
+_GROUPED = 8  # tiles of rows that read a weight's tile one after the other, from the L2 cache
+_FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
+_PIECE_GROUPS = 2  # fewest groups of a piece
+_SUMMED = 1024  # outputs per program that adds pieces
+_STAGES = 5  # most pipeline stages: with few rows, 40 KiB are being loaded per program
+# Bytes of a multiprocessor's shared memory that operands may take, by compute capability.
 _SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
 _LITTLE_SHARED_MEMORY = (86, 89, 120)
 _TRITON_DTYPES = {
@@ -53,15 +51,15 @@ _TRITON_DTYPES = {
 
 @dataclass(frozen=True)
 class _Tile:
-    """The shape of a program, and how it is compiled."""
+    """The shape and compile options of a program."""
 
     rows: int
     outputs: int
     num_warps: int
     num_stages: int
     weight_first: bool
-    """The weights are the first operand, of which a warp group has 64 rows; it may be widened in
-    registers. Else x is."""
+    """Weights are the first operand of the GEMM, of which a warp group has 64 rows and which can be
+    converted in registers. If false, x is the first operand."""
 
 
 def fp8_linear(
@@ -75,11 +73,11 @@ def fp8_linear(
     adds: bool = False,
     pieces: int | None = None,
 ) -> None:
-    """Write rows times a weight's transpose to `out`, or add it to what `out` holds.
+    """Write x times the transposed weight to `out`, or add it to `out`.
 
     Args:
-        adds: the product to `out`, before rounding.
-        pieces: the most that the width is cut into; None: as many as keep the device busy.
+        adds: add the product to `out`, and round once.
+        pieces: most pieces that the groups are cut into; None: enough to keep the device busy.
 
     Raises:
         ValueError: shapes or dtypes do not match.
@@ -87,12 +85,19 @@ def fp8_linear(
     check_launchable("fp8_linear", x, weight, weight_scales, out, x_scales, bias)
     check_blocks("fp8_linear", weight, weight_scales)
     if (x.dtype == weight.dtype) != (x_scales is not None):
-        raise ValueError(f"fp8_linear: x of {x.dtype}; float8 takes x_scales, and nothing else")
+        raise ValueError(
+            f"fp8_linear: x is {x.dtype}; x_scales are required for float8, and only for float8"
+        )
     num_rows, (outputs, width) = len(x), weight.shape
     if x.shape[1] != width or x.stride(1) != 1:
-        raise ValueError(f"fp8_linear: x of {list(x.shape)} by {x.stride()}, not rows of {width}")
+        raise ValueError(
+            f"fp8_linear: x is {list(x.shape)} with strides {x.stride()}; expected contiguous rows "
+            f"of {width}"
+        )
     if out.shape != (num_rows, outputs) or not out.is_contiguous():
-        raise ValueError(f"fp8_linear: out of {list(out.shape)}, not {[num_rows, outputs]}")
+        raise ValueError(
+            f"fp8_linear: out is {list(out.shape)}; expected contiguous {[num_rows, outputs]}"
+        )
     if num_rows == 0:
         return
     tile = _tile(num_rows, x.element_size(), compute_capability(x.device))
@@ -144,22 +149,22 @@ def fp8_linear(
 
 
 def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
-    """The default number of pieces that the width is cut into."""
+    """Return the default number of pieces."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    # A program of few rows takes a fraction of a multiprocessor.
+    # A program with few rows occupies a fraction of a multiprocessor.
     wanted = num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
     return _even_pieces(num_blocks(width), wanted)
 
 
 def _even_pieces(groups: int, wanted: int) -> int:
-    """The number of pieces, at most `wanted`, such that none is empty."""
+    """Return the largest number of pieces up to `wanted` such that no piece is empty."""
     most = max(1, min(wanted, groups // _PIECE_GROUPS))
     return int(triton.cdiv(groups, triton.cdiv(groups, most)))
 
 
 def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
-    """The tile for a number of rows, and bytes of an element of x."""
+    """Return the tile for `rows` rows of elements with `x_bytes` bytes."""
     widens_in_registers = x_bytes == 2 and capability >= 90
     if rows <= 32:
         size, outputs, num_warps, weight_first = 16 if rows <= 16 else 32, 64, 4, True
@@ -173,7 +178,7 @@ def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
 
 
 def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
-    """The dtype of products: x's own; float16, which holds all of float8, where that has none."""
+    """Return the operands' dtype: that of x, or float16 if the device cannot multiply float8."""
     if x.dtype == FP8:
         return tl.float8e4nv if readable.dtype == FP8 else tl.float16
     return _TRITON_DTYPES[x.dtype]
@@ -183,17 +188,17 @@ def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
 def _fp8_linear_kernel(
     x_ptr,  # [T, K]
     x_scales_ptr,  # [G, T] float32, or None
-    weight_ptr,  # [N, K] float8, or uint8 that stands for it
+    weight_ptr,  # [N, K] float8, or the same as uint8
     weight_scales_ptr,  # [ceil(N / 128), G] float32
     bias_ptr,  # [N], or None
-    out_ptr,  # [T, N]; in pieces [P, T, N] float32
+    out_ptr,  # [T, N]; if IN_PIECES [P, T, N] float32
     x_stride,
     num_rows,
-    piece_groups,  # groups of a piece
+    piece_groups,  # groups per piece
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the products' operands
-    BY_WORDS: tl.constexpr,  # float8 is widened as `widen_words` does it
+    DTYPE: tl.constexpr,  # of the operands
+    BY_WORDS: tl.constexpr,  # convert float8 with `widen_words`
     WEIGHT_FIRST: tl.constexpr,
     ADDS: tl.constexpr,
     IN_PIECES: tl.constexpr,
@@ -226,10 +231,10 @@ def _fp8_linear_kernel(
             x = tl.load(x_ptrs)
             weight = tl.load(weight_ptrs)
         else:
-            there = columns[None, :] < WIDTH - group * BLOCK
-            x = tl.load(x_ptrs, mask=there, other=0.0)
-            weight = tl.load(weight_ptrs, mask=there, other=0.0)
-        # Scales are read a turn ahead: the pipeline is for what the products read.
+            in_range = columns[None, :] < WIDTH - group * BLOCK
+            x = tl.load(x_ptrs, mask=in_range, other=0.0)
+            weight = tl.load(weight_ptrs, mask=in_range, other=0.0)
+        # Scales are read one iteration ahead; Triton's pipeline loads the operands only.
         is_last = group + 1 == last
         weight_scales_ptr += tl.where(is_last, 0, 1)
         next_weight_scale = tl.load(weight_scales_ptr)
@@ -254,15 +259,15 @@ def _fp8_linear_kernel(
         weight_ptrs += BLOCK
     if WEIGHT_FIRST:
         acc = tl.trans(acc)
-    there = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
+    in_range = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
     if IN_PIECES:
         out_ptr += tl.program_id(1).to(tl.int64) * num_rows * OUTPUTS
     elif bias_ptr is not None:
         acc += tl.load(bias_ptr + read_outputs).to(tl.float32)[None, :]
     out_ptrs = out_ptr + rows[:, None] * OUTPUTS + outputs[None, :]
     if ADDS:
-        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc, mask=there)
+        acc += tl.load(out_ptrs, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=in_range)
 
 
 @triton.jit
@@ -273,7 +278,7 @@ def _place(
     OUTPUTS_BLOCK: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    # A few tiles of rows take turns at all of the weights' tiles, so that both stay in L2.
+    # GROUPED tiles of rows read all tiles of the weight together, so that both stay in L2.
     program = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, ROWS)
     output_tiles: tl.constexpr = (OUTPUTS + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
@@ -286,7 +291,7 @@ def _place(
 
 @triton.jit
 def _operand(
-    stored,  # [...] of float8 (or uint8 that stands for it), or of DTYPE
+    stored,  # [...] float8 (or the same as uint8), or DTYPE
     DTYPE: tl.constexpr,
     BY_WORDS: tl.constexpr,
 ):
@@ -312,15 +317,15 @@ def _sum_pieces_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = outputs < OUTPUTS
+    in_range = outputs < OUTPUTS
     ptrs = pieces_ptr + row * OUTPUTS + outputs
-    acc = tl.load(ptrs, mask=there, other=0.0)
+    acc = tl.load(ptrs, mask=in_range, other=0.0)
     for _ in range(1, num_pieces):
         ptrs += num_rows.to(tl.int64) * OUTPUTS
-        acc += tl.load(ptrs, mask=there, other=0.0)
+        acc += tl.load(ptrs, mask=in_range, other=0.0)
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + outputs, mask=there, other=0.0).to(tl.float32)
+        acc += tl.load(bias_ptr + outputs, mask=in_range, other=0.0).to(tl.float32)
     out_ptrs = out_ptr + row * OUTPUTS + outputs
     if ADDS:
-        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc, mask=there)
+        acc += tl.load(out_ptrs, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=in_range)

@@ -1,7 +1,7 @@
-"""Float8 e4m3fn widened to 16 bits in registers, several numbers in an instruction.
+"""Conversion of float8 e4m3fn to 16 bits in registers, several numbers per instruction.
 
-Exact. From compute capability 8.9 on by the device's conversions, and before by operations on the
-integers of four codes in a register. NaN stays NaN in `widen_cache` alone.
+The conversion is exact. It uses the device's instructions from compute capability 8.9 on, and
+integer operations on four codes in a register on earlier devices. Only `widen_cache` preserves NaN.
 """
 
 import triton
@@ -15,13 +15,13 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def widen_cache(
-    stored,  # [...] as the cache holds it
+    stored,  # [...] in the cache's dtype
     DTYPE: tl.constexpr,
-    NANS: tl.constexpr,  # whether any may be NaN
+    NANS: tl.constexpr,  # numbers may be NaN
 ):
-    """`widen`, where bytes become float16 four at a time."""
+    """Convert like `widen`, but bytes to float16 four at a time."""
     if (tl.uint8 == stored.dtype) & (tl.float16 == DTYPE) & (not _INTERPRETED):
-        # A byte and its sign, moved to where float16 has its fields.
+        # Move each byte, and its sign, to the fields of a float16.
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -40,7 +40,8 @@ def widen_cache(
             pack=4,
         )
         if NANS:
-            # 0x7F alone is one mantissa away from the highest bit of float16's exponent.
+            # Adding one unit of the mantissa carries into the highest exponent bit for 0x7F (NaN)
+            # alone.
             wide = tl.inline_asm_elementwise(
                 """
                 {
@@ -63,12 +64,13 @@ def widen_cache(
 
 @triton.jit
 def widen_words(
-    stored,  # [...] float8, or uint8 that stands for it: not NaN then
+    stored,  # [...] float8, or the same as uint8, which must not be NaN
     DTYPE: tl.constexpr,  # float16 or bfloat16
 ):
-    # Four at a time, which fill one register.
+    """Convert float8 to 16 bits: four numbers, which fill a register, at a time."""
     if tl.float8e4nv == stored.dtype and tl.bfloat16 == DTYPE:
-        # By way of float32: single conversions to bfloat16, which Triton 3.9 asks for, are slow.
+        # Through float32, because the single conversions to bfloat16 that Triton 3.9 emits are
+        # slow.
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -89,8 +91,8 @@ def widen_words(
             pack=2,
         )
     elif tl.bfloat16 == DTYPE:
-        # Sign, exponent and mantissa move to their bfloat16 places. A power of two corrects the
-        # exponent, whose biases differ, and makes subnormal numbers normal.
+        # Move sign, exponent and mantissa to their places in a bfloat16. Multiplying by a power of
+        # two corrects the exponent's bias and makes subnormal numbers normal.
         wide = tl.inline_asm_elementwise(
             """
             {

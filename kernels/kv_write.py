@@ -6,8 +6,7 @@ block_size):
     key_cache[slot, h, offset, :]   = key[t, h, :]
     value_cache[slot, h, offset, :] = value[t, h, :]
 
-Layout: see `README.md`. Both are stored in the cache's dtype (float8: see `fp8.py`); nothing is
-accumulated.
+Layout: see `README.md`. Keys and values are converted to the cache's dtype (float8: see `fp8.py`).
 Source: the block-wise KV cache of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
@@ -18,7 +17,7 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements of a key (or value) that one program moves: enough for 16-byte accesses by 128 threads.
+# Elements of keys (and of values) that one program writes: 16-byte accesses by 128 threads.
 _TILE_ELEMENTS = 2048
 
 
@@ -29,7 +28,7 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], any strides
     slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset; negative: skip the token
 ) -> None:
-    """Scatter `key` and `value` into the caches. Destinations are distinct."""
+    """Scatter `key` and `value` into the caches. Destinations must be distinct."""
     check_launchable("kv_write", key, value, key_cache, value_cache, slot_mapping)
     num_tokens, num_heads, key_width = key.shape
     value_width = value.shape[2]

@@ -1,4 +1,4 @@
-"""Launches of this folder's kernels: where a kernel can run, and how it is compiled."""
+"""Helpers for launching Triton kernels: device checks, compile options, numbers of programs."""
 
 import functools
 
@@ -6,20 +6,25 @@ import torch
 import triton
 from triton.runtime import driver
 
-# Triton decides when a kernel is decorated, that is when its module is imported, and not when it is
-# launched. Reading the setting here, at import too, keeps this answer the same as Triton's.
+# Triton reads this setting when it decorates a kernel, at import. It is read at import here too, so
+# that both agree.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# Passed to every launch: multiply-adds are fused. Triton's default changes after 3.9, which warns
-# where the option is missing.
+# Options of every launch: fuse multiply-adds. Triton 3.9 warns without this option, because later
+# versions change its default.
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
-_PERSISTENT_EACH = 4  # programs for each multiprocessor
-_INTERPRETED = 2  # programs of the interpreter, one after the other
+_PERSISTENT_EACH = 4  # programs per multiprocessor
+_INTERPRETED = 2  # programs in the interpreter, which runs them one after the other
 
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise unless all tensors are on one CUDA device, or Triton interprets."""
+    """Check that all tensors are on one CUDA device, or that Triton's interpreter is on.
+
+    Raises:
+        ValueError: tensors are on several devices.
+        RuntimeError: tensors are not on a CUDA device.
+    """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on several devices: {sorted(map(str, devices))}")
@@ -32,10 +37,10 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def num_persistent(device: torch.device, most: int) -> int:
-    """Programs of a launch in which each takes item after item of a work list, at most `most`.
+    """Return the number of programs for a launch whose programs take items from a work list.
 
-    Four fill a multiprocessor as far as registers allow, or further: a program that starts when the
-    list is empty returns at once.
+    The number is at most `most`. Four programs per multiprocessor are at least as many as its
+    registers allow. Programs that start when the list is empty return at once.
     """
     if device.type != "cuda":
         return min(most, _INTERPRETED)
@@ -44,22 +49,22 @@ def num_persistent(device: torch.device, most: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device; of one that is not there as many as an H100 has."""
+    """Return a device's number of multiprocessors; without a CUDA device, that of an H100."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that holds a tile of `elements`: eight or more to a thread."""
+    """Return the warps for a program with a tile of `elements`: at least 8 elements per thread."""
     return min(16, max(1, elements // 256))
 
 
 def compute_capability(device: torch.device) -> int:
-    """Compute capability that kernels are compiled for: 90 is 9.0. The interpreter's is as well."""
+    """Return the compute capability to compile for; 90 means 9.0, also in the interpreter."""
     if device.type == "cuda":
         return _capability_of(device)
-    # A device that is not there, to compile for.
+    # Without a CUDA device, kernels may still be compiled for a target.
     return 90 if triton.knobs.runtime.interpret else int(driver.active.get_current_target().arch)
 
 

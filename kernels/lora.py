@@ -1,20 +1,20 @@
-"""Low-rank products of several adapters, each added to its own rows.
+"""LoRA for batches with several adapters: adds each adapter's low-rank product to its rows.
 
 Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t = rows[i]:
 
     lowered[i, :] = sum_k down[a, :, k] x[t, k]             (`lora_shrink`)
     out[t, n]    += sum_r up[a, n, r] lowered[i, r]         (`lora_expand`)
 
-Rows of one adapter stand side by side in `rows`, and a program takes a tile of them, so that the
-factors are read once for all. Where each adapter's rows begin is read on the device: a captured
-launch serves every mixture of them.
+Rows of one adapter are adjacent in `rows`. A program computes a tile of them, so that it reads the
+factors once for all rows of the tile. `starts` is read on the device, so that one captured launch
+works for all mixtures of adapters.
 
-Accumulation: float32, in pieces of `SPLIT` elements of x that are added in order; what is lowered
-is rounded to the dtype of x between the products, and the sum is added to `out` in float32 and
-rounded once. Pieces and tiles are constants, so a row's bits do not depend on the others.
+Accumulation: float32, in pieces of `SPLIT` elements of x that are added in order. `lowered` is
+rounded to the dtype of x between the two GEMMs. The result is added to `out` in float32 and rounded
+once. Pieces and tiles have constant sizes, so a row's bits do not depend on other rows.
 
-Sources: the segmented gather of Punica's SGMV (Chen et al. 2023, arXiv:2310.18547); the adapters of
-Hu et al. 2021 (arXiv:2106.09685).
+Sources: Hu et al. 2021 (arXiv:2106.09685); the segmented gather is that of Punica's SGMV (Chen et
+al. 2023, arXiv:2310.18547).
 """
 
 import torch
@@ -25,27 +25,27 @@ from batchinfer.kernels.attention_loop import padded
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 SPLIT = 1024
-"""Elements of x that one program of `lora_shrink` adds up."""
+"""Elements of x that one program of `lora_shrink` sums."""
 
-_TOKENS = 32  # of a tile
-_RANKS = 64  # at most, of a tile
-_WIDTH = 64  # of a tile, of what is added up or written
+_TOKENS = 32  # per tile
+_RANKS = 64  # most ranks per tile
+_WIDTH = 64  # columns per tile
 
 
 def num_splits(width: int) -> int:
-    """Pieces of the sum over rows of `width` elements."""
+    """Return the number of pieces for rows of `width` elements."""
     return -(-width // SPLIT)
 
 
 def lora_shrink(
     x: torch.Tensor,  # [T, W], last dimension contiguous
     down: torch.Tensor,  # [A, R, W], contiguous
-    rows: torch.Tensor,  # [N] int64, of x
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows past A's are left alone
+    rows: torch.Tensor,  # [N] int64, indices into x
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows beyond A adapters: skipped
     *,
-    lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous: its sum over the pieces
+    lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous
 ) -> None:
-    """Write each row's product with its adapter's first factor, in pieces."""
+    """Write each row's product with its adapter's first factor, piece by piece."""
     check_launchable("lora_shrink", x, down, rows, starts, lowered)
     ranks, width = down.shape[1:]
     adapters = _num_used(starts, down)
@@ -75,14 +75,14 @@ def lora_shrink(
 
 
 def lora_expand(
-    lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces to add up
+    lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces
     up: torch.Tensor,  # [A, M, R], contiguous
-    rows: torch.Tensor,  # [N] int64, of out
-    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows past A's are left alone
+    rows: torch.Tensor,  # [N] int64, indices into out
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows beyond A adapters: skipped
     *,
-    out: torch.Tensor,  # [T, M], last dimension contiguous, added to in place
+    out: torch.Tensor,  # [T, M], last dimension contiguous, changed in place
 ) -> None:
-    """Add each row's product with its adapter's second factor."""
+    """Add each row's product with its adapter's second factor to `out`."""
     check_launchable("lora_expand", lowered, up, rows, starts, out)
     width, ranks = up.shape[1:]
     adapters = _num_used(starts, up)
@@ -113,12 +113,12 @@ def _block(ranks: int) -> int:
 
 
 def _num_used(starts: torch.Tensor, factors: torch.Tensor) -> int:
-    """Adapters that may have rows and have factors."""
+    """Return the number of adapters that have factors and may have rows."""
     return min(len(starts) - 1, len(factors))
 
 
 def _num_tiles(rows: torch.Tensor, adapters: int) -> int:
-    """The most tiles that there can be, wherever the adapters' rows begin (see `_rows_of_tile`)."""
+    """Return an upper bound on the number of tiles for all values of `starts`."""
     return len(rows) // _TOKENS + adapters
 
 
@@ -128,10 +128,9 @@ def _rows_of_tile(
     index,  # of the tile
     num_adapters,
     TOKENS: tl.constexpr,
-):
-    # The tile's adapter, its rows' places in the order of adapters, and which places are used.
-    # Adapter a owns the tiles from starts[a] // TOKENS + a on: enough for its rows, and no tile
-    # depends on how those before are divided up.
+):  # the tile's adapter, its rows' indices into `rows`, and a mask of used indices
+    # Adapter a owns the tiles from starts[a] // TOKENS + a on, which are enough for its rows. So a
+    # tile's rows follow from `starts` alone.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:
@@ -175,8 +174,8 @@ def _lora_shrink_kernel(
     for first in range(piece * SPLIT, min(piece * SPLIT + SPLIT, WIDTH), WIDTH_BLOCK):
         columns = (first + tl.arange(0, WIDTH_BLOCK))[None, :]
         x = tl.load(x_ptrs + columns, mask=live[:, None] & (columns < WIDTH), other=0.0)
-        there = (ranks[:, None] < RANKS) & (columns < WIDTH)
-        down = tl.load(down_ptrs + columns, mask=there, other=0.0)
+        in_range = (ranks[:, None] < RANKS) & (columns < WIDTH)
+        down = tl.load(down_ptrs + columns, mask=in_range, other=0.0)
         acc = tl.dot(x, tl.trans(down), acc, input_precision="ieee")
     at = (piece.to(tl.int64) * num_rows + places)[:, None] * RANKS + ranks[None, :]
     tl.store(lowered_ptr + at, acc, mask=live[:, None] & (ranks[None, :] < RANKS))
@@ -208,17 +207,17 @@ def _lora_expand_kernel(
     acc = tl.zeros([TOKENS, WIDTH_BLOCK], tl.float32)
     for first in range(0, RANKS, RANKS_BLOCK):
         ranks = first + tl.arange(0, RANKS_BLOCK)
-        there = live[:, None] & (ranks[None, :] < RANKS)
+        in_range = live[:, None] & (ranks[None, :] < RANKS)
         lowered_ptrs = lowered_ptr + places.to(tl.int64)[:, None] * row_stride + ranks[None, :]
         lowered = tl.zeros([TOKENS, RANKS_BLOCK], tl.float32)
         for _ in range(PIECES):
-            lowered += tl.load(lowered_ptrs, mask=there, other=0.0)
+            lowered += tl.load(lowered_ptrs, mask=in_range, other=0.0)
             lowered_ptrs += piece_stride
         up_ptrs = up_ptr + (adapter * WIDTH + columns)[:, None] * RANKS + ranks[None, :]
-        there = (columns[:, None] < WIDTH) & (ranks[None, :] < RANKS)
-        up = tl.load(up_ptrs, mask=there, other=0.0)
+        in_range = (columns[:, None] < WIDTH) & (ranks[None, :] < RANKS)
+        up = tl.load(up_ptrs, mask=in_range, other=0.0)
         acc = tl.dot(lowered.to(up.dtype), tl.trans(up), acc, input_precision="ieee")
     out_ptrs = out_ptr + rows[:, None] * out_stride + columns[None, :]
-    there = live[:, None] & (columns[None, :] < WIDTH)
-    out = tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, out + acc, mask=there)
+    in_range = live[:, None] & (columns[None, :] < WIDTH)
+    out = tl.load(out_ptrs, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, out + acc, mask=in_range)

@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits, and products by them in torch, with the bits of the C kernels.
+"""Weights with 8 or 4 bits for the C kernels, and a reference of their int8 GEMMs in torch.
 
-A row of x is rounded to int8 when it is multiplied, its largest number becoming 127. Sums of
-products are integers, so that they are the same on every processor and in every order; the few
-operations on floats that follow have one order, each rounded to float32.
+A GEMM by int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums of
+products are integers, so they are the same on every processor and in any order. The few float
+operations that follow have a fixed order, each rounded to float32.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from typing import ClassVar, Self
 
 import torch
 
+from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.fp8_blocks import BLOCK, quantize_blocks
+
 _INT8_MOST = 127.0
 _INT4_MOST = 15
-_STEP = 8  # codes that are read together: a group has a multiple of it
-_MOST = 1 << 16  # columns of a group: 255 * 127 times more would not fit into 32 bits
-_SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # smaller ones have no inverse
+_STEP = 8  # codes that the kernels read together; divides the size of a group
+_MOST = 1 << 16  # columns of a group: sums of more products of 255 * 127 could exceed 32 bits
+_SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # the inverse of smaller scales overflows
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range that are tried; numbers beyond it are clipped."""
-_ELEMENTS_AT_ONCE = 1 << 20  # a few of such float tensors fit into a processor's last cache
+"""Shares of a group's range to try; numbers outside are clipped."""
+_ELEMENTS_AT_ONCE = 1 << 20  # a few float tensors of this size fit into a last-level cache
 
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """A weight [out, in] of int8 with a scale for each output: ``codes * scales``."""
+    """A weight [out, in] of int8 with one scale per output: ``codes * scales``."""
 
     codes: torch.Tensor
     """[out, in] int8."""
@@ -34,12 +37,12 @@ class Int8Weight:
 
     @classmethod
     def rounded(cls, weight: torch.Tensor) -> Int8Weight:
-        """A weight [out, in] rounded to nearest, an output's largest number becoming 127."""
+        """Quantize a weight [out, in]: each output's largest number becomes 127."""
         return cls(*round_rows(weight))
 
     @classmethod
     def joined(cls, weights: Sequence[Int8Weight]) -> Int8Weight:
-        """One weight whose outputs are those of ``weights``, side by side."""
+        """Concatenate the outputs of ``weights``."""
         return cls(
             torch.cat([weight.codes for weight in weights]),
             torch.cat([weight.scales for weight in weights]),
@@ -52,11 +55,11 @@ class Int8Weight:
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A weight [out, in] of codes; in each group of columns an output has a scale and a zero:
+    """A weight [out, in] of codes, with a scale and a zero for each output and group of columns:
     ``(codes - zeros) * scales``."""
 
     codes: torch.Tensor
-    """[out, in] uint8, codes of ``bits``; columns in the order of ``order``."""
+    """[out, in] uint8 codes with ``bits`` bits; columns are permuted by ``order``."""
     scales: torch.Tensor
     """[out, groups] float32; the last group may be shorter."""
     zeros: torch.Tensor
@@ -64,7 +67,7 @@ class GroupedWeight:
     group_size: int
     """Columns of a group, a multiple of 8, up to 65,536; the last may have fewer."""
     order: torch.Tensor | None = None
-    """[in] int32: the weight's column that each column of codes is, contiguous; None: its own."""
+    """[in] int32, contiguous: the weight's column for each column of codes; None: not permuted."""
 
     bits: ClassVar[int]
 
@@ -84,16 +87,16 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, weights: Sequence[Self]) -> Self:
-        """One weight whose outputs are those of ``weights``, side by side.
+        """Concatenate the outputs of ``weights``.
 
         Raises:
-            ValueError: they have groups of other sizes, other tables or orders.
+            ValueError: their group sizes, tables or orders differ.
         """
         sizes = {weight.group_size for weight in weights}
         if len(sizes) > 1:
             raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
         if len({weight.layout for weight in weights}) > 1:
-            raise ValueError("weights of several tables or orders cannot be joined")
+            raise ValueError("weights with different tables or orders cannot be joined")
         codes, scales, zeros = (
             torch.cat([getattr(weight, name) for weight in weights])
             for name in ("codes", "scales", "zeros")
@@ -102,11 +105,11 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Weights can be joined if these are equal: group size, and order."""
+        """Group size and order; weights with equal layouts can be joined."""
         return self.group_size, _bytes(self.order)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16: the numbers of the codes, before zeros and scales."""
+        """[out, in] int16 numbers of the codes, without zeros and scales."""
         return self.codes.short()
 
     def dequantized(self) -> torch.Tensor:
@@ -123,18 +126,18 @@ class GroupedWeight:
 
 @dataclass(frozen=True)
 class Int8GroupedWeight(GroupedWeight):
-    """Codes of 8 bits in groups, from 0 to 255."""
+    """A grouped weight with codes from 0 to 255."""
 
     bits = 8
 
 
 @dataclass(frozen=True)
 class Int4Weight(GroupedWeight):
-    """Codes of 4 bits in groups, from 0 to 15; ``(table[codes] - zeros) * scales`` where they have
-    a table."""
+    """A grouped weight with codes from 0 to 15; with a table, ``(table[codes] - zeros) *
+    scales``."""
 
     table: torch.Tensor | None = None
-    """[16] int8, from -127 to 127: the number of each code; None: the code itself."""
+    """[16] int8, from -127 to 127: the number for each code; None: the code."""
 
     bits = 4
 
@@ -145,8 +148,8 @@ class Int4Weight(GroupedWeight):
 
     @classmethod
     def rounded(cls, weight: torch.Tensor, group_size: int) -> Int4Weight:
-        """A weight [out, in] rounded to nearest, between a group's smallest number and its largest,
-        or a little less where that leaves less error."""
+        """Quantize a weight [out, in] to the range of each group, or a slightly smaller range if
+        that reduces the error."""
         step = max(1, _ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
         parts = [_round_groups(part, group_size) for part in torch.split(weight, step)]
         codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -158,15 +161,82 @@ class Int4Weight(GroupedWeight):
         return *super().layout, _bytes(self.table)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16: the numbers of the codes, before zeros and scales."""
+        """[out, in] int16 numbers of the codes, without zeros and scales."""
         return super().values() if self.table is None else self.table[self.codes.int()].short()
+
+
+@dataclass(frozen=True)
+class Float8GroupedWeight:
+    """A weight [out, in] of float8 with a scale for each output and group of columns:
+    ``codes * scales``.
+
+    A block with several rows is stored by repeating its scale for each output.
+    """
+
+    codes: torch.Tensor
+    """[out, in] float8 e4m3fn, no NaN."""
+    scales: torch.Tensor
+    """[out, groups] float32; the last group may be shorter."""
+    group_size: int
+    """Columns per group, an even number; the last group may have fewer."""
+
+    def __post_init__(self) -> None:
+        outputs, width = self.codes.shape
+        shape = outputs, -(-width // self.group_size)
+        if self.codes.dtype != FP8 or tuple(self.scales.shape) != shape:
+            raise ValueError(
+                f"codes are {list(self.codes.shape)} of {self.codes.dtype} and scales "
+                f"{list(self.scales.shape)}; expected float8_e4m3fn and scales {list(shape)}"
+            )
+        if self.group_size % 2:
+            raise ValueError(f"group_size is {self.group_size}; it must be even")
+
+    @classmethod
+    def of_blocks(
+        cls, codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
+    ) -> Float8GroupedWeight:
+        """Return a weight that has one scale per block.
+
+        Args:
+            codes: [out, in] float8 e4m3fn.
+            scales: [ceil(out / block[0]), ceil(in / block[1])] float32.
+            block: rows and columns that share a scale.
+        """
+        by_row = scales.repeat_interleave(block[0], 0)[: len(codes)]
+        width = codes.shape[1]
+        return cls(codes, by_row.contiguous(), min(block[1], width + width % 2))
+
+    @classmethod
+    def rounded(cls, weight: torch.Tensor) -> Float8GroupedWeight:
+        """Quantize a weight [out, in] in blocks of 128 x 128."""
+        return cls.of_blocks(*quantize_blocks(weight), (BLOCK, BLOCK))
+
+    @classmethod
+    def joined(cls, weights: Sequence[Float8GroupedWeight]) -> Float8GroupedWeight:
+        """Concatenate the outputs of ``weights``.
+
+        Raises:
+            ValueError: their group sizes differ.
+        """
+        sizes = {weight.group_size for weight in weights}
+        if len(sizes) > 1:
+            raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
+        codes, scales = (
+            torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales")
+        )
+        return cls(codes, scales, sizes.pop())
+
+    def dequantized(self) -> torch.Tensor:
+        """[out, in] float32; GEMMs with bfloat16 rows round it to bfloat16."""
+        spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
+        return self.codes.float() * spread
 
 
 LowBitWeight = Int8Weight | GroupedWeight
 
 
 def can_group(group_size: int) -> bool:
-    """Whether the kernels take groups of ``group_size`` columns."""
+    """True if the kernels support groups of ``group_size`` columns."""
     return group_size % _STEP == 0 and group_size <= _MOST
 
 
@@ -181,7 +251,7 @@ def _is_permutation(order: torch.Tensor, count: int) -> bool:
 
 
 def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, ...]:
-    """Codes [out, in], scales and zeros [out, groups] of a weight [out, in]."""
+    """Quantize a weight [out, in]: codes [out, in], scales and zeros [out, groups]."""
     outputs, width = weight.shape
     groups = -(-width // group_size)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * group_size - width))
@@ -193,7 +263,7 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
         inverse, zeros = _grid(low * clip, high * clip)
         exact = values * inverse
         wrong = exact.round().clamp_(-zeros, _INT4_MOST - zeros).sub_(exact).square_()
-        # In float64, so that the order of the sum, which processors differ in, decides nothing.
+        # Sum in float64, so that the choice does not depend on the processor's order of summation.
         error = wrong.sum(-1, keepdim=True, dtype=torch.float64)
         error *= (high.double() - low).mul_(clip).square_()
         clips = torch.where(error < least, clip, clips)
@@ -206,22 +276,22 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse of the scale, and the zero, of groups from ``low`` to ``high``; 0 of empty ones."""
+    """Return inverse scales and zeros for groups from ``low`` to ``high``; 0 if both are equal."""
     span = high - low
     inverse = torch.where(span > 0, _INT4_MOST / span, 0)
     return inverse, (-low * inverse).round_()
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [M, width] as int8 [M, width], and their scales [M] float32: max|x| / 127.
+    """Round rows [M, width] to int8 [M, width]; return them and their scales [M] float32.
 
-    The scale is max|x| times float32's 1 / 127. A row with a number that is not finite has codes of
-    0 and a scale of NaN.
+    The scale is max|x| times float32(1 / 127). A row with NaN or infinity gets codes of 0 and a
+    scale of NaN.
     """
     x = x.float()
     most = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     usable = most.isfinite() & (most > _SMALLEST)
-    # A number over a tensor is its reciprocal times the number in torch, rounded twice.
+    # Torch computes number / tensor as number * (1 / tensor), which would round twice.
     inverse = torch.where(usable, most.new_tensor(_INT8_MOST).div(most), 0)
     codes = torch.where(usable[:, None], x * inverse[:, None], 0).round_().to(torch.int8)
     return codes, torch.where(most.isfinite(), most * (1 / _INT8_MOST), torch.nan)
@@ -233,22 +303,24 @@ def low_bit_product(
     bias: torch.Tensor | None = None,  # [out]
     onto: torch.Tensor | None = None,  # [M, out]
 ) -> torch.Tensor:
-    """``x @ weight.T + bias + onto`` of rows as int8, [M, out] of the dtype of x: the reference of
-    ``gemm`` over a weight that ``pack_low_bit`` has packed."""
+    """Return ``x @ weight.T + bias + onto`` with rows rounded to int8, in the dtype of x.
+
+    Reference implementation of ``gemm`` for weights packed by ``pack_low_bit``.
+    """
     codes, row_scales = round_rows(x)
     if isinstance(weight, Int8Weight):
         sums = _integer_product(codes, weight.codes)
         out = sums * (row_scales[:, None] * weight.scales)
     else:
         out = _sum_of_groups(codes, weight) * row_scales[:, None]
-    for more in (bias, onto):
-        if more is not None:
-            out = out + more.float()
+    for term in (bias, onto):
+        if term is not None:
+            out = out + term.float()
     return out.to(x.dtype)
 
 
 def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
-    """[M, out] float32: sums over groups, one after the other."""
+    """Return [M, out] float32 sums, adding groups in order."""
     if weight.order is not None:
         codes = codes[:, weight.order]
     total = torch.zeros(len(codes), len(weight.codes))
@@ -262,5 +334,5 @@ def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
 
 
 def _integer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right.T`` of integers, exact in float64, then rounded to float32."""
+    """Return ``left @ right.T`` of integers, exact in float64, then rounded to float32."""
     return (left.double() @ right.double().T).float()

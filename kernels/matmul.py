@@ -1,18 +1,19 @@
-"""Batch-invariant matrix product: a row has the same bits, whatever the number of rows.
+"""Batch-invariant matrix product: a row's bits do not depend on the number of rows.
 
 Formula, for every row t and output n:
 
     out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (with `adds`, and + out[t, n])
 
-cuBLAS chooses tiles, and whether to cut the sum, by the number of rows. Here the shape of a program
-follows from the weight and the device alone, a program adds up a tile of outputs from the first k
-to the last, and no sum is cut: a tile that few rows fill costs what a full one does.
+cuBLAS chooses tiles and split-K by the number of rows. Here the launch shape depends only on the
+weight, and a program sums each output from the first k to the last. The price: a tile with few rows
+takes as long as a full one.
 
-Accumulation: float32, rounded to `out`'s dtype once; float32 products are exact float32 (no TF32).
+Accumulation: float32, rounded to the dtype of `out` once; float32 inputs are multiplied in full
+float32 (no TF32).
 
-Sources: batch-invariant products by one kernel configuration, as in batch_invariant_ops (He and
-Thinking Machines Lab 2025, "Defeating Nondeterminism in LLM Inference") and vLLM's
-`VLLM_BATCH_INVARIANT`; the order of tiles is that of Triton's matmul tutorial.
+Sources: batch_invariant_ops (He and Thinking Machines Lab 2025, "Defeating Nondeterminism in LLM
+Inference") and vLLM's `VLLM_BATCH_INVARIANT` also use one configuration for all numbers of rows;
+the order of tiles is that of Triton's matmul tutorial.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ import triton.language as tl
 
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-_ROW_TILES = 8  # that share a tile of weights while it is in the L2
-_MANY_OUTPUTS = 6144  # from here on 256 rows fill the multiprocessors of an H100 by wide tiles
+_ROW_TILES = 8  # tiles of rows that read a tile of weights while it is in the L2 cache
+_MANY_OUTPUTS = 6144  # from here on, wide tiles of 256 rows occupy all multiprocessors of an H100
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,16 @@ class ProductConfig:
 
     rows: int
     outputs: int
-    depth: int  # elements of the sum per turn of the loop
+    depth: int  # elements of the sum per loop iteration
     num_warps: int
     num_stages: int
 
 
 def product_config(weight: torch.Tensor) -> ProductConfig:
-    """Launch shape of products by a weight [N, K]. It must not depend on the rows.
+    """Return the launch shape for a weight [N, K], which must not depend on the rows.
 
-    A tile of weights is read for 128 rows, half of them for each of two warp groups. Few outputs
-    are cut into narrow tiles, since the sum is not cut. float32 has no tensor cores.
+    A tile has 128 rows, 64 for each of two warp groups. Weights with few outputs have narrow tiles,
+    to occupy more multiprocessors. float32 has no tensor cores.
     """
     if weight.element_size() == 4:
         return ProductConfig(rows=64, outputs=64, depth=16, num_warps=8, num_stages=3)
@@ -56,7 +57,7 @@ def matmul(
     bias: torch.Tensor | None = None,  # [N]
     *,
     out: torch.Tensor,  # [M, N], last dimension contiguous
-    adds: bool = False,  # to what `out` holds
+    adds: bool = False,  # add to `out` instead of overwriting it
 ) -> None:
     """Write every row's product with the weight into `out`."""
     check_launchable("matmul", x, weight, bias, out)
@@ -108,7 +109,7 @@ def _matmul_kernel(
     DEPTH_BLOCK: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    # Programs of a few tiles of rows stand side by side for each tile of outputs.
+    # For each tile of outputs, the programs of ROW_TILES tiles of rows are consecutive.
     group_size = ROW_TILES * tl.cdiv(OUTPUTS, OUTPUTS_BLOCK)
     first_tile = tl.program_id(0) // group_size * ROW_TILES
     tiles = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, ROW_TILES)
@@ -116,7 +117,7 @@ def _matmul_kernel(
     rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
 
-    # Rows and outputs past the end are not masked but read twice: no sum mixes rows.
+    # Rows and outputs past the end read the last one again instead of a mask: no sum mixes rows.
     x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
     weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride
@@ -131,11 +132,11 @@ def _matmul_kernel(
             weight = tl.load(weight_ptrs + columns, mask=columns < DEPTH, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
 
-    there = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
+    in_range = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + outputs, mask=outputs < OUTPUTS, other=0.0)
         acc += bias[None, :].to(tl.float32)
     out_ptrs = out_ptr + rows[:, None] * out_stride + outputs[None, :]
     if ADDS:
-        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc, mask=there)
+        acc += tl.load(out_ptrs, mask=in_range, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=in_range)

@@ -1,17 +1,17 @@
-"""Attention of all heads to one latent a token (MLA), by absorbed projections.
+"""Multi-head latent attention (MLA) with absorbed projections: one latent per token for all heads.
 
-The formula of `paged_attention`, with one KV head, whose values are the first elements of its keys:
-a tile of the cache is loaded once and multiplied twice. A key is rank + rotary elements, 512 + 64
-in DeepSeek's models; the parts are multiplied apart, since 576 would be padded to 1024.
+The formula is that of `paged_attention` with one KV head whose values are the first elements of its
+keys, so a tile of the cache is loaded once and multiplied twice. A key has rank + rotary elements,
+512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would be padded
+to 1024.
 
-Rows of a program are query heads of a token, as many as its registers hold outputs for, so that
-heads beyond those read the context again, from the L2 cache as a rule: programs of one piece run
-next to each other. Decodes are cut into pieces and merged, by the work list
-that `paged_attention` has, with such groups of heads in place of KV heads; chunks likewise.
+The rows of a program are query heads of a token, limited by the outputs that its registers can
+hold. Programs for other heads of the token read the context again, usually from the L2 cache,
+because programs for the same piece run at the same time. The work lists are those of
+`paged_attention`, with such groups of heads in place of KV heads.
 
-Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1); a latent that is loaded once and stays
-in shared memory for both products is FlashMLA's (DeepSeek 2025); online softmax and pieces as in
-`attention_loop.py`.
+Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). Keeping a latent in shared memory for
+both GEMMs is from FlashMLA (DeepSeek 2025).
 """
 
 import math
@@ -32,17 +32,17 @@ from batchinfer.kernels.launch import (
 )
 from batchinfer.kernels.split_kv import merge_partials, pieces
 
-_MOST_HEADS = 32  # of a program: outputs of more would not fit its registers
-_MERGED_HEADS = 16  # of a program that merges: their outputs fill its registers
+_MOST_HEADS = 32  # per program: registers cannot hold the outputs of more
+_MERGED_HEADS = 16  # per program that merges pieces, for the same reason
 
 
 def head_tile(num_heads: int, most: int = _MOST_HEADS) -> int:
-    """Query heads of a program: as many as divide all of them into equal tiles."""
+    """Return the query heads per program: the largest divisor of `num_heads` up to `most`."""
     return max(count for count in range(1, most + 1) if num_heads % count == 0)
 
 
 def mla_config(query: torch.Tensor) -> LaunchConfig:
-    """Launch shape for queries [T, Hq, D]."""
+    """Return the launch shape for queries [T, Hq, D]."""
     rows = padded(head_tile(query.shape[1]))
     if query.element_size() == 4:
         return LaunchConfig(rows, tile=16, num_warps=8, num_stages=1)
@@ -51,13 +51,13 @@ def mla_config(query: torch.Tensor) -> LaunchConfig:
 
 
 def mla_query_tile(query: torch.Tensor) -> int:
-    """Query tokens of a program, as `plan_chunks` takes them."""
+    """Return the query tokens per program: the argument `tokens` of `plan_chunks`."""
     return mla_config(query).rows // head_tile(query.shape[1])
 
 
 def mla_attention(
-    query: torch.Tensor,  # [T, Hq, R + P], packed over sequences: of the latent, and rotated
-    cache: torch.Tensor,  # [num_slots, 1, block_size, R + P], any strides but the last, of 1
+    query: torch.Tensor,  # [T, Hq, R + P], packed over sequences: latent part, rotary part
+    cache: torch.Tensor,  # [num_slots, 1, block_size, R + P], last dimension contiguous
     block_tables: torch.Tensor,  # [S, max_blocks] int32, width contiguous
     query_starts: torch.Tensor,  # [S + 1] int32
     context_lens: torch.Tensor,  # [S] int32, tokens in the cache after this step
@@ -68,15 +68,15 @@ def mla_attention(
     launch: int = 0,
     chunks: ChunkWork | None,
 ) -> None:
-    """Attend, and write `out`. The step's own latents are in the cache already.
+    """Compute attention into `out`. The cache already holds this step's latents.
 
-    Rows of `query` past query_starts[S] are neither read nor written.
+    Rows of `query` from query_starts[S] on are not read, and those of `out` not written.
 
     Args:
-        work: from `plan_decode` for the same lengths and Hq / `head_tile(Hq)` KV heads, or None
-            where no sequence has one query token.
-        launch: which of the launches of `work` this is.
-        chunks: from `plan_chunks` for `mla_query_tile`, or None where no sequence has several.
+        work: from `plan_decode` for the same lengths and Hq / `head_tile(Hq)` KV heads; None if the
+            step has no decodes.
+        launch: index of this launch among those that use `work`.
+        chunks: from `plan_chunks` with `mla_query_tile`; None if the step has no chunks.
     """
     check_launchable("mla_attention", query, cache, block_tables, query_starts, context_lens, out)
     if len(context_lens) == 0 or len(query) == 0:
@@ -84,11 +84,11 @@ def mla_attention(
     num_heads, width = query.shape[1:]
     rank = out.shape[2]
     assert scale > 0, "the scale must be positive"
-    assert cache.shape[1] == 1, "latents are of all heads"
+    assert cache.shape[1] == 1, "the cache must have one latent for all heads"
     assert cache.shape[3] == width, "query and latents differ in width"
     assert cache.dtype == query.dtype, "query and latents differ in dtype"
     assert cache.stride(3) == query.stride(2) == out.stride(2) == 1, "rows must be contiguous"
-    assert padded(rank // 2) == rank // 2, "the rank must be a power of two, 32 at least"
+    assert padded(rank // 2) == rank // 2, "the rank must be a power of two and at least 32"
     config, group = mla_config(query), head_tile(num_heads)
     unit = math.gcd(cache.stride(0), cache.stride(2))
     arguments: dict[str, Any] = {
@@ -153,13 +153,13 @@ def mla_attention(
 
 @triton.jit
 def _load_queries(
-    query_ptr,  # of the first row's first element
-    places,  # [ROWS] int32, of each row's first element
+    query_ptr,  # the first row's first element
+    places,  # [ROWS] int32: offset of each row's first element
     live,  # [ROWS] bool
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_BLOCK: tl.constexpr,
-):  # [ROWS, RANK / 2] twice, and [ROWS, ROTARY_BLOCK]
+):  # the halves of the latent part [ROWS, RANK / 2], and the rotary part [ROWS, ROTARY_BLOCK]
     columns, rotary = tl.arange(0, RANK // 2), tl.arange(0, ROTARY_BLOCK)
     latent_ptrs = query_ptr + (places[:, None] + columns[None, :])
     low = tl.load(latent_ptrs, mask=live[:, None], other=0.0)
@@ -177,11 +177,11 @@ def _attend_latents(
     query_low,  # [ROWS, RANK / 2]
     query_high,  # [ROWS, RANK / 2]
     query_rotated,  # [ROWS, ROTARY_BLOCK]
-    positions,  # [ROWS] int32, of each row's token
-    begin,  # first, a multiple of TILE, and
-    end,  # last + 1 position to read
+    positions,  # [ROWS] int32: position of each row's token
+    begin,  # first position to read, a multiple of TILE
+    end,  # one past the last position to read
     cache_ptr,  # [num_slots, block_size, RANK + ROTARY]
-    table_ptr,  # [max_blocks] int32, the sequence's
+    table_ptr,  # [max_blocks] int32: the sequence's block table
     slot_units,
     token_units,
     score_scale,
@@ -189,11 +189,11 @@ def _attend_latents(
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,  # elements, that places of tokens are multiples of
+    UNIT: tl.constexpr,  # elements; divides the offsets of all tokens
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-):  # maximum [ROWS] and sum [ROWS] float32, and the halves of the output [ROWS, RANK / 2] float32,
-    # not divided by the sum. In halves registers hold it to the end.
+):  # maximum and sum [ROWS] float32, and the output's halves [ROWS, RANK / 2] float32 before the
+    # division by the sum. Two halves stay in registers until the end, a whole output would not.
     places = tl.arange(0, TILE)
     columns, rotary = tl.arange(0, RANK // 2), tl.arange(0, ROTARY_BLOCK)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -202,9 +202,9 @@ def _attend_latents(
     acc_high = tl.zeros([ROWS, RANK // 2], tl.float32)
     for tile in range(begin, end, TILE):
         tokens = tile + places
-        # Blocks are clamped instead of masked, and positions decide below what is seen. Dead
-        # latents are 0 by selection: a slot holds whatever its last user left, and a weight of 0
-        # times NaN is NaN.
+        # Block numbers are clamped, and scores masked by position below. Latents outside the range
+        # are loaded as 0: a weight of 0 is not enough, because an old slot may hold NaN and 0 * NaN
+        # is NaN.
         blocks = tl.minimum(tokens, end - 1) // BLOCK_SIZE
         slots = tl.load(table_ptr + blocks).to(tl.int64)
         rows = (slots * slot_units + tokens % BLOCK_SIZE * token_units) * UNIT
@@ -223,7 +223,7 @@ def _attend_latents(
         visible = tokens[None, :] <= positions[:, None]
         scores = tl.where(visible, scores * score_scale, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        # If a row has seen no token yet, -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
@@ -237,8 +237,8 @@ def _attend_latents(
 
 @triton.jit
 def _store_halves(
-    ptr,  # of the first row's first element
-    places,  # [ROWS] int32, of each row's first element
+    ptr,  # the first row's first element
+    places,  # [ROWS] int32: offset of each row's first element
     low,  # [ROWS, RANK / 2]
     high,  # [ROWS, RANK / 2]
     live,  # [ROWS] bool
@@ -258,7 +258,7 @@ def _mla_decode_kernel(
     context_lens_ptr,  # [S] int32
     out_ptr,  # [T, Hq, RANK]
     items_ptr,  # [N, 2] int32: sequence, piece
-    counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
+    counters_ptr,  # [1 + launches] int32: N, then the items that each launch has taken
     partials,  # Partials
     query_row_stride,
     query_head_stride,
@@ -269,9 +269,9 @@ def _mla_decode_kernel(
     table_stride,
     score_scale,
     max_pieces,
-    launch,  # of those that share the work list
-    NUM_TILES: tl.constexpr,  # of query heads
-    GROUP: tl.constexpr,  # query heads of a tile
+    launch,  # index of this launch among those that use the work list
+    NUM_TILES: tl.constexpr,  # tiles of query heads
+    GROUP: tl.constexpr,  # query heads per tile
     BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -287,7 +287,7 @@ def _mla_decode_kernel(
     counters_ptr += 1 + launch
     ticket = tl.atomic_add(counters_ptr, 1)
     while ticket < num_tickets:
-        # The tiles of heads that read the same piece are taken one after the other.
+        # Tiles of heads that read the same piece have consecutive tickets.
         item = (ticket // NUM_TILES).to(tl.int64)
         first_head = ((ticket % NUM_TILES) * GROUP).to(tl.int64)
         sequence = tl.load(items_ptr + 2 * item).to(tl.int64)
@@ -295,7 +295,7 @@ def _mla_decode_kernel(
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
         _, first, length, count = pieces(context_len, None, max_pieces, PIECE)
-        # What a row or a column adds is counted in int32, which leaves registers for the outputs.
+        # Offsets of rows and columns are int32, which leaves registers for the outputs.
         query_low, query_high, query_rotated = _load_queries(
             query_ptr + query_row * query_row_stride + first_head * query_head_stride,
             rows * query_head_stride,
@@ -335,7 +335,7 @@ def _mla_chunk_kernel(
     query_starts_ptr,  # [S + 1] int32
     context_lens_ptr,  # [S] int32
     out_ptr,  # [T, Hq, RANK]
-    items_ptr,  # [N, 2] int32: sequence, first query token of the tile in it
+    items_ptr,  # [N, 2] int32: sequence, and the tile's first query token within it
     num_items_ptr,  # [1] int32
     query_row_stride,
     query_head_stride,
@@ -345,14 +345,14 @@ def _mla_chunk_kernel(
     token_units,
     table_stride,
     score_scale,
-    NUM_TILES: tl.constexpr,  # of query heads
-    GROUP: tl.constexpr,  # query heads of a tile
+    NUM_TILES: tl.constexpr,  # tiles of query heads
+    GROUP: tl.constexpr,  # query heads per tile
     BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
-    TOKENS: tl.constexpr,  # query tokens of a tile
+    TOKENS: tl.constexpr,  # query tokens per tile
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -362,7 +362,7 @@ def _mla_chunk_kernel(
     first = tl.load(items_ptr + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-    computed = tl.load(context_lens_ptr + sequence) - query_len  # before this step
+    computed = tl.load(context_lens_ptr + sequence) - query_len  # by earlier steps
     rows = tl.arange(0, ROWS)
     live = (rows < TOKENS * GROUP) & (first + rows // GROUP < query_len)
     first_row = (query_start + first).to(tl.int64)

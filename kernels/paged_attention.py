@@ -1,28 +1,27 @@
 """Causal attention over a paged KV cache: any mix of prefill chunks and decodes in one call.
 
-Formula, for the query token at position p of a sequence, head h, and the positions j it sees
-(j <= p, and p - j < sliding_window where there is a window):
+Formula, for the query token at position p of a sequence, head h, and all positions j that it sees
+(j <= p and, with a window, p - j < sliding_window):
 
     s_j = scale * <q, k_j>                   softcap c > 0: s_j = c * tanh(s_j / c)
-    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sinks[h]))      (the last term with sinks only)
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sinks[h]))      (last term: sinks only)
 
-Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq / Hkv). The heads of
-such a group are packed, next to each other, into the rows of one matrix product.
+Layout: `README.md` has shapes and strides. Query head h reads KV head h // (Hq / Hkv). The query
+heads of a KV head are adjacent rows of one GEMM.
 
 `decode_attention.py` computes sequences with one query token, `chunk_attention.py` longer ones.
 Both use the loop over the cache in `attention_loop.py`. Every program reads the lengths on the
 device, so that a captured launch can be replayed with other lengths, as long as the shapes of its
 tensors stay the same.
 
-Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
-query's dtype for the product with V. With a float8 cache that is float16, or float32 for
-float32 queries (`README.md`). float32 products are exact float32 (no TF32). Exponentials are base
-2, with log2(e) folded into the scale.
+Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
+the query's dtype for the GEMM with V. With a float8 cache they are rounded to float16, or stay
+float32 if queries are float32 (`README.md`). float32 inputs are multiplied in full float32 (no
+TF32). Exponentials have base 2, with log2(e) multiplied into the scale.
 
-Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of the context
-as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), shared pieces as `shared_attention.py` says;
-the block table of PagedAttention (Kwon et al. 2023, arXiv:2309.06180);
-attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
+Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of a context as
+in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the block table of PagedAttention (Kwon et al.
+2023, arXiv:2309.06180); attention sinks as in gpt-oss (OpenAI 2025, arXiv:2508.10925).
 """
 
 from typing import Any
@@ -30,9 +29,9 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.attention_loop import LOG2E, Cache, Heads
-from batchinfer.kernels.chunk_attention import ChunkWork, attend_chunks, plan_chunks, query_tile
+from batchinfer.kernels.chunk_attention import ChunkWork, attend_chunks
 from batchinfer.kernels.decode_attention import attend_decodes
-from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
+from batchinfer.kernels.decode_plan import DecodeWork
 from batchinfer.kernels.fp8 import FP8, is_transposed
 from batchinfer.kernels.launch import check_launchable
 
@@ -50,27 +49,19 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
-    order: torch.Tensor | None = None,  # [S] int32
-    shared_lens: torch.Tensor | None = None,  # [S] int32
-    max_query_len: int,
-    max_context_len: int,
-    min_query_len: int = 0,
-    num_splits: int | None = None,
-    work: DecodeWork | None = None,
+    work: DecodeWork | None,
     launch: int = 0,
-    chunks: ChunkWork | None = None,
+    chunks: ChunkWork | None,
 ) -> None:
-    """Attend, and write `out`. The step's own keys and values are in the cache already.
+    """Compute attention into `out`. The cache already holds this step's keys and values.
 
-    Rows of `query` past query_starts[S] are neither read nor written. A sequence may have no query
-    token; one with one query token and a context of 0 gets zeros.
+    Rows of `query` from query_starts[S] on are not read, and those of `out` not written. A sequence
+    may have no query token; a sequence with one query token and a context of 0 gets zeros.
 
     Args:
-        order, shared_lens, num_splits: as `plan_decode` takes them, where there is no `work`.
-        max_query_len, max_context_len, min_query_len: bounds.
-        work: from `plan_decode` for the same lengths and window (default: made here).
-        launch: which of the launches of `work` this is.
-        chunks: from `plan_chunks` for the same lengths (default: made here).
+        work: from `plan_decode` for the same lengths and window; None if the step has no decodes.
+        launch: index of this launch among those that use `work`.
+        chunks: from `plan_chunks` for the same lengths; None if the step has no chunks.
     """
     check_launchable(
         "paged_attention", query, key_cache, value_cache, block_tables, query_starts, context_lens,
@@ -83,27 +74,10 @@ def paged_attention(
         scale, sliding_window, softcap,
     )  # fmt: skip
     heads = Heads.of(query, key_cache, value_cache)
-    if min_query_len < 2:
-        if work is None:
-            work = plan_decode(
-                query_starts,
-                context_lens,
-                order=order,
-                shared_lens=shared_lens,
-                num_heads=query.shape[1],
-                num_kv_heads=key_cache.shape[1],
-                value_width=value_cache.shape[3],
-                max_context_len=max_context_len,
-                sliding_window=sliding_window,
-                num_splits=num_splits,
-            )
+    if work is not None:
         assert work.window == sliding_window, "the work list is for another window"
-        transposed = is_transposed(value_cache)
-        attend_decodes(shared, heads, work, launch, transposed=transposed)
-    if max_query_len > 1:
-        if chunks is None:
-            tokens = query_tile(heads)
-            chunks = plan_chunks(query_starts, tokens=tokens, num_tokens=query.shape[0])
+        attend_decodes(shared, heads, work, launch, transposed=is_transposed(value_cache))
+    if chunks is not None:
         attend_chunks(shared, heads, chunks)
 
 
@@ -120,7 +94,7 @@ def shared_arguments(
     sliding_window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Check tensors, and return the arguments that all attention kernels have, by name."""
+    """Check the tensors, and return the arguments that all attention kernels share, by name."""
     num_kv_heads = key_cache.shape[1]
     assert scale > 0, "the scale must be positive"
     assert query.shape[2] == key_cache.shape[3], "query and key differ in width"
@@ -141,7 +115,8 @@ def shared_arguments(
         "out_ptr": out,
         "out_strides": out.stride(),
         "sinks_ptr": sinks,
-        # tanh(x) = 1 - 2 / (exp(2x) + 1): kernels take exp2 of (score_scale * <q, k>) either way.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), so kernels compute exp2(score_scale * <q, k>) in any
+        # case.
         "score_scale": scale * LOG2E * (2.0 / softcap if softcap else 1.0),
         "cap": softcap * LOG2E if softcap else None,
         "window": sliding_window or None,

@@ -1,19 +1,20 @@
-"""Edited logits: biases, allowed tokens and penalties, at the tokens they apply to.
+"""Logit biases, allowed token ids, and repetition, frequency and presence penalties.
 
-For the logit x of a token, in this order, each in float32 and rounded by itself:
+For the logit x of a token, in this order, each operation rounded to float32:
 
-    x + bias                             of each bias of it; -inf bans it
-    -inf                                 where other tokens are allowed and it is not
-    x / repetition, or x * repetition    where x is not positive, if it is in prompt or output
-    x - frequency * count - presence     if it is `count` times in the output
+    x + bias                             for each of its biases; -inf bans the token
+    -inf                                 if there is a list of allowed tokens without it
+    x / repetition, or x * repetition    (if x <= 0), if the token is in the prompt or output
+    x - frequency * count - presence     if the token occurs `count` times in the output
 
-(Repetition: Keskar et al. 2019, arXiv:1909.05858; the others are those of the OpenAI API; the order
-is vLLM's, v1/sample/sampler.py.) The model's logits are not changed. The kernel writes float32
-values at the places of edited tokens alone, and bits that mark these places: an edited row costs
-its readers an eighth of a byte a logit.
+Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are those of the
+OpenAI API, and the order is vLLM's (v1/sample/sampler.py). The model's logits are not changed. The
+kernel writes float32 values for edited tokens only, and one bit per token that marks edited tokens.
+So reading an edited row takes an eighth of a byte more per logit.
 
-A program takes a distribution. A token may be listed several times: all values are computed before
-any is written, and occurrences are counted in the place of the value.
+One program computes one distribution. A token may be listed several times: all new values are
+computed before any of them is written, and occurrences are first counted in the memory of the
+values.
 """
 
 from typing import NamedTuple
@@ -28,32 +29,31 @@ _BLOCK = 512
 
 
 class EditedLogits(NamedTuple):
-    """Logits of D distributions that differ from the model's; a kernel takes them as one
-    argument."""
+    """Edited logits of D distributions, passed to kernels as one argument."""
 
-    logits: torch.Tensor  # [D, V] float32, anything where no token is edited
+    logits: torch.Tensor  # [D, V] float32, undefined for tokens that are not edited
     present: torch.Tensor  # [D, ceil(V / 32)] int32, bit i % 32 of word i // 32: token i is edited
-    restricted: torch.Tensor  # [D] int32, not 0: tokens that are not edited count as -inf
+    restricted: torch.Tensor  # [D] int32, not 0: logits of tokens that are not edited become -inf
 
 
 def apply_penalties(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
     *,
-    rows: torch.Tensor,  # [D] int32, the row of each distribution
-    bias_starts: torch.Tensor,  # [D + 1] int32, where each distribution's begin
+    rows: torch.Tensor,  # [D] int32, row of logits of each distribution
+    bias_starts: torch.Tensor,  # [D + 1] int32, index of each distribution's first bias
     bias_ids: torch.Tensor,  # [B] int32
     bias_values: torch.Tensor,  # [B] float32
-    allowed_starts: torch.Tensor,  # [D + 1] int32; none: all are allowed
+    allowed_starts: torch.Tensor,  # [D + 1] int32; a distribution without ids allows all tokens
     allowed_ids: torch.Tensor,  # [A] int32
     prompt_starts: torch.Tensor,  # [D + 1] int32
-    prompt_ids: torch.Tensor,  # [P] int32, to be penalized
+    prompt_ids: torch.Tensor,  # [P] int32, prompt tokens to penalize
     output_starts: torch.Tensor,  # [D + 1] int32
     output_ids: torch.Tensor,  # [O] int32
     repetition: torch.Tensor,  # [D] float32
     presence: torch.Tensor,  # [D] float32
     frequency: torch.Tensor,  # [D] float32
 ) -> EditedLogits:
-    """The edits of D distributions. Every id is one of the V."""
+    """Return the edited logits of D distributions. All ids must be below V."""
     check_launchable("apply_penalties", logits, rows, bias_ids, allowed_ids, prompt_ids, output_ids)
     num_distributions, vocab = len(rows), logits.shape[1]
     num_words = triton.cdiv(vocab, 32)
@@ -73,7 +73,7 @@ def apply_penalties(
         logits.new_empty(len(output_ids), dtype=torch.int32),
         logits.stride(0),
         VOCAB=vocab, NUM_WORDS=num_words, BLOCK=_BLOCK,
-        # A product and a sum are rounded one by one, as on a CPU.
+        # Round products before sums, as on a CPU.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return edits
@@ -124,28 +124,28 @@ def _penalties_kernel(
     _put(logits_ptr, values_ptr, present_ptr, bias_ids_ptr, bias, bias_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, prompt_ids_ptr, prompt, prompt_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, output_ids_ptr, output, output_end, restricted, BLOCK)
-    tl.debug_barrier()  # every thread goes on from what others have written; so below
+    tl.debug_barrier()  # here and below, threads read values that other threads have written
     _put(logits_ptr, values_ptr, present_ptr, allowed_ids_ptr, allowed, allowed_end, False, BLOCK)
     tl.debug_barrier()
     for start in range(bias, bias_end, BLOCK):
-        there = start + lanes < bias_end
-        ids = tl.load(bias_ids_ptr + start + lanes, mask=there, other=0)
-        value = tl.load(bias_values_ptr + start + lanes, mask=there, other=0.0)
-        tl.atomic_add(values_ptr + ids, value, mask=there)
+        in_range = start + lanes < bias_end
+        ids = tl.load(bias_ids_ptr + start + lanes, mask=in_range, other=0)
+        value = tl.load(bias_values_ptr + start + lanes, mask=in_range, other=0.0)
+        tl.atomic_add(values_ptr + ids, value, mask=in_range)
     tl.debug_barrier()
     repetition = tl.load(repetition_ptr + d)
     for start in range(prompt, prompt_end, BLOCK):
-        there = start + lanes < prompt_end
-        ids = tl.load(prompt_ids_ptr + start + lanes, mask=there, other=0)
-        x = _repeated(values_ptr, ids, there, repetition)
-        tl.store(prompt_values_ptr + start + lanes, x, mask=there)
+        in_range = start + lanes < prompt_end
+        ids = tl.load(prompt_ids_ptr + start + lanes, mask=in_range, other=0)
+        x = _repeated(values_ptr, ids, in_range, repetition)
+        tl.store(prompt_values_ptr + start + lanes, x, mask=in_range)
     presence, frequency = tl.load(presence_ptr + d), tl.load(frequency_ptr + d)
     for start in range(output, output_end, BLOCK):
-        there = start + lanes < output_end
-        ids = tl.load(output_ids_ptr + start + lanes, mask=there, other=0)
-        count = tl.load(counts_ptr + start + lanes, mask=there, other=0).to(tl.float32)
-        x = _repeated(values_ptr, ids, there, repetition) - frequency * count - presence
-        tl.store(output_values_ptr + start + lanes, x, mask=there)
+        in_range = start + lanes < output_end
+        ids = tl.load(output_ids_ptr + start + lanes, mask=in_range, other=0)
+        count = tl.load(counts_ptr + start + lanes, mask=in_range, other=0).to(tl.float32)
+        x = _repeated(values_ptr, ids, in_range, repetition) - frequency * count - presence
+        tl.store(output_values_ptr + start + lanes, x, mask=in_range)
     tl.debug_barrier()
     _scatter(prompt_values_ptr, values_ptr, prompt_ids_ptr, prompt, prompt_end, BLOCK)
     tl.debug_barrier()
@@ -154,43 +154,43 @@ def _penalties_kernel(
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, values_ptr, first, end, BLOCK: tl.constexpr):
-    """How often each id is in its list, for which the values' places are used."""
+    """Write the number of occurrences of each id, counted in the memory of the values."""
     lanes = tl.arange(0, BLOCK)
     places = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in range(first, end, BLOCK):
-        there = start + lanes < end
-        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
-        tl.store(places + ids, lanes * 0, mask=there)
+        in_range = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=in_range, other=0)
+        tl.store(places + ids, lanes * 0, mask=in_range)
     tl.debug_barrier()
     for start in range(first, end, BLOCK):
-        there = start + lanes < end
-        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
-        tl.atomic_add(places + ids, lanes * 0 + 1, mask=there)
+        in_range = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=in_range, other=0)
+        tl.atomic_add(places + ids, lanes * 0 + 1, mask=in_range)
     tl.debug_barrier()
     for start in range(first, end, BLOCK):
-        there = start + lanes < end
-        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
-        count = tl.load(places + ids, mask=there, other=0, cache_modifier=".cg")
-        tl.store(counts_ptr + start + lanes, count, mask=there)
+        in_range = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=in_range, other=0)
+        count = tl.load(places + ids, mask=in_range, other=0, cache_modifier=".cg")
+        tl.store(counts_ptr + start + lanes, count, mask=in_range)
     tl.debug_barrier()
 
 
 @triton.jit
 def _put(logits_ptr, values_ptr, present_ptr, ids_ptr, first, end, hidden, BLOCK: tl.constexpr):
-    """Enter tokens as edited, with the model's logit, or -inf where it is hidden."""
+    """Mark tokens as edited, and set their values to the model's logits, or to -inf if hidden."""
     lanes = tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
-        there = start + lanes < end
-        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
-        x = tl.load(logits_ptr + ids, mask=there, other=0.0).to(tl.float32)
-        tl.store(values_ptr + ids, tl.where(hidden, float("-inf"), x), mask=there)
-        tl.atomic_or(present_ptr + ids // 32, (lanes * 0 + 1) << (ids % 32), mask=there)
+        in_range = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=in_range, other=0)
+        x = tl.load(logits_ptr + ids, mask=in_range, other=0.0).to(tl.float32)
+        tl.store(values_ptr + ids, tl.where(hidden, float("-inf"), x), mask=in_range)
+        tl.atomic_or(present_ptr + ids // 32, (lanes * 0 + 1) << (ids % 32), mask=in_range)
 
 
 @triton.jit
-def _repeated(values_ptr, ids, there, repetition):
-    """Values after the repetition penalty."""
-    x = tl.load(values_ptr + ids, mask=there, other=0.0, cache_modifier=".cg")
+def _repeated(values_ptr, ids, in_range, repetition):
+    """Return values after the repetition penalty."""
+    x = tl.load(values_ptr + ids, mask=in_range, other=0.0, cache_modifier=".cg")
     each = tl.full(x.shape, 1.0, tl.float32) * repetition
     return tl.where(x > 0, tl.div_rn(x, each), x * each)
 
@@ -199,6 +199,6 @@ def _repeated(values_ptr, ids, there, repetition):
 def _scatter(from_ptr, values_ptr, ids_ptr, first, end, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     for start in range(first, end, BLOCK):
-        there = start + lanes < end
-        ids = tl.load(ids_ptr + start + lanes, mask=there, other=0)
-        tl.store(values_ptr + ids, tl.load(from_ptr + start + lanes, mask=there), mask=there)
+        in_range = start + lanes < end
+        ids = tl.load(ids_ptr + start + lanes, mask=in_range, other=0)
+        tl.store(values_ptr + ids, tl.load(from_ptr + start + lanes, mask=in_range), mask=in_range)

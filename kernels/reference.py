@@ -1,7 +1,7 @@
-"""Reference kernels in plain torch: these define what is correct.
+"""Reference implementations of the kernels in plain torch, which define the correct results.
 
-Simple before fast: loops over sequences, float64 inside. They run on any device, and read nothing
-that the kernels may not read: a stale slot or a table entry past a sequence's blocks stays unread.
+They are simple instead of fast: loops over sequences, arithmetic in float64. They run on any device
+and, like the kernels, never read stale slots or table entries after a sequence's last block.
 """
 
 import torch
@@ -23,22 +23,8 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
-    order: torch.Tensor | None = None,  # [S] int32
-    shared_lens: torch.Tensor | None = None,  # [S] int32
-    max_query_len: int,
-    max_context_len: int,
-    min_query_len: int = 0,
-    num_splits: int | None = None,
-    work: object = None,
-    launch: int = 0,
-    chunks: object = None,
 ) -> None:
-    """Causal attention over a paged KV cache, one sequence after the other.
-
-    The arguments from `order` on decide how the kernel is launched. They change nothing here.
-    """
-    del order, shared_lens, max_query_len, max_context_len, min_query_len, num_splits, work, launch
-    del chunks
+    """Causal attention over a paged KV cache, one sequence after the other."""
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -66,7 +52,7 @@ def gather(
     table: torch.Tensor,  # [max_blocks]
     positions: torch.Tensor,  # [K]
 ) -> torch.Tensor:  # [K, Hkv, D]
-    """Read the tokens at `positions` of one sequence out of its blocks."""
+    """Return the cached keys or values of one sequence at these positions."""
     block_size = cache.shape[2]
     slots = table[positions // block_size].long()
     return cache[slots, :, positions % block_size]
@@ -77,7 +63,7 @@ def visible(
     key_positions: torch.Tensor,  # [K]
     sliding_window: int,
 ) -> torch.Tensor:  # [Q, K] bool
-    """Positions that each position sees: all up to itself; with a window w those in (p - w, p]."""
+    """Return the mask of causal attention: position p sees [0, p], with a window w (p - w, p]."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0
     return mask & (distance < sliding_window) if sliding_window else mask
@@ -93,7 +79,7 @@ def attention(
     softcap: float,
     sinks: torch.Tensor | None,  # [Hq]
 ) -> torch.Tensor:  # [Q, Hq, Dv] float64
-    """Masked softmax attention in float64. A sink is one more logit that has no value."""
+    """Masked softmax attention in float64. A sink is an additional logit without a value."""
     group = query.shape[1] // key.shape[1]
     key = key.double().repeat_interleave(group, dim=1)
     value = value.double().repeat_interleave(group, dim=1)
@@ -116,9 +102,9 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv]
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Scatter keys and values into their slots; a negative mapping skips the token.
+    """Scatter keys and values into their slots; skip tokens with a negative mapping.
 
-    Transposed float8 values are never NaN: the head's key is, instead.
+    A NaN among transposed float8 values becomes 0, and makes the head's key NaN instead.
     """
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
@@ -137,14 +123,14 @@ def unpack_block_tables(
     shape: torch.Tensor,  # [2] int32
     tables: torch.Tensor,  # [G, S, max_blocks] int32
 ) -> None:
-    """Write packed block tables of every group over the beginnings of the tables' rows."""
+    """Copy packed block tables of every group to the beginnings of the tables' rows."""
     count, width = shape.tolist()
-    there = packed[: len(tables) * count * width].view(len(tables), count, width)
-    tables[:, :count, :width] = there
+    blocks = packed[: len(tables) * count * width].view(len(tables), count, width)
+    tables[:, :count, :width] = blocks
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values in the cache's dtype. float8 e4m3fn saturates; old versions of torch make NaN."""
+    """Convert values to the cache's dtype; float8 saturates, which old torch versions do not do."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -154,7 +140,7 @@ def block_copy(
     pool: torch.Tensor,  # [num_slots, slot_elems]
     pairs: torch.Tensor,  # [C, 2]
 ) -> None:
-    """Copy the source slot's row of every pair over its destination slot's row."""
+    """Copy each pair's source slot to its destination slot."""
     sources, destinations = pairs.long().unbind(dim=1)
     pool[destinations] = pool[sources]
 
@@ -167,8 +153,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row (Zhang & Sennrich 2019,
-    arXiv:1910.07467; an offset of 1 is Gemma's)."""
+    """Normalize rows: x / sqrt(mean(x^2) + eps) * (offset + weight). Gemma has an offset of 1."""
     wide = x.double()
     inverse = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     out.copy_(wide * inverse * (offset + weight.double()))
@@ -179,8 +164,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """silu(gate) * up of rows that hold gate and up side by side (Shazeer 2020,
-    arXiv:2002.05202)."""
+    """Compute silu(gate) * up for rows that hold gate, then up."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     out.copy_(gate * gate.sigmoid() * up)
 
@@ -198,9 +182,8 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Queries normalized (where there is a norm) and rotated in place; keys likewise into their
-    slots, values as they are. Rotary positions as in GPT-NeoX: element i turns with i + R / 2 (Su
-    et al. 2021, arXiv:2104.09864)."""
+    """Normalize (if there are norms) and rotate queries in place; write keys, likewise, and values
+    to their slots. As in GPT-NeoX, element i is rotated with element i + R / 2."""
     _, num_kv_heads, _, width = key_cache.shape
     heads = qkv.view(len(qkv), qkv.shape[1] // width, width)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -230,7 +213,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Each row's maximum, where it is first reached, and its log-probability."""
+    """Write each row's maximum, its first index, and its log-probability."""
     values = logits.double()
     maximum.copy_(values.amax(1))
     max_logprob.copy_(values.log_softmax(1).amax(1))
@@ -241,11 +224,11 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W]
     down: torch.Tensor,  # [A, R, W]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; rows past A's are left alone
+    starts: torch.Tensor,  # [any + 1] int32; rows beyond A adapters are skipped
     *,
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
-    """Write each row's product with its adapter's first factor, whole in the first piece."""
+    """Write each row's product with its adapter's first factor to the first piece."""
     for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         lowered[:, start:stop] = 0
         lowered[0, start:stop] = (x[rows[start:stop]].double() @ factor.double().T).float()
@@ -255,11 +238,11 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32
     up: torch.Tensor,  # [A, M, R]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [any + 1] int32; rows past A's are left alone
+    starts: torch.Tensor,  # [any + 1] int32; rows beyond A adapters are skipped
     *,
     out: torch.Tensor,  # [T, M]
 ) -> None:
-    """Add each row's product with its adapter's second factor."""
+    """Add each row's product with its adapter's second factor to `out`."""
     whole = lowered.sum(0).to(up.dtype)
     for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         product = whole[start:stop].double() @ factor.double().T
@@ -274,7 +257,7 @@ def matmul(
     out: torch.Tensor,  # [M, N]
     adds: bool = False,
 ) -> None:
-    """Write every row's product with the weight into `out`, or add it to what that holds."""
+    """Write every row's product with the weight to `out`, or add it to `out`."""
     product = x.double() @ weight.double().T
     if bias is not None:
         product += bias.double()
@@ -287,7 +270,7 @@ def quantize_groups(
     codes: torch.Tensor,  # [T, K] float8
     scales: torch.Tensor,  # [G, T] float32
 ) -> None:
-    """Write rows as float8 and the scales of their groups of 128 columns, group after group."""
+    """Write rows as float8 codes, and the scales of their groups of 128 columns."""
     for group in range(num_blocks(x.shape[1])):
         columns = slice(group * BLOCK, (group + 1) * BLOCK)
         numbers = x[:, columns].float()
@@ -306,8 +289,8 @@ def fp8_linear(
     adds: bool = False,
     pieces: int | None = None,
 ) -> None:
-    """Write, or add, rows times a weight's transpose, of the numbers that both stand for."""
-    del pieces  # decides how the kernel is launched
+    """Write the product of the dequantized x and weight to `out`, or add it to `out`."""
+    del pieces  # affects the kernel's launch only
     rows = x.double()
     if x_scales is not None:
         rows = rows * x_scales.T.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

@@ -4,8 +4,7 @@ Formula, for every row:
 
     out = x / sqrt(mean(x^2) + eps) * (offset + weight)
 
-The sum, the root and the products are float32, rounded to `out`'s dtype once. One program takes one
-row whole.
+computed in float32 and rounded to the dtype of `out` once. One program normalizes one row.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""Statistics of rows of logits for sampling, in one pass.
+"""The maximum of each row of logits, its index and its log-probability, in one pass.
 
 Formula, for every row x:
 
     maximum = max_i x_i        argmax = the lowest i with x_i = maximum
     max_logprob = -log sum_i exp(x_i - maximum)
 
-In float32, by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867): every lane of a program
-has a maximum and a sum of its own, merged at the end. One program takes one row whole, so that its
-bits do not depend on the other rows. A row with NaN or +inf in it, or with nothing but -inf, gets a
-maximum that is not finite; the rest means nothing then.
+in float32, by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane of a program
+has its own maximum and sum, which are merged at the end. One program reads one row, so a row's bits
+do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not finite and
+its other statistics are undefined.
 """
 
 import torch
@@ -27,7 +27,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Write the three statistics of every row."""
+    """Write each row's maximum, the log-probability of its maximum, and its index."""
     check_launchable("row_stats", logits, maximum, max_logprob, argmax)
     num_rows, width = logits.shape
     if num_rows == 0:
@@ -74,14 +74,13 @@ def _row_stats_kernel(
 @triton.jit
 def add_logits(
     x,  # [...] float32
-    columns,  # [...] int32, larger than those before
-    best,  # [...] float32, -inf at first
+    columns,  # [...] int32, larger than in earlier calls
+    best,  # [...] float32, -inf in the first call
     best_at,  # [...] int32
-    total,  # [...] float32, 0 at first
+    total,  # [...] float32, 0 in the first call
 ):
-    """Add a logit to each lane's maximum, its place and its sum."""
-    # Of the old maximum and x one is the new maximum, and the term of the other shrinks by
-    # this factor. (-inf - -inf would be NaN.)
+    """Update each lane's maximum, its column and the sum with another logit."""
+    # The smaller one of the old maximum and x is scaled by this factor. (-inf - -inf would be NaN.)
     seen = tl.where(x == float("-inf"), 0.0, x)
     factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
     factor = tl.where(x == float("-inf"), 0.0, factor)
@@ -93,7 +92,7 @@ def add_logits(
 
 @triton.jit
 def merge_lanes(best, best_at, total, WIDTH: tl.constexpr):
-    """A row's maximum, its log-probability and its first place, from those of its lanes."""
+    """Merge lanes: return a row's maximum, its log-probability and its first column."""
     maximum = tl.max(best)
     at = tl.min(tl.where(best == maximum, best_at, WIDTH))
     total = tl.sum(total * tl.exp(best - maximum))

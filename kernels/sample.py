@@ -1,15 +1,20 @@
-"""Sampling: from rows of logits to tokens, without a sort and without the host.
+"""Sampling: draws tokens from rows of logits without sorting them and without the host.
 
-A program takes a distribution (a row of logits and the parameters that its samples share):
+One program computes one distribution (a row of logits, and parameters that its samples share):
 
-1. a pass over the row: the statistics of `row_stats`, and the largest edited logit and its place;
-2. a pass for the weights of its tiles (`sampling_row`), and with filters for the tokens that can be
-   the last kept (`sampling_filter`);
-3. for each sample a draw (`sampling_draw`), which reads one tile.
+1. one pass over the row for the statistics of `row_stats` and the largest edited logit;
+2. one pass for the integer weights of its tiles (`sampling_weights.py`) and, with top-k or top-p,
+   for candidates for the last kept token (`top_k_top_p.py`);
+3. one draw per sample, which reads one tile.
 
-So 16-bit logits cost 4 bytes each, greedy rows 2. A second, small launch has work for flat rows
-alone, whose last kept token was not found in one pass (`sampling_search`). No bit depends on
-other rows: weights are integers, whose sums are exact in any order.
+So the kernel reads 4 bytes per 16-bit logit, or 2 for greedy rows. A second launch searches flat
+rows, whose last kept token was not among the candidates. Weights are integers, whose sums are exact
+in any order, so no bit depends on other rows.
+
+A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
+weights). The sums of tiles tell which tile has it. u has 24 bits of Philox-4x32-10 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and (stream, sample index,
+position) as counter.
 """
 
 from typing import NamedTuple
@@ -21,24 +26,38 @@ import triton.language as tl
 from batchinfer.kernels.launch import check_launchable
 from batchinfer.kernels.penalties import EditedLogits
 from batchinfer.kernels.row_stats import add_logits, merge_lanes
-from batchinfer.kernels.sampling_draw import Draws, Samples, write_samples
-from batchinfer.kernels.sampling_weights import LOWEST_KEY, RowShape, load_logits, sort_keys
-from batchinfer.kernels.top_k_top_p import Found, add_up, find_in_one_pass, first_low
-from batchinfer.kernels.top_k_top_p_search import search_last_kept
+from batchinfer.kernels.sampling_weights import (
+    LOWEST_KEY,
+    RowShape,
+    is_kept,
+    load_logits,
+    sort_keys,
+    weigh,
+)
+from batchinfer.kernels.top_k_top_p import (
+    Found,
+    add_up,
+    find_in_one_pass,
+    first_low,
+    search_last_kept,
+)
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
-"""Why a sample has no token: its logits hold NaN or infinity; its edits leave none."""
+"""Reasons why a sample has no token: its logits hold NaN or infinity, or its edits forbid all
+tokens."""
 
-# Only what is written as a fused multiply-add is one, so that tokens are those of a CPU.
+# Fuse only explicit fused multiply-adds, so that tokens are the same as on a CPU.
 _OPTIONS = {"enable_fp_fusion": False}
-# The search, and edited logits, have no registers for more warps; edited ones take half the logits.
+# The search and edited logits need the registers of more warps. Programs for edited logits process
+# half the logits at a time.
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
-_FOUND = 256  # tokens of a segment that can be written down in a pass
+_SUMS_AT_A_TIME = tl.constexpr(1024)
+_FOUND = 256  # most candidates that one pass stores per segment
 
 
 class Distributions(NamedTuple):
-    """The parameters of D distributions; a kernel takes them as one argument."""
+    """The parameters of D distributions, passed to kernels as one argument."""
 
     rows: torch.Tensor  # [D] int32
     temperature: torch.Tensor  # [D] float32
@@ -47,43 +66,62 @@ class Distributions(NamedTuple):
     top_k: torch.Tensor  # [D] int32
 
 
+class Draws(NamedTuple):
+    """Samples of each distribution and keys of their random numbers, passed as one argument."""
+
+    starts: torch.Tensor  # [D + 1] int32
+    samples: torch.Tensor  # [k] int32
+    seed: torch.Tensor  # [K] int64
+    stream: torch.Tensor  # [K] int64
+    sample_index: torch.Tensor  # [K] int32
+    position: torch.Tensor  # [K] int32
+    given: torch.Tensor | None  # [K] int32
+
+
+class Samples(NamedTuple):
+    """The output of K samples, passed to kernels as one argument."""
+
+    token_ids: torch.Tensor  # [K] int64
+    logprobs: torch.Tensor  # [K] float32
+    failures: torch.Tensor  # [K] int32
+
+
 class _Scratch(NamedTuple):
-    """What the first launch leaves to the second."""
+    """Data that the first launch passes to the second."""
 
     tile_sums: torch.Tensor  # [D, NUM_TILES] int64
     found_values: torch.Tensor  # [D, SEGMENTS, FOUND] float32
     found_ids: torch.Tensor  # [D, SEGMENTS, FOUND] int32
     top: torch.Tensor  # [D] float32, the largest edited logit
-    left_low: torch.Tensor  # [D] int32: lower end of a flat row's interval, else LOWEST_KEY
-    left_masses: torch.Tensor  # [D, 2] int64: the weights inside of it, and in all
+    left_low: torch.Tensor  # [D] int32: lower end of the interval of a flat row; else LOWEST_KEY
+    left_masses: torch.Tensor  # [D, 2] int64: sum of weights in that interval, and of all weights
 
 
 def sample(
     logits: torch.Tensor,  # [R, V], last dimension contiguous
     *,
     rows: torch.Tensor,  # [D] int32, the row of each distribution
-    temperature: torch.Tensor,  # [D] float32, 0 = the most likely token
+    temperature: torch.Tensor,  # [D] float32, 0 = greedy
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
     top_k: torch.Tensor,  # [D] int32, 0 = all
-    starts: torch.Tensor,  # [D + 1] int32, where the samples of each distribution begin
-    samples: torch.Tensor,  # [k] int32, which of the K
+    starts: torch.Tensor,  # [D + 1] int32, index into `samples` of each distribution's first
+    samples: torch.Tensor,  # [k] int32, indices of samples
     seed: torch.Tensor,  # [K] int64
     stream: torch.Tensor,  # [K] int64
     sample_index: torch.Tensor,  # [K] int32
     position: torch.Tensor,  # [K] int32
-    given: torch.Tensor | None = None,  # [K] int32, a token that is not drawn; negative: drawn
+    given: torch.Tensor | None = None,  # [K] int32, token to use instead of drawing; negative: draw
     edits: EditedLogits | None = None,
-    draws: bool = True,  # whether any distribution is drawn from: has a temperature
-    filters: bool = True,  # whether any has top-k or top-p
-    maximum: torch.Tensor,  # [R] float32, as `row_stats` gives it
+    draws: bool = True,  # some distribution has a temperature over 0
+    filters: bool = True,  # some distribution has top-k or top-p
+    maximum: torch.Tensor,  # [R] float32, as in `row_stats`
     max_logprob: torch.Tensor,  # [R] float32
-    token_ids: torch.Tensor,  # [K] int64
-    logprobs: torch.Tensor,  # [K] float32, of the token by the model's logits
-    failures: torch.Tensor,  # [K] int32: 0, NONFINITE or NO_TOKEN_LEFT; then token and log-
-    #                          probability are 0
+    token_ids: torch.Tensor,  # [K] int64; 0 after a failure
+    logprobs: torch.Tensor,  # [K] float32, by the model's logits; 0 after a failure
+    failures: torch.Tensor,  # [K] int32: 0, NONFINITE or NO_TOKEN_LEFT
 ) -> None:
-    """Write the samples that are named, and the statistics of the rows that are."""
+    """Write the samples in `samples`, and the statistics of the rows in `rows`."""
     check_launchable("sample", logits, rows, samples, token_ids)
     num_distributions, vocab = len(rows), logits.shape[1]
     if num_distributions == 0:
@@ -129,12 +167,12 @@ def sample(
 
 
 def tile_width(dtype: torch.dtype) -> int:
-    """Logits that a warp loads at once, 16 bytes a thread."""
+    """Return the logits that a warp loads at once, 16 bytes per thread."""
     return int(512 // dtype.itemsize)
 
 
 def _readable(logits: torch.Tensor) -> int:
-    """Elements of a row that may be read: whole vectors, where rows are padded to that."""
+    """Return the elements of a row that may be read: whole vectors if rows are padded to them."""
     whole = -(-logits.shape[1] // 16) * 16
     padded = logits.stride(0) % 16 == 0 and logits.stride(0) >= whole
     end = logits.storage_offset() + (len(logits) - 1) * logits.stride(0) + whole
@@ -143,14 +181,14 @@ def _readable(logits: torch.Tensor) -> int:
 
 
 def _unused_bits(dtype: torch.dtype) -> int:
-    """Low bits that are the same in every float32 made of the type."""
+    """Return the number of low bits that are equal in all float32 converted from `dtype`."""
     return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
 
 
 @triton.jit
 def _scale_of(distribution, top, draws, distributions):
-    """The arguments of `weigh` that are the distribution's."""
-    # Smaller temperatures mean the same as 1e-30; their reciprocals are infinite.
+    """Return the argument `scale` of `weigh` for a distribution."""
+    # Temperatures below 1e-30 have the same effect, but their reciprocals are infinite.
     temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
@@ -186,8 +224,8 @@ def _is_finite(x):
 
 @triton.jit
 def _statistics(row, shape, STAGES: tl.constexpr):
-    """Maximum of the model's logits and its log-probability; the lanes' largest edited logits, and
-    where the largest first is."""
+    """Return the model's largest logit, its log-probability, each lane's largest edited logit, and
+    the first column of the largest edited logit."""
     lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
     raw_best = tl.full([shape.SEGMENTS, shape.WIDTH], float("-inf"), tl.float32)
     total = tl.zeros([shape.SEGMENTS, shape.WIDTH], tl.float32)
@@ -198,7 +236,7 @@ def _statistics(row, shape, STAGES: tl.constexpr):
         raw, x = load_logits(row, columns, shape)
         raw_best, raw_at, total = add_logits(raw, columns, raw_best, raw_at, total)
         if row[1] is not None:
-            x = tl.where(x != x, float("inf"), x)  # neither can be drawn from
+            x = tl.where(x != x, float("inf"), x)  # NaN and infinity both fail as NONFINITE
             larger = x > best
             best, best_at = tl.where(larger, x, best), tl.where(larger, columns, best_at)
     maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, shape.VOCAB)
@@ -207,6 +245,89 @@ def _statistics(row, shape, STAGES: tl.constexpr):
     else:
         chosen = tl.min(tl.where(best == tl.max(best), best_at, shape.VOCAB))
     return maximum, max_logprob, best, chosen
+
+
+@triton.jit
+def _random_bits(keys, sample):
+    """Return 24 random bits as int64."""
+    stream = tl.load(keys.stream + sample)
+    words = tl.philox(
+        tl.load(keys.seed + sample),
+        (stream & 0xFFFFFFFF).to(tl.uint32),
+        ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        tl.load(keys.sample_index + sample).to(tl.uint32),
+        tl.load(keys.position + sample).to(tl.uint32),
+    )
+    return (words[0] >> 8).to(tl.int64)
+
+
+@triton.jit
+def _draw(row, scale, cut, last, bits, tile_sums_ptr, shape):
+    """Return the first token whose cumulative weight exceeds floor(sum * bits / 2^24)."""
+    num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
+    lanes = tl.arange(0, _SUMS_AT_A_TIME)
+    every = tl.full([], 0, tl.int64)
+    for start in range(0, num_tiles, _SUMS_AT_A_TIME):
+        in_range = start + lanes < num_tiles
+        # Bypass the L1 cache, which atomic additions do not update.
+        every += tl.sum(
+            tl.load(tile_sums_ptr + start + lanes, mask=in_range, other=0, cache_modifier=".cg")
+        )
+    # Multiply in two parts, because the product does not fit in 63 bits.
+    target = (every >> 24) * bits + ((every & 0xFFFFFF) * bits >> 24)
+    tile, before = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    seen = tl.full([], 0, tl.int64)
+    for start in range(0, num_tiles, _SUMS_AT_A_TIME):
+        in_range = start + lanes < num_tiles
+        sums = tl.load(tile_sums_ptr + start + lanes, mask=in_range, other=0, cache_modifier=".cg")
+        cumulative = seen + tl.cumsum(sums, 0)
+        passed = in_range & (cumulative <= target)
+        tile += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, cumulative, tl.zeros_like(sums))))
+        seen += tl.sum(sums)
+    columns = tile * shape.WIDTH + tl.arange(0, shape.WIDTH)
+    _, x = load_logits(row, columns, shape)
+    weights = weigh(x, scale)
+    kept = (columns < shape.VOCAB) & is_kept(sort_keys(x, shape.SHIFT), columns, cut, last)
+    cumulative = before + tl.cumsum(tl.where(kept, weights, tl.zeros_like(weights)), 0)
+    return tile * shape.WIDTH + tl.sum((cumulative <= target).to(tl.int32))
+
+
+@triton.jit
+def _write_samples(
+    distribution,
+    row,
+    scale,
+    cut,
+    last,
+    draws,  # draw tokens, instead of using `likeliest`
+    likeliest,
+    failure,  # int32, for all samples
+    maximum,  # of the model's logits
+    max_logprob,
+    keys,  # Draws
+    found,  # Found
+    outputs,  # Samples
+    shape,  # RowShape
+    DRAWS: tl.constexpr,
+):
+    """Write the samples of a distribution."""
+    first, end = tl.load(keys.starts + distribution), tl.load(keys.starts + distribution + 1)
+    for place in range(first, end):
+        sample = tl.load(keys.samples + place)
+        token = likeliest
+        if DRAWS:  # noqa: SIM102 - a compile-time condition, unlike the next one
+            if draws:
+                bits = _random_bits(keys, sample)
+                token = _draw(row, scale, cut, last, bits, found.tile_sums, shape)
+        if keys.given is not None:
+            given = tl.load(keys.given + sample)
+            token = tl.where(given >= 0, given, token)
+        token = tl.where(failure == 0, token, 0)
+        logprob = (tl.load(row[0] + token).to(tl.float32) - maximum) + max_logprob
+        tl.store(outputs.token_ids + sample, token.to(tl.int64))
+        tl.store(outputs.logprobs + sample, tl.where(failure == 0, logprob, 0.0))
+        tl.store(outputs.failures + sample, failure)
 
 
 @triton.jit
@@ -225,7 +346,7 @@ def _sample_kernel(
 ):
     distribution = tl.program_id(0).to(tl.int64)
     at = tl.load(distributions.rows + distribution).to(tl.int64)
-    # (Both kernels have these lines: Triton 3.6 has no function that returns a tuple with None.)
+    # (Both kernels repeat these lines: in Triton 3.6 no function can return a tuple with None.)
     row = (logits_ptr + at * row_stride, None, None, False)
     if edits is not None:
         row = (
@@ -273,7 +394,7 @@ def _sample_kernel(
             tl.store(scratch.top + distribution, top)
             tl.store(scratch.left_low + distribution, tl.where(done, LOWEST_KEY, low))
     if done:
-        write_samples(
+        _write_samples(
             distribution, row, scale, cut, last, draws, likeliest, failure, maximum, max_logprob,
             keys, found, outputs, shape, DRAWS,
         )  # fmt: skip
@@ -313,7 +434,7 @@ def _sample_rest_kernel(
             tl.load(distributions.top_p + distribution), low, sort_keys(top, shape.SHIFT),
             scratch.left_masses + 2 * distribution, found, shape,
         )  # fmt: skip
-        write_samples(
+        _write_samples(
             distribution, row, scale, cut, last, True, cut, cut * 0,
             tl.load(maximum_ptr + at), tl.load(max_logprob_ptr + at),
             keys, found, outputs, shape, DRAWS,

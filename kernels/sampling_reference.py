@@ -1,4 +1,4 @@
-"""References of the sampling kernels in plain torch, simple and slow."""
+"""Reference implementations of the sampling kernels in plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sample(
     logprobs: torch.Tensor,  # [K] float32
     failures: torch.Tensor,  # [K] int32
 ) -> None:
-    """Tokens of each distribution: sorted, cut off after top-k and top-p, and drawn by id."""
+    """Sort each distribution's tokens, apply top-k and top-p, and draw by id."""
     for d, row in enumerate(rows.tolist()):
         raw = logits[row].float()
         maximum[row] = raw.amax()
@@ -61,7 +61,7 @@ def sample(
 
 
 def edited_row(raw: torch.Tensor, edits: EditedLogits, d: int) -> torch.Tensor:
-    """A row [V] with its edits in place."""
+    """Return a row [V] with the edits of distribution `d`."""
     ids = torch.arange(len(raw))
     present = (edits.present[d].cpu()[ids // 32] >> (ids % 32)) & 1 == 1
     others = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
@@ -77,7 +77,7 @@ def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """a * b + c of float32, rounded once, but for one in 2^29."""
+    """Return float32 a * b + c, rounded once except in one of 2^29 cases."""
     factor = b.double() if isinstance(b, torch.Tensor) else float(torch.tensor(b))
     term = c.double() if isinstance(c, torch.Tensor) else float(torch.tensor(c))
     return (a.double() * factor + term).float()
@@ -86,7 +86,7 @@ def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> t
 def weigh(
     x: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, min_p: float
 ) -> torch.Tensor:
-    """floor(2^40 exp((x - top) / temperature)), or 0 where exp is less than `min_p`; int64."""
+    """Return int64 floor(2^40 exp((x - top) / temperature)), or 0 if exp is below `min_p`."""
     temperature = temperature.clamp(min=1e-30)
     y = (x - top).clamp(min=-88.0 * temperature) / temperature
     n = (y * torch.tensor(1.44269504)).round()
@@ -99,7 +99,7 @@ def weigh(
 
 
 def _keep_most_likely(weights: torch.Tensor, x: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Set the weights of all tokens but the most likely to 0."""
+    """Set the weights of tokens that top-k or top-p drop to 0."""
     limited = 0 < top_k < len(x)
     if not limited and top_p >= 1:
         return
@@ -114,7 +114,7 @@ def _keep_most_likely(weights: torch.Tensor, x: torch.Tensor, top_k: int, top_p:
 def random_bits(
     seed: torch.Tensor, stream: torch.Tensor, sample_index: torch.Tensor, position: torch.Tensor
 ) -> int:
-    """24 bits of Philox-4x32-10 (Salmon et al. 2011), of scalars."""
+    """Return 24 bits of Philox-4x32-10 (Salmon et al. 2011) for one key."""
     key = [int(seed) & _WORD, int(seed) >> 32 & _WORD]
     c = [int(stream) & _WORD, int(stream) >> 32 & _WORD, int(sample_index), int(position)]
     for _ in range(10):
@@ -141,7 +141,7 @@ def apply_penalties(
     presence: torch.Tensor,  # [D] float32
     frequency: torch.Tensor,  # [D] float32
 ) -> EditedLogits:
-    """Logits of each distribution, token by token: biases, allowed tokens, penalties."""
+    """Apply biases, allowed tokens and penalties token by token."""
     vocab = logits.shape[1]
     words = torch.zeros(len(rows), math.ceil(vocab / 32), dtype=torch.int64)
     values = torch.full((len(rows), vocab), torch.nan)
@@ -178,9 +178,9 @@ def apply_penalties(
 def apply_token_bitmask(
     logits: torch.Tensor,  # [R, V], changed in place
     rows: torch.Tensor,  # [M] int32
-    masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i may come
+    masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i is allowed
 ) -> None:
-    """Tokens that masks leave out become -inf."""
+    """Set the logits of forbidden tokens to -inf."""
     for row, mask in zip(rows.tolist(), masks.tolist(), strict=True):
         for token in range(logits.shape[1]):
             if token // 32 >= len(mask) or not mask[token // 32] >> (token % 32) & 1:

@@ -1,14 +1,14 @@
-"""Rows of logits as the sampling kernel reads them: edited values, keys, integer weights.
+"""Loads rows of logits for sampling, and computes their sort keys and integer weights.
 
-A tile is `WIDTH` neighbors of a row, as many as a warp loads at once, so that sums over a tile stay
-within a warp. A program reads `SEGMENTS` tiles at a time, [SEGMENTS, WIDTH].
+A tile is `WIDTH` adjacent logits, which a warp loads at once, so that sums over a tile stay within
+a warp. A program reads `SEGMENTS` tiles at a time, [SEGMENTS, WIDTH].
 
-Formula of a weight, for a logit x of a row whose largest is m, at temperature t:
+Weight of a logit x in a row with largest logit m, at temperature t:
 
     w(x) = floor(2^40 exp((x - m) / t)), or 0 where exp((x - m) / t) < min_p
 
-The division is rounded as IEEE 754 has it (Markstein 1990, IBM Journal of Research and Development
-34:1: a quotient by a rounded reciprocal, corrected once). exp is the polynomial of
+The division is rounded as in IEEE 754 (Markstein 1990, IBM Journal of Research and Development
+34:1: multiply by the rounded reciprocal, then correct once). exp is the polynomial of
 `cpu/element_types.h`, with the fused multiply-adds that compilers make of it: the same logits give
 the same bits.
 """
@@ -18,33 +18,33 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Below every key: that of -inf is larger.
+# Smaller than all keys, including the key of -inf.
 LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31))
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.44269504)
 _MINUS_LN_2: tl.constexpr = tl.constexpr(-0.6931471805599453)
-# Added and taken off again, it rounds a number below 2^22 to the nearest integer.
+# Adding and subtracting this constant rounds a number below 2^22 to the nearest integer.
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 _WEIGHT_OF_MAX: tl.constexpr = tl.constexpr(2.0**40)
 
 
 class RowShape(NamedTuple):
-    """Constants of rows and of how programs read them; a kernel takes them as one argument."""
+    """Constants of rows and tiles, passed to kernels as one argument."""
 
     VOCAB: Any
     READABLE: Any  # elements of a row that may be read
     SEGMENTS: Any
     WIDTH: Any
-    FOUND: Any  # tokens of a segment that a pass writes down; 0: nothing is filtered
-    SHIFT: Any  # low bits that keys do not have
+    FOUND: Any  # most candidates that a pass stores per segment; 0: no filters
+    SHIFT: Any  # number of low bits that keys omit
 
 
 @triton.jit
 def load_logits(row, columns, shape):
-    """The model's logits and the edited ones, float32; -inf outside of the row.
+    """Return the model's and the edited logits, float32; -inf outside the row.
 
-    A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; where they are,
-    [VOCAB / 32] int32, or None; whether no other tokens are allowed.
+    A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; bits of edited tokens
+    [VOCAB / 32] int32, or None; whether tokens that are not edited are forbidden.
     """
     logits_ptr, values_ptr, present_ptr, restricted = row
     raw = tl.load(logits_ptr + columns, mask=columns < shape.READABLE, other=float("-inf"))
@@ -62,16 +62,16 @@ def load_logits(row, columns, shape):
 
 @triton.jit
 def sort_keys(x, SHIFT: tl.constexpr):
-    """int32 in the order of float32 `x`, less the bits that its type does not have."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, which it is equal to
+    """Return int32 keys in the order of float32 `x`, without the SHIFT low bits."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # turns -0.0 into 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def weigh(x, scale):
-    """Weights, int64; `scale` is (largest logit, temperature, 1 / temperature rounded, min_p)."""
+    """Return int64 weights; `scale` is (largest logit, temperature, 1 / temperature, min_p)."""
     top, temperature, inverse, min_p = scale
-    # Logits further below have no weight, and -inf would make NaN.
+    # Lower logits have no weight, and -inf would become NaN.
     distance = tl.maximum(x - top, -88.0 * temperature)
     y = distance * inverse
     y = tl.fma(tl.fma(-y, temperature + 0.0 * y, distance), inverse + 0.0 * y, y)
@@ -93,15 +93,15 @@ def weigh(x, scale):
 
 @triton.jit
 def is_kept(keys, columns, cut, last):
-    """Whether tokens come, in the order of most likely, before or at token `last` of key `cut`."""
+    """Return a mask of tokens up to and including the one with key `cut` and id `last`."""
     return (keys > cut) | ((keys == cut) & (columns <= last))
 
 
 @triton.jit
 def last_reaching(keys, measures, goal, low, high):
-    """The largest key for which the measures of that key and larger ones reach the goal.
+    """Return the largest key in [low, high] such that tokens from that key up reach the goal.
 
-    It is at least `low`, which reaches it, and at most `high`.
+    The caller ensures that tokens from `low` up reach it.
     """
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)

@@ -1,12 +1,12 @@
-"""Attention of decodes to pieces of context that several of them have in the same blocks.
+"""Attention of decodes to pieces of context that several sequences have in the same blocks.
 
-One program has a tile of rows (sequences that share the piece, times the query heads of one KV
-head) and reads the piece once for all of them: a product of matrices where each sequence alone
-would multiply by a few rows. A row's partial state is merged with those of its other pieces.
+One program computes a tile of rows (sequences that share the piece, times the query heads of one KV
+head) and reads the piece once for all rows. Each row's partial state is then merged with the states
+of its other pieces.
 
-Sources: attention to a shared prefix by all of its sequences at once, joined with their own parts
-by log-sum-exp, is Hydragen (Juravsky et al. 2024, arXiv:2402.05099); over a tree of prefixes it is
-the cascade of FlashInfer (Ye et al. 2025, arXiv:2501.01005).
+Sources: Hydragen (Juravsky et al. 2024, arXiv:2402.05099) computes attention to a shared prefix for
+all sequences at once and joins it with their own parts by log-sum-exp; FlashInfer's cascade (Ye et
+al. 2025, arXiv:2501.01005) does this for a tree of prefixes.
 """
 
 from typing import Any
@@ -27,11 +27,11 @@ from batchinfer.kernels.split_kv import store_partials
 
 
 def shared_config(heads: Heads) -> LaunchConfig:
-    """Launch shape: 64 rows, or one token's heads where a group has more.
+    """Return the launch shape: 64 rows, or the heads of one token if a group has more.
 
-    Pieces of a small tree then cost little more than reading them; a large one is read from the L2
-    once for every tile. The sums of wide heads take most registers, and float8 some to be widened:
-    tiles are short there, and one is fetched ahead.
+    If few sequences share a piece, it then takes little more time than reading the piece. If many
+    do, each tile reads the piece from the L2 cache. Sums of wide heads take most registers, and so
+    does converting float8: these cases have short tiles, one of which is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
@@ -50,8 +50,8 @@ def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch
     """Compute the partial states of shared pieces.
 
     Args:
-        shared: the arguments that all attention kernels have.
-        launch: which of the launches that the work list is for.
+        shared: from `shared_arguments`.
+        launch: index of this launch among those that use the work list.
     """
     config = shared_config(heads)
     num_programs = num_persistent(work.items.device, len(work.items) * shared["NUM_KV_HEADS"])
@@ -79,13 +79,13 @@ def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch
 @triton.jit
 def _sequences_of_tile(
     decode_shared_ptr,  # [S] int32
-    place,  # in the order, of the first
+    place,  # index of the first sequence in the order
     end,  # of the piece
     num_sequences,
-    SEQUENCES: tl.constexpr,  # at most
+    SEQUENCES: tl.constexpr,  # most sequences of a tile
     ROWS: tl.constexpr,
-):
-    # Up to the first that does not share the piece with the one before it.
+):  # number of sequences
+    # Count up to the first sequence that does not share the piece with the previous one.
     after = tl.arange(0, ROWS)
     places = place + after
     shared = tl.load(decode_shared_ptr + places, mask=places < num_sequences, other=0)
@@ -105,30 +105,30 @@ def _shared_kernel(
     query_starts_ptr,  # [S + 1] int32
     order_ptr,  # [S] int32
     decode_shared_ptr,  # [S] int32
-    items_ptr,  # [N, 2] int32: place in the order of a tile's first sequence, piece
-    counters_ptr,  # [2, num_counters] int32: items, then taken items of each launch
+    items_ptr,  # [N, 2] int32: index in the order of a tile's first sequence, and piece
+    counters_ptr,  # [2, num_counters] int32: items, then the items that each launch has taken
     partials,  # Partials
     score_scale,
     cap,  # or None
     max_pieces,
     num_counters,
-    launch,  # of those that share the work list
+    launch,  # index of this launch among those that use the work list
     num_sequences,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     PIECE: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # of a tile
+    SEQUENCES: tl.constexpr,  # most sequences of a tile
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     key_columns = tl.arange(0, cache.KEY_BLOCK)
-    # Read again for each item: registers are scarce.
+    # Counters are read again for each item, to save registers.
     ticket = tl.atomic_add(counters_ptr + num_counters + 1 + launch, 1)
     while ticket < tl.load(counters_ptr + num_counters) * NUM_KV_HEADS:
-        # Those of single sequences come first.
+        # Single items come first in the list.
         item = (tl.load(counters_ptr) + ticket // NUM_KV_HEADS).to(tl.int64)
-        kv_head = ticket % NUM_KV_HEADS  # int32 as the offsets of heads in a slot
+        kv_head = ticket % NUM_KV_HEADS  # int32, like the offsets of heads in a slot
         place = tl.load(items_ptr + 2 * item)
         piece = tl.load(items_ptr + 2 * item + 1)
         end = (piece + 1) * PIECE
@@ -147,15 +147,15 @@ def _shared_kernel(
             cache.key_ptr.dtype.element_ty,
         )
         row_max, row_sum = initial_state(None, heads, row_live, ROWS)
-        # Every row sees the whole piece, in the blocks of any of its sequences.
+        # Every row sees the whole piece, in the blocks of the tile's first sequence.
         table_row = tl.load(order_ptr + place).to(tl.int64)
         row_max, row_sum, acc = attend(
             query, rows, piece * PIECE, end, row_max, row_sum,
             tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32),
             cache, kv_head, table_ptr + table_row * table_stride, scales, cap, None, TILE, False,
         )  # fmt: skip
-        # Loaded again, in int32: registers are scarce, and the workspace is small. Clamped: Triton
-        # would reuse the same load from above.
+        # Load the sequences again, as int32, to save registers (the workspace is small enough).
+        # Clamping keeps Triton from reusing the load above.
         places = tl.minimum(place + rows // GROUP, num_sequences - 1)
         sequences = tl.load(order_ptr + places)
         at = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece

@@ -1,10 +1,10 @@
-"""The gate of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
+"""The activation of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
 
-Formula, for rows that hold gate and up side by side:
+Formula, for rows that hold gate, then up:
 
     out = gate * sigmoid(gate) * up
 
-in float32, rounded to `out`'s dtype once.
+in float32, rounded to the dtype of `out` once.
 """
 
 import torch
@@ -21,7 +21,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], contiguous
 ) -> None:
-    """Gate every row of `gate_up` into `out`."""
+    """Write silu(gate) * up of every row to `out`."""
     check_launchable("silu_mul", gate_up, out)
     num_rows, width = out.shape
     if num_rows == 0:

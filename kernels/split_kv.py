@@ -1,7 +1,7 @@
-"""How contexts are cut into pieces, and how the results of pieces are merged.
+"""Cuts contexts into pieces, and merges the results of pieces (split-KV, as in Flash-Decoding).
 
-A piece leaves the state (m, l, o) of each of its rows: the maximum score, the sum of weights, and
-the output not divided by it (`README.md`, "Merging pieces").
+The result of a piece is the state (m, l, o) of each row: the maximum score, the sum of weights, and
+the output before it is divided by that sum (`README.md`, "Merging pieces").
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ MAX_WORKSPACE_BYTES = 256 * 2**20
 
 
 class Partials(NamedTuple):
-    """The states of pieces; a kernel takes them as one argument."""
+    """The states of pieces, passed to kernels as one argument."""
 
     out_ptr: torch.Tensor  # [S, Hq, max_pieces, Dv] float32
     max_ptr: torch.Tensor  # [S, Hq, max_pieces] float32
@@ -32,7 +32,7 @@ class Partials(NamedTuple):
         value_width: int,
         device: torch.device,
     ) -> "Partials":
-        """Allocate them; contexts of one piece leave none."""
+        """Allocate the states; contexts of one piece need none."""
         shape = (num_sequences, num_heads, max_pieces) if max_pieces > 1 else (1, 1, 1)
         out = torch.empty(*shape, value_width, dtype=torch.float32, device=device)
         return cls(out, *torch.empty((2, *shape), dtype=torch.float32, device=device).unbind())
@@ -49,14 +49,14 @@ def merge_partials(
     max_pieces: int,
     piece: int,
     head_groups: int,
-    fixed: bool = False,
+    aligned: bool = False,
 ) -> None:
     """Merge the pieces of every context that has several.
 
     Args:
-        piece: tokens of a piece.
-        head_groups: programs that share the heads of a sequence equally.
-        fixed: contexts are cut by `aligned_pieces`, else by `pieces`.
+        piece: tokens per piece.
+        head_groups: programs per sequence; each merges an equal number of heads.
+        aligned: contexts are cut by `aligned_pieces` instead of `pieces`.
     """
     num_heads, width = out.shape[1:]
     _merge_kernel[(len(context_lens), head_groups)](
@@ -73,7 +73,7 @@ def merge_partials(
         WIDTH=width,
         WIDTH_BLOCK=padded(width),
         PIECE=piece,
-        FIXED=fixed,
+        ALIGNED=aligned,
         num_warps=4,
         **OPTIONS,
     )
@@ -86,11 +86,11 @@ def pieces(
     max_pieces,
     PIECE: tl.constexpr,
 ):
-    """First position to read, first position of the first piece, length and number of pieces.
+    """Return the first position to read, the first piece's first position, length and number.
 
-    Pieces begin at a multiple of 128, which is one of every tile. They have PIECE tokens, or a
-    multiple of it where max_pieces of them would not reach the end. There is at least one piece,
-    perhaps empty, since it writes the output.
+    The first piece begins at a multiple of 128, which every tile divides. Pieces have PIECE tokens,
+    or a multiple of PIECE if max_pieces pieces would not reach the end. There is always at least
+    one piece, even if it is empty, because a piece writes the output.
     """
     begin = context_len * 0 if window is None else tl.maximum(context_len - window, 0)
     first = begin // 128 * 128
@@ -102,25 +102,25 @@ def pieces(
 
 @triton.jit
 def aligned_pieces(
-    begin,  # [...] first position and
-    end,  # [...] last + 1
+    begin,  # [...] first position
+    end,  # [...] one past the last position
     PIECE: tl.constexpr,
 ):
-    """The first piece, counted from position 0, and the number of pieces, at least one."""
+    """Return the number of the first piece, counted from position 0, and of pieces, at least 1."""
     first = begin // PIECE
     return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
 
 
-# Multiply-adds are written out, so that no compiler fuses them differently in another kernel;
-# joining to nothing, or joining nothing, changes no bit.
+# Fused multiply-adds are explicit, so that the compiler rounds alike in all kernels. Joining an
+# empty state changes no bit.
 @triton.jit
 def join_sums(
-    total_max,  # [ROWS] float32: of the pieces before
+    total_max,  # [ROWS] float32: of the previous pieces
     total_sum,  # [ROWS] float32
     piece_max,  # [ROWS] float32
     piece_sum,  # [ROWS] float32
 ):
-    """Maximum and sum of both, and the factors of their outputs."""
+    """Return the joined maximum and sum, and the factors for both outputs."""
     new_max = tl.maximum(total_max, piece_max)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(total_max - shift)
@@ -166,12 +166,12 @@ def _merge_kernel(
     partials,  # Partials
     window,  # or None
     max_pieces,
-    GROUP: tl.constexpr,  # heads of a program
+    GROUP: tl.constexpr,  # heads per program
     GROUP_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
-    FIXED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
@@ -179,7 +179,7 @@ def _merge_kernel(
         return
     context_len = tl.load(context_lens_ptr + sequence)
     begin, _, _, count = pieces(context_len, window, max_pieces, PIECE)
-    if FIXED:
+    if ALIGNED:
         _, count = aligned_pieces(begin, context_len, PIECE)
     if count == 1:
         return

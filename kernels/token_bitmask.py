@@ -1,6 +1,6 @@
-"""Token bitmasks over logits: -inf for tokens that a grammar forbids.
+"""Sets the logits of tokens that a grammar's bitmask forbids to -inf.
 
-Only the mask is read, a bit a token; logits of allowed tokens are not touched.
+The kernel reads one bit per token, and does not read or write the logits of allowed tokens.
 """
 
 import torch
@@ -14,10 +14,10 @@ _BLOCK = 4096
 
 def apply_token_bitmask(
     logits: torch.Tensor,  # [R, V], last dimension contiguous; changed in place
-    rows: torch.Tensor,  # [M] int32, all different, of the R
+    rows: torch.Tensor,  # [M] int32, distinct rows of logits
     masks: torch.Tensor,  # [M, words] int32, bit i % 32 of word i // 32: token i is allowed
 ) -> None:
-    """Set the logits of tokens that are not in their row's mask to -inf; beyond it none is."""
+    """Set the logits of forbidden tokens to -inf; tokens beyond the last word are forbidden."""
     check_launchable("apply_token_bitmask", logits, rows, masks)
     vocab = logits.shape[1]
     if len(rows) == 0:
@@ -42,8 +42,8 @@ def _token_bitmask_kernel(
     logits_ptr += tl.load(rows_ptr + masked).to(tl.int64) * row_stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     words = columns // 32
-    there = (columns < VOCAB) & (words < num_words)
-    mask = tl.load(masks_ptr + masked * num_words + words, mask=there, other=0)
+    in_range = (columns < VOCAB) & (words < num_words)
+    mask = tl.load(masks_ptr + masked * num_words + words, mask=in_range, other=0)
     forbidden = ((mask >> (columns % 32)) & 1) == 0
     nothing = tl.full([BLOCK], float("-inf"), tl.float32).to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + columns, nothing, mask=(columns < VOCAB) & forbidden)

@@ -1,22 +1,27 @@
-"""Top-k and top-p of a row of logits, exactly, without sorting it.
+"""Exact top-k and top-p of a row of logits without sorting it.
 
-The most likely tokens are a prefix of one total order: larger logits first, equal logits by
-ascending id (-0 equals 0). The tokens kept are given by the last one, a key and an id. Top-k is the
-prefix of k tokens. Top-p is its shortest prefix with
+Both keep a prefix of one total order of tokens: larger logits first, equal logits by ascending id
+(-0 equals 0). The key and id of the last kept token describe the prefix. Top-k keeps k tokens.
+Top-p keeps the shortest prefix of those with
 
-    float64(mass of the prefix) >= float64(top_p) float64(mass of what top-k keeps)
+    float64(mass of the prefix) >= float64(top_p) float64(mass after top-k)
 
-in integer weights, so that ties and sums are as on a CPU (Holtzman et al. 2020, arXiv:1904.09751).
+in integer weights, so that ties and sums are the same as on a CPU (Holtzman et al. 2020,
+arXiv:1904.09751).
 
-A pass over the row adds up the weights above an interval of keys and writes the tokens inside it
-("found"). If the prefix ends inside and all of it was written, its end is searched there, by
-halving the interval. The first interval holds the k largest of the lanes' maxima, 1,024 for top-p
-alone, and so k tokens at least: one pass is enough unless a row is flat. Those rows are left to
-`top_k_top_p_search.py`.
+A pass over the row sums the weights above an interval of keys and stores the tokens inside it (the
+candidates). If the prefix ends inside and all candidates fit, bisection finds its end among them.
+The first interval contains the k largest of the lanes' maxima (1,024 for top-p alone), hence at
+least k tokens. So one pass is enough unless the row is flat.
 
-Read for it: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
-vllm/v1/sample/ops/topk_topp_triton.py), and the rejection sampling of FlashInfer
-(include/flashinfer/sampling.cuh), whose tokens are others than those of an inverse distribution.
+For flat rows, `search_last_kept` continues: one tile per segment serves as a sample that estimates
+where the prefix ends, and another pass stores the tokens of a smaller interval there. If estimates
+fail too often, the interval is halved, down to a single key whose tokens are counted by id. Most
+flat rows need one such pass; 32 is the maximum.
+
+Related: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
+vllm/v1/sample/ops/topk_topp_triton.py), and FlashInfer's rejection sampling
+(include/flashinfer/sampling.cuh), which draws other tokens than inverse transform sampling.
 """
 
 from typing import NamedTuple
@@ -35,32 +40,36 @@ from batchinfer.kernels.sampling_weights import (
 )
 
 _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
-# No two programs fit on a multiprocessor, so that one has to keep its memory busy.
+# Margin on both sides of an estimate, as a share of the kept mass: about one standard deviation. A
+# larger margin would find more candidates than can be stored.
+_MARGIN: tl.constexpr = tl.constexpr(1 / 200)
+_PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
+# Only one program fits on a multiprocessor, so it needs several loads in flight.
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 
 class Found(NamedTuple):
-    """What a pass over a row writes; the tokens of an interval by segments."""
+    """The output of a pass over a row: sums of tiles, and the interval's tokens by segment."""
 
-    tile_sums: torch.Tensor  # [NUM_TILES] int64: of each tile what is kept above the interval
+    tile_sums: torch.Tensor  # [NUM_TILES] int64: sum of each tile's weights above the interval
     logits: torch.Tensor  # [SEGMENTS, FOUND] float32
     ids: torch.Tensor  # [SEGMENTS, FOUND] int32
 
 
 @triton.jit
 def add_up(
-    row,  # as `load_logits` takes it
-    scale,  # as `weigh` takes it
-    cut,  # key and
+    row,  # argument of `load_logits`
+    scale,  # argument of `weigh`
+    cut,  # key of the last token kept so far
     last,  # id of the last token kept so far
-    low,  # interval of keys
-    high,
+    low,  # first key of the interval
+    high,  # last key of the interval
     found,  # Found
-    shape,  # RowShape; without filters all tokens are above the interval
-    STAGES: tl.constexpr = 1,  # loads under way
+    shape,  # RowShape; without filters, all tokens are above the interval
+    STAGES: tl.constexpr = 1,  # loads in flight
 ):
-    """One pass; how many tokens above the interval, how many in each segment inside it, and the
-    weights above, inside and in all."""
+    """Make one pass over the row. Return the number of tokens above the interval, the number inside
+    it for each segment, and the sums of weights above, inside and of all kept tokens."""
     segments = tl.arange(0, shape.SEGMENTS)
     tokens_above = tl.zeros([shape.SEGMENTS], tl.int32)
     num_found = tl.zeros([shape.SEGMENTS], tl.int32)
@@ -92,16 +101,16 @@ def add_up(
         above += sums
         tiles = start // shape.WIDTH + segments
         tl.store(found.tile_sums + tiles, sums, mask=tiles * shape.WIDTH < shape.VOCAB)
-    tl.debug_barrier()  # every thread reads what others have written
+    tl.debug_barrier()  # below, threads read values that other threads have written
     return tl.sum(tokens_above), num_found, tl.sum(above), tl.sum(inside), tl.sum(every)
 
 
 @triton.jit
 def goal_of_share(share, every):
-    """The least mass that reaches the share, compared in float64; at least 1."""
+    """Return the smallest mass that reaches the share, compared in float64; at least 1."""
     target = share.to(tl.float64) * every.to(tl.float64)
     goal = target.to(tl.int64) + 512
-    # Up to 2^62 there are up to 512 integers to a float64.
+    # Below 2^62, up to 512 integers round to the same float64.
     for doubling in tl.static_range(10):
         less = goal - (512 >> doubling)
         goal = tl.where(less.to(tl.float64) >= target, less, goal)
@@ -110,11 +119,11 @@ def goal_of_share(share, every):
 
 @triton.jit
 def first_low(keys, top_key, k):
-    """Lower end of the first interval, over LOWEST_KEY: at least `k` tokens, or all, are not below.
+    """Return the first key of the first interval, which has at least `k` tokens (or all tokens).
 
     Args:
-        keys: those of the lanes' maxima.
-        top_key: the largest.
+        keys: keys of the lanes' maxima.
+        top_key: the largest key.
         k: 0 without top-k.
     """
     most = tl.where(k > 0, k, _FIRST_TOKENS).to(tl.int64)
@@ -125,7 +134,7 @@ def first_low(keys, top_key, k):
 
 @triton.jit
 def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
-    """The last token, key and id, of the prefix whose measures reach the goal."""
+    """Return key and id of the last token of the shortest prefix whose measures reach the goal."""
     cut = last_reaching(keys, measures, goal, low, high)
     nothing = tl.zeros_like(measures)
     goal -= tl.sum(tl.where(keys > cut, measures, nothing))
@@ -136,22 +145,22 @@ def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
 
 @triton.jit
 def load_found(scale, cut, last, num_found, found, shape):
-    """Keys, ids and weights of the tokens found, [SEGMENTS, FOUND], and which of them exist."""
+    """Return the candidates' keys, ids and weights, [SEGMENTS, FOUND], and a mask of valid ones."""
     places = tl.arange(0, shape.FOUND)[None]
-    there = places < num_found[:, None]
+    valid = places < num_found[:, None]
     at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.FOUND + places
-    x = tl.load(found.logits + at, mask=there, other=float("-inf"))
-    ids = tl.load(found.ids + at, mask=there, other=0)
+    x = tl.load(found.logits + at, mask=valid, other=float("-inf"))
+    ids = tl.load(found.ids + at, mask=valid, other=0)
     keys = sort_keys(x, shape.SHIFT)
     weights = weigh(x, scale)
-    there = there & is_kept(keys, ids, cut, last)
-    return keys, ids, tl.where(there, weights, tl.zeros_like(weights)), there
+    valid = valid & is_kept(keys, ids, cut, last)
+    return keys, ids, tl.where(valid, weights, tl.zeros_like(weights)), valid
 
 
 @triton.jit
 def keep_found(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
-    """Add the weights of the tokens kept to the sums of their tiles."""
-    kept = is_kept(keys, ids, cut, last)  # weighs 0 where nothing was found
+    """Add the weights of the kept candidates to the sums of their tiles."""
+    kept = is_kept(keys, ids, cut, last)  # entries that are no candidates weigh 0
     tl.atomic_add(tile_sums_ptr + ids // WIDTH, weights, mask=kept)
     tl.debug_barrier()
 
@@ -162,26 +171,26 @@ def find_in_one_pass(
     scale,
     k,  # tokens that top-k keeps; 0 = all
     top_p,
-    low,  # of the interval whose upper end is the largest key, from `first_low`
-    top_key,
-    found,  # Found; the sums of tiles become those of what is kept
+    low,  # first key of the interval, from `first_low`
+    top_key,  # last key of the interval, and of the row
+    found,  # Found; sums of tiles become sums of kept weights
     shape,  # RowShape
 ):
-    """Key and id of the last token that top-k and then top-p keep, and whether it was found; and
-    the weights inside the interval and in all."""
+    """Return key and id of the last token that top-k and then top-p keep, whether it was found, and
+    the sums of weights inside the interval and of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)
-    # With nothing to filter all is above.
+    # Without filters, the interval is below all tokens.
     low, high = tl.where(filtered, low, lowest), tl.where(filtered, top_key, lowest)
     _, num_found, _, inside, every = add_up(row, scale, cut, last, low, high, found, shape, _STAGES)
     done = ~filtered
     if filtered & (tl.max(num_found) <= shape.FOUND):
-        keys, ids, weights, there = load_found(scale, cut, last, num_found, found, shape)
+        keys, ids, weights, valid = load_found(scale, cut, last, num_found, found, shape)
         mass = every
         if k > 0:
             cut, last = end_inside(
-                keys, ids, there.to(tl.int64), k.to(tl.int64), low, high, shape.VOCAB
+                keys, ids, valid.to(tl.int64), k.to(tl.int64), low, high, shape.VOCAB
             )
             weights = tl.where(is_kept(keys, ids, cut, last), weights, tl.zeros_like(weights))
             mass = tl.sum(weights)
@@ -191,3 +200,147 @@ def find_in_one_pass(
             cut, last = end_inside(keys, ids, weights, goal, low, high, shape.VOCAB)
             keep_found(keys, ids, weights, cut, last, found.tile_sums, shape.WIDTH)
     return cut, last, done, inside, every
+
+
+@triton.jit
+def _logit_of(key, SHIFT: tl.constexpr):
+    """Return the float32 for a key: the inverse of `sort_keys`."""
+    key = (key << SHIFT) | tl.where(key < 0, 2**SHIFT - 1, 0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _times(each, goal):
+    """Return the smallest n, at most 2^22, for which n * each reaches the goal.
+
+    (A 64-bit division would be a function call, for which the compiler reserves a stack.)
+    """
+    less = tl.full([], 0, tl.int64)
+    for doubling in tl.static_range(22):
+        more = less + (2097152 >> doubling)
+        less = tl.where(more * each < goal, more, less)
+    return less + 1
+
+
+@triton.jit
+def _nth_of_key(row, key, n, shape):
+    """Return the id of the n-th token with this key, counting from 1, by a pass over the row."""
+    at = tl.full([], shape.VOCAB, tl.int32)
+    lanes = tl.arange(0, shape.SEGMENTS)[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
+    for start in range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH):
+        columns = start + lanes
+        _, x = load_logits(row, columns, shape)
+        equal = ((columns < shape.VOCAB) & (sort_keys(x, shape.SHIFT) == key)).to(tl.int32)
+        count = tl.sum(equal, 1)
+        before = tl.cumsum(count, 0) - count
+        is_it = (equal > 0) & (tl.cumsum(equal, 1) == n - before[:, None])
+        at = tl.minimum(at, tl.min(tl.where(is_it, columns, shape.VOCAB)))
+        n -= tl.sum(count)
+    return at
+
+
+@triton.jit
+def _interval_by_sample(
+    row, scale, cut, last, by_mass, known, known_above, goal, measured, low, high, shape
+):
+    """Return an interval within [low, high] around the estimated end of the prefix.
+
+    The estimate is based on one tile of the row per segment. `known_above` is the exact measure of
+    tokens with keys above `known`, and `measured` that of all kept tokens.
+    """
+    num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
+    tiles = (tl.arange(0, shape.SEGMENTS) * num_tiles) // shape.SEGMENTS
+    columns = tiles[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
+    _, x = load_logits(row, columns, shape)
+    keys = sort_keys(x, shape.SHIFT)
+    kept = (columns < shape.VOCAB) & is_kept(keys, columns, cut, last)
+    measures = tl.where(kept, tl.where(by_mass, weigh(x, scale), 1), 0)
+    every = tl.sum(measures).to(tl.float32)
+    share = (goal - known_above).to(tl.float32) / measured.to(tl.float32)
+    place = tl.sum(tl.where(keys > known, measures, 0)).to(tl.float32) + share * every
+    more, less = (place + _MARGIN * every).to(tl.int64), (place - _MARGIN * every).to(tl.int64)
+    new_low = last_reaching(keys, measures, more, low, high)
+    return new_low, last_reaching(keys, measures, tl.maximum(less, 1), new_low, high)
+
+
+@triton.jit
+def _mass_kept(row, scale, cut, last, found, shape):
+    """Return the sum of kept weights, and write the sum of each tile."""
+    lowest = tl.full([], LOWEST_KEY, tl.int32)
+    _, _, every, _, _ = add_up(row, scale, cut, last, lowest, lowest, found, shape)
+    return every
+
+
+@triton.jit
+def search_last_kept(
+    row,
+    scale,
+    k,  # tokens that top-k keeps; 0 = all
+    top_p,
+    first_low,  # first key of the interval of `find_in_one_pass`
+    top_key,  # last key of that interval, and of the row
+    masses_ptr,  # [2] int64: sums of weights in that interval and of all tokens
+    found,  # Found; sums of tiles become sums of kept weights
+    shape,  # RowShape
+):
+    """Return key and id of the last token that top-k and then top-p keep."""
+    lowest = tl.full([], LOWEST_KEY, tl.int32)
+    cut, last = lowest, tl.full([], shape.VOCAB, tl.int32)
+    summed = k < 0
+    for by_mass in range(0, 2):
+        searching = (by_mass == 1) | (k > 0)
+        # The first interval had too many candidates, or (top-p alone) did not contain the end.
+        floor, ceiling, passes = first_low, top_key, tl.full([], 0, tl.int32)
+        goal, measured = k.to(tl.int64), tl.full([], shape.VOCAB, tl.int64)
+        known, known_above = top_key, tl.full([], 0, tl.int64)
+        if by_mass == 1:
+            inside, every = tl.load(masses_ptr), tl.load(masses_ptr + 1)
+            if k > 0:
+                floor, every = cut, _mass_kept(row, scale, cut, last, found, shape)
+            goal, measured = goal_of_share(top_p, every), every
+            if (k == 0) & (inside < goal):
+                floor, ceiling = lowest, first_low - 1
+                known, known_above = ceiling, inside
+        while searching:
+            # Add 0 that the compiler cannot see to the addresses: it would keep constant addresses
+            # in registers through all passes, and there are too few registers.
+            nothing = tl.minimum(passes, 0)
+            here = Found(found.tile_sums, found.logits + nothing, found.ids + nothing)
+            low = (floor.to(tl.int64) + (ceiling.to(tl.int64) - floor + 1) // 2).to(tl.int32)
+            high = ceiling
+            if passes < _PASSES_BY_SAMPLE:
+                low, high = _interval_by_sample(
+                    row, scale, cut, last, by_mass == 1, known, known_above, goal, measured,
+                    floor, ceiling, shape,
+                )  # fmt: skip
+            tokens, num_found, mass, mass_inside, _ = add_up(
+                row, scale, cut, last, low, high, here, shape
+            )
+            passes += 1
+            above, through = tokens.to(tl.int64), (tokens + tl.sum(num_found)).to(tl.int64)
+            if by_mass == 1:
+                above, through = mass, mass + mass_inside
+            known, known_above = high, above
+            if above >= goal:
+                floor = high + 1
+            elif through < goal:
+                ceiling, known, known_above = low - 1, low - 1, through
+            elif tl.max(num_found) <= shape.FOUND:
+                keys, ids, weights, valid = load_found(scale, cut, last, num_found, here, shape)
+                measures = tl.where(by_mass == 1, weights, valid.to(tl.int64))
+                cut, last = end_inside(keys, ids, measures, goal - above, low, high, shape.VOCAB)
+                if by_mass == 1:
+                    keep_found(keys, ids, weights, cut, last, found.tile_sums, shape.WIDTH)
+                searching, summed = k < 0, by_mass == 1
+            elif low == high:
+                each = tl.full([], 1, tl.int64)
+                if by_mass == 1:
+                    each = weigh(_logit_of(low, shape.SHIFT), scale)
+                n = _times(each, goal - above).to(tl.int32)
+                cut, last = low, _nth_of_key(row, low, n, shape)
+                searching, summed = k < 0, k < 0
+            else:
+                floor, ceiling = low, high
+    if not summed:
+        _mass_kept(row, scale, cut, last, found, shape)
+    return cut, last

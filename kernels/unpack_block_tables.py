@@ -1,11 +1,11 @@
-"""Spread packed block tables to rows at fixed places.
+"""Copies packed block tables to rows at fixed addresses.
 
 Formula, for every group g, sequence s < count and block b < width, with (count, width) = shape:
 
     tables[g, s, b] = packed[(g * count + s) * width + b]
 
-The shape is read on the device, so that one captured launch serves steps of every shape. What is
-past it stays.
+The shape is read on the device, so that one captured launch works for steps of all shapes. Elements
+beyond it are not changed.
 """
 
 import torch
@@ -22,7 +22,7 @@ def unpack_block_tables(
     shape: torch.Tensor,  # [2] int32: count <= S, width <= max_blocks
     tables: torch.Tensor,  # [G, S, max_blocks] int32, last dimension contiguous
 ) -> None:
-    """Write the blocks of `count` sequences of each group into `tables`."""
+    """Copy the block numbers of `count` sequences of each group to `tables`."""
     check_launchable("unpack_block_tables", packed, shape, tables)
     groups, sequences, max_blocks = tables.shape
     if tables.numel() == 0:
@@ -52,7 +52,7 @@ def _unpack_block_tables_kernel(
     count = tl.load(shape_ptr)
     width = tl.load(shape_ptr + 1)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < tl.where(sequence < count, width, 0)
-    blocks = tl.load(packed_ptr + (group * count + sequence) * width + columns, mask=there)
+    in_range = columns < tl.where(sequence < count, width, 0)
+    blocks = tl.load(packed_ptr + (group * count + sequence) * width + columns, mask=in_range)
     tables_ptr += group * group_stride + sequence * sequence_stride
-    tl.store(tables_ptr + columns, blocks, mask=there)
+    tl.store(tables_ptr + columns, blocks, mask=in_range)

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.cpu import gemm
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
+from batchinfer.kernels.low_bit import Float8GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
 
 _PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
 _DTYPES = (torch.float32, torch.bfloat16)

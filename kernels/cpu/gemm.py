@@ -17,8 +17,13 @@ from batchinfer.kernels.cpu.compiled_library import (
     load,
 )
 from batchinfer.kernels.cpu.huge_pages import HugePages
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
-from batchinfer.kernels.low_bit import GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
+from batchinfer.kernels.low_bit import (
+    Float8GroupedWeight,
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    LowBitWeight,
+)
 
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses map to the same set of the first-level cache

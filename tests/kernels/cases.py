@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels import reference
+from batchinfer.kernels.attention_loop import Heads
+from batchinfer.kernels.chunk_attention import plan_chunks, query_tile
+from batchinfer.kernels.decode_plan import plan_decode
 from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.paged_attention import paged_attention
 
 # No pool has a slot of this number.
 GARBAGE_BLOCK = 2**30
@@ -39,9 +44,9 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The tensors of a case; `arguments` are those of `paged_attention`, by name."""
+    """The tensors of a case: the arguments of `attend_paged` and `reference_attention`."""
 
-    pool: torch.Tensor  # [num_slots, slot_elems], what the two caches are views of
+    pool: torch.Tensor  # [num_slots, slot_elems]; the two caches are views of it
     arguments: dict[str, Any]
 
     def with_fresh_out(self) -> dict[str, Any]:
@@ -192,6 +197,39 @@ def build_attention(
             "num_splits": case.num_splits,
         },
     )
+
+
+_PLAN_OPTIONS = ("order", "shared_lens", "max_context_len", "num_splits")
+_LAUNCH_OPTIONS = (*_PLAN_OPTIONS, "max_query_len", "work", "launch", "chunks")
+
+
+def without_launch_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in _LAUNCH_OPTIONS}
+
+
+def attend_paged(**arguments: Any) -> None:
+    """Run `paged_attention` with work lists for these arguments, unless they have work lists."""
+    query, values, starts = (arguments[n] for n in ("query", "value_cache", "query_starts"))
+    work, chunks = arguments.get("work"), arguments.get("chunks")
+    if work is None:
+        work = plan_decode(
+            starts,
+            arguments["context_lens"],
+            num_heads=query.shape[1],
+            num_kv_heads=values.shape[1],
+            value_width=values.shape[3],
+            sliding_window=arguments.get("sliding_window", 0),
+            **{name: arguments[name] for name in _PLAN_OPTIONS if name in arguments},
+        )
+    if chunks is None and arguments["max_query_len"] > 1:
+        tokens = query_tile(Heads.of(query, arguments["key_cache"], values))
+        chunks = plan_chunks(starts, tokens=tokens, num_tokens=len(query))
+    launch = arguments.get("launch", 0)
+    paged_attention(**without_launch_options(arguments), work=work, launch=launch, chunks=chunks)
+
+
+def reference_attention(**arguments: Any) -> None:
+    reference.paged_attention(**without_launch_options(arguments))
 
 
 def transposed(values: torch.Tensor) -> torch.Tensor:

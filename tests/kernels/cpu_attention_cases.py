@@ -8,7 +8,13 @@ import torch
 
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
-from tests.kernels.cases import ATTENTION_CASES, AttentionCase, build_attention
+from tests.kernels.cases import (
+    ATTENTION_CASES,
+    AttentionCase,
+    build_attention,
+    reference_attention,
+    without_launch_options,
+)
 from tests.kernels.cpu_kv_pool import store
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
@@ -39,10 +45,8 @@ def check_attention_over_fp8(case: AttentionCase, dtype: torch.dtype) -> None:
         for name in ("key_cache", "value_cache"):
             inputs[name] = reference.stored(inputs[name], torch.float8_e4m3fn)
     got["key_cache"] = got["key_cache"].mT.contiguous().mT
-    for name in ("max_query_len", "max_context_len", "num_splits"):
-        got.pop(name, None)
-    cpu_attention.paged_attention(**got)
-    reference.paged_attention(**expected)
+    cpu_attention.paged_attention(**without_launch_options(got))
+    reference_attention(**expected)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
 
@@ -56,9 +60,7 @@ def check_attention(case: AttentionCase, dtype: torch.dtype, kernel: int | None 
         ("value_cache", cpu_attention.read_values),
     ):
         torch.testing.assert_close(read(got[name]), expected[name], equal_nan=True)
-    for name in ("max_query_len", "max_context_len", "num_splits"):
-        got.pop(name, None)  # launch hints of the GPU kernel
-    cpu_attention.paged_attention(**got, kernel=kernel)
-    reference.paged_attention(**expected)
+    cpu_attention.paged_attention(**without_launch_options(got), kernel=kernel)
+    reference_attention(**expected)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)

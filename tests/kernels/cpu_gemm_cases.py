@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from batchinfer.kernels.cpu import gemm
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
-from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight, low_bit_product
+from batchinfer.kernels.low_bit import (
+    Float8GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    LowBitWeight,
+    low_bit_product,
+)
 
 FLOAT8_CASES = [
     (1, (128, 256), 128),

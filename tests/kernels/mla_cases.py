@@ -89,11 +89,5 @@ def work_lists(case: MLACase, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def latent_reference(cache: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
     """`mla_attention` by its definition: keys are latents, and values what they begin with."""
-    reference.paged_attention(
-        key_cache=cache,
-        value_cache=cache[..., : out.shape[2]],
-        out=out,
-        max_query_len=0,
-        max_context_len=0,
-        **arguments,
-    )
+    values = cache[..., : out.shape[2]]
+    reference.paged_attention(key_cache=cache, value_cache=values, out=out, **arguments)

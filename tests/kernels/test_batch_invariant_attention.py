@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from batchinfer.kernels import batch_invariant_attention as kernel_module
-from batchinfer.kernels import reference
 from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.fp8 import FP8
 from tests.kernels.batch_invariant_cases import batch_invariant_arguments
@@ -17,6 +16,7 @@ from tests.kernels.cases import (
     INTERPRETED_ATTENTION_CASES,
     AttentionCase,
     build_attention,
+    reference_attention,
 )
 from tests.kernels.interpreted_dot import sum_rows_alike
 
@@ -37,7 +37,7 @@ def check(case: AttentionCase, device: str, dtype: torch.dtype, piece: int | Non
     """The output is the reference's, and finite, whatever the dead parts of the cache hold."""
     inputs = build_attention(case, device, dtype)
     expected = inputs.with_fresh_out()
-    reference.paged_attention(**expected)
+    reference_attention(**expected)
     got = batch_invariant_arguments(inputs.with_fresh_out(), piece=piece)
     batch_invariant_attention(**got)
     tolerance = TOLERANCE[dtype]

@@ -13,7 +13,6 @@ from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8, converts_fp8, in_float16, narrow, widen
 from batchinfer.kernels.fp8_decode_attention import split_float8
 from batchinfer.kernels.kv_write import kv_write
-from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
 from tests.kernels.cases import (
     COPY_CASES,
@@ -21,9 +20,11 @@ from tests.kernels.cases import (
     WRITE_CASES,
     AttentionCase,
     WriteCase,
+    attend_paged,
     build_attention,
     build_copy,
     build_write,
+    reference_attention,
     transposed,
 )
 from tests.kernels.gpu_or_interpreter import on_both
@@ -183,8 +184,8 @@ def check_attention(case: AttentionCase | SharedCase, device: str, dtype: torch.
     else:
         inputs = build_shared(case, device, dtype, FP8)
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    paged_attention(**got)
-    reference.paged_attention(**expected)
+    attend_paged(**got)
+    reference_attention(**expected)
     assert expected["out"].isfinite().all()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
@@ -223,8 +224,8 @@ def test_decodes_of_split_queries(
     query = inputs.arguments["query"]
     query.copy_(query.bfloat16())
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    paged_attention(**got)
-    reference.paged_attention(**expected)
+    attend_paged(**got)
+    reference_attention(**expected)
     tolerance = TOLERANCE[torch.float16]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
     assert seen == [True]
@@ -247,13 +248,13 @@ def split_at(
     monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: True)
     query = torch.full((1, 1, 16), 64.0, dtype=torch.float16, device=device)
     out = torch.full_like(query, torch.nan)
-    paged_attention(
-        query,
-        key_cache.to(device, FP8),
-        value_cache,
-        torch.arange(num_slots, dtype=torch.int32, device=device)[None],
-        torch.tensor([0, 1], dtype=torch.int32, device=device),
-        torch.tensor([len(scores)], dtype=torch.int32, device=device),
+    attend_paged(
+        query=query,
+        key_cache=key_cache.to(device, FP8),
+        value_cache=value_cache,
+        block_tables=torch.arange(num_slots, dtype=torch.int32, device=device)[None],
+        query_starts=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([len(scores)], dtype=torch.int32, device=device),
         scale=1 / 64,
         out=out,
         max_query_len=1,

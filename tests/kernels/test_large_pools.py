@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import attention_loop, decode_attention, paged_attention, reference
+from batchinfer.kernels import attention_loop, decode_attention, reference
 from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
 from tests.kernels.batch_invariant_cases import batch_invariant_arguments
-from tests.kernels.cases import AttentionCase, build_attention
+from tests.kernels.cases import AttentionCase, attend_paged, build_attention, reference_attention
 
 SLOT_ELEMENTS = 2**30
 MARGIN = 2**33  # bytes on both sides: what an overflow reads is zeros, and what it writes is lost
@@ -59,11 +59,11 @@ def test_tokens_are_written_and_read_past_int32(
     for write, caches in ((kv_write, arguments), (reference.kv_write, inputs.arguments)):
         write(*rows, caches["key_cache"], caches["value_cache"], mapping)
     expected = inputs.with_fresh_out()
-    reference.paged_attention(**expected)
-    for attend_paged, given in (
-        (paged_attention.paged_attention, arguments),
+    reference_attention(**expected)
+    for attend, given in (
+        (attend_paged, arguments),
         (batch_invariant_attention, batch_invariant_arguments(arguments)),
     ):
         given["out"] = torch.full_like(expected["out"], torch.nan)
-        attend_paged(**given)
+        attend(**given)
         torch.testing.assert_close(given["out"], expected["out"], atol=2e-3, rtol=2e-3)

@@ -6,8 +6,6 @@ from batchinfer.kernels import (
     chunk_attention,
     decode_attention,
     decode_plan,
-    paged_attention,
-    reference,
 )
 from batchinfer.kernels.attention_loop import Heads, tile_tokens
 from batchinfer.kernels.chunk_attention import ChunkWork, chunk_config, plan_chunks
@@ -18,7 +16,9 @@ from tests.kernels.cases import (
     ATTENTION_CASES,
     INTERPRETED_ATTENTION_CASES,
     AttentionCase,
+    attend_paged,
     build_attention,
+    reference_attention,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -35,8 +35,8 @@ def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
     """The output is the reference's, and finite, whatever the dead parts of the cache hold."""
     inputs = build_attention(case, device, dtype)
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    paged_attention.paged_attention(**got)
-    reference.paged_attention(**expected)
+    attend_paged(**got)
+    reference_attention(**expected)
     assert expected["out"].isfinite().all()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
@@ -76,7 +76,7 @@ def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.M
     outs = []
     for num_splits, bound in ((3, 150), (9, 150), (None, 150), (None, 2000)):
         arguments = alone.with_fresh_out() | {"num_splits": num_splits, "max_context_len": bound}
-        paged_attention.paged_attention(**arguments)
+        attend_paged(**arguments)
         outs.append(arguments["out"])
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
@@ -140,9 +140,9 @@ def test_layers_share_a_work_list(interpreter: str, monkeypatch: pytest.MonkeyPa
     )
     layers = [inputs.with_fresh_out() | {"work": work, "launch": layer} for layer in range(2)]
     expected = inputs.with_fresh_out()
-    reference.paged_attention(**expected)
+    reference_attention(**expected)
     for layer in layers:
-        paged_attention.paged_attention(**layer)
+        attend_paged(**layer)
         torch.testing.assert_close(layer["out"], expected["out"], atol=1e-5, rtol=1e-5)
 
 
@@ -152,7 +152,7 @@ def test_refuses_a_work_list_for_another_window(interpreter: str) -> None:
     shape = {"num_heads": 4, "num_kv_heads": 2, "value_width": 16}
     work = plan_decode(*lengths, **shape, max_context_len=9, sliding_window=4)
     with pytest.raises(AssertionError, match="window"):
-        paged_attention.paged_attention(**inputs | {"work": work})
+        attend_paged(**inputs | {"work": work})
 
 
 def test_leaves_rows_past_the_last_sequence_alone(interpreter: str) -> None:
@@ -161,7 +161,7 @@ def test_leaves_rows_past_the_last_sequence_alone(interpreter: str) -> None:
     ).with_fresh_out()
     inputs["query"] = torch.cat([inputs["query"], torch.full_like(inputs["query"], float("nan"))])
     inputs["out"] = torch.cat([inputs["out"], inputs["out"]])
-    paged_attention.paged_attention(**inputs)
+    attend_paged(**inputs)
     assert inputs["out"][:4].isfinite().all()
     assert inputs["out"][4:].isnan().all()
 
@@ -170,13 +170,13 @@ def test_takes_strided_query_and_out(interpreter: str) -> None:
     # A merged q/k/v product hands the query out as a slice of its rows.
     inputs = build_attention(AttentionCase("x", ((3, 9), (1, 5))), interpreter, torch.float32)
     expected = inputs.with_fresh_out()
-    reference.paged_attention(**expected)
+    reference_attention(**expected)
     strided = inputs.with_fresh_out()
     for name in ("query", "out"):
         wide = torch.full((4, 9, 16), float("nan"))
         wide[:, 2:6] = strided[name]
         strided[name] = wide[:, 2:6]
-    paged_attention.paged_attention(**strided)
+    attend_paged(**strided)
     torch.testing.assert_close(strided["out"], expected["out"], atol=1e-5, rtol=1e-5)
 
 
@@ -186,7 +186,7 @@ def test_a_nan_in_one_sequence_stays_there(interpreter: str) -> None:
     ).with_fresh_out()
     slot = int(inputs["block_tables"][1, 0])
     inputs["value_cache"][slot] = float("nan")
-    paged_attention.paged_attention(**inputs)
+    attend_paged(**inputs)
     assert inputs["out"][[0, 4]].isfinite().all()
     assert inputs["out"][1:4].isnan().all()
 
@@ -243,8 +243,8 @@ def test_a_list_of_chunks_is_made_from_what_lies_on_the_device(
     arguments = build_attention(case, interpreter, torch.float32).with_fresh_out()
     chunks = plan_chunks(arguments["query_starts"], tokens=5, num_tokens=1000)
     expected = arguments | {"out": torch.empty_like(arguments["out"])}
-    paged_attention.paged_attention(**arguments, chunks=chunks)
-    reference.paged_attention(**expected)
+    attend_paged(**arguments, chunks=chunks)
+    reference_attention(**expected)
     torch.testing.assert_close(arguments["out"], expected["out"], atol=1e-5, rtol=1e-5)
 
 
@@ -253,9 +253,9 @@ def test_a_pool_of_more_rows_than_an_int32_counts(
 ) -> None:
     inputs = build_attention(INTERPRETED_ATTENTION_CASES[3], interpreter, torch.float32)
     few, many = inputs.with_fresh_out(), inputs.with_fresh_out()
-    paged_attention.paged_attention(**few)
+    attend_paged(**few)
     monkeypatch.setattr(attention_loop, "_INT32_ROWS", 0)
-    paged_attention.paged_attention(**many)
+    attend_paged(**many)
     assert torch.equal(few["out"], many["out"])
 
 
@@ -268,11 +268,11 @@ def test_contexts_of_one_piece_are_not_merged(
     launched: list[Partials] = []
     monkeypatch.setattr(decode_attention, "merge_partials", lambda p, **_: launched.append(p))
     case = AttentionCase("x", ((1, context_len), (1, 5)))
-    paged_attention.paged_attention(**build_attention(case, interpreter, torch.float32).arguments)
+    attend_paged(**build_attention(case, interpreter, torch.float32).arguments)
     assert bool(launched) == merged
 
 
 def test_refuses_caches_of_another_dtype(interpreter: str) -> None:
     inputs = build_attention(ATTENTION_CASES[0], interpreter, torch.float32).arguments
     with pytest.raises(AssertionError, match="dtype"):
-        paged_attention.paged_attention(**inputs | {"query": inputs["query"].half()})
+        attend_paged(**inputs | {"query": inputs["query"].half()})

@@ -14,6 +14,7 @@ from tests.kernels.cases import (
     WriteCase,
     build_attention,
     build_write,
+    reference_attention,
 )
 
 PLAIN_CASES = [case for case in INTERPRETED_ATTENTION_CASES if not (case.softcap or case.sinks)]
@@ -22,7 +23,7 @@ PLAIN_CASES = [case for case in INTERPRETED_ATTENTION_CASES if not (case.softcap
 def run(case: AttentionCase) -> dict[str, torch.Tensor]:
     """The arguments of a case in float32 after the reference has filled `out`."""
     arguments = build_attention(case, "cpu", torch.float32).with_fresh_out()
-    reference.paged_attention(**arguments)
+    reference_attention(**arguments)
     return arguments
 
 

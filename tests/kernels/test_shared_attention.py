@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.kernels import decode_plan, paged_attention, reference
+from batchinfer.kernels import decode_plan
 from batchinfer.kernels.attention_loop import Heads
 from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.shared_attention import shared_config
-from tests.kernels.cases import AttentionCase
+from tests.kernels.cases import AttentionCase, attend_paged, reference_attention
 from tests.kernels.shared_cases import (
     INTERPRETED_SHARED_CASES,
     LONG_SHARED_CASES,
@@ -30,8 +30,8 @@ def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
     """The output is the reference's, which knows of no sharing, and finite."""
     inputs = build_shared(case, device, dtype)
     got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    paged_attention.paged_attention(**got)
-    reference.paged_attention(**expected)
+    attend_paged(**got)
+    reference_attention(**expected)
     assert expected["out"].isfinite().all()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
@@ -129,8 +129,8 @@ def test_the_list_is_made_from_what_lies_on_the_device() -> None:
                 held.arguments[name].copy_(tensor)
         held.pool.copy_(fresh.pool)
         got, expected = held.with_fresh_out(), fresh.with_fresh_out()
-        paged_attention.paged_attention(**got)
-        reference.paged_attention(**expected)
+        attend_paged(**got)
+        reference_attention(**expected)
         torch.testing.assert_close(got["out"], expected["out"], atol=1e-5, rtol=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_a_nan_of_one_sequence_stays_there(interpreter: str) -> None:
     slot = int(arguments["block_tables"][4, 6])  # past what it shares
     arguments["value_cache"][slot] = float("nan")
     arguments["query"][1] = float("nan")
-    paged_attention.paged_attention(**arguments)
+    attend_paged(**arguments)
     assert arguments["out"].isnan().flatten(1).all(1).tolist() == [i in (1, 4) for i in range(6)]
     assert arguments["out"][[0, 2, 3, 5]].isfinite().all()
 

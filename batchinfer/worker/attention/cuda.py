@@ -98,7 +98,6 @@ class CudaAttention:
             work=self._decode_work(layer, query, variant.sliding_window),
             launch=layer,
             chunks=self._chunk_work(layer, query),
-            **self._bounds,
         )
         return out
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, dequantize_blocks
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
-from batchinfer.kernels.low_bit import GroupedWeight, Int8Weight
+from batchinfer.kernels.low_bit import Float8GroupedWeight, GroupedWeight, Int8Weight
 
 _NAME = "saved_codes"
 

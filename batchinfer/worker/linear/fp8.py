@@ -81,8 +81,8 @@ class Fp8Linear(nn.Module):
         self._multiply(x, out, adds=True)
 
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+        from batchinfer.kernels.fp8_blocks import quantize_groups
         from batchinfer.kernels.fp8_linear import fp8_linear
-        from batchinfer.kernels.quantize_groups import quantize_groups
 
         x, x_scales = rows, None
         if self.rows_too:

@@ -16,8 +16,12 @@ import torch
 from torch import nn
 
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
-from batchinfer.kernels.low_bit import Int4Weight, Int8GroupedWeight, Int8Weight
+from batchinfer.kernels.low_bit import (
+    Float8GroupedWeight,
+    Int4Weight,
+    Int8GroupedWeight,
+    Int8Weight,
+)
 from batchinfer.worker.linear.codes import HostCodes, codes_of, join_codes
 from batchinfer.worker.linear.experts import pack_experts
 from batchinfer.worker.linear_kernels import (

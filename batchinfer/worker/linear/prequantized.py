@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.fp8_blocks import BLOCK, num_blocks
-from batchinfer.kernels.fp8_weight import Float8GroupedWeight
 from batchinfer.kernels.low_bit import (
+    Float8GroupedWeight,
     Int4Weight,
     Int8GroupedWeight,
     Int8Weight,
