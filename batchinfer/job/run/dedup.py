@@ -1,10 +1,9 @@
-"""Deduplication of requests: of equal rows that draw nothing, one is computed.
+"""Deduplication of requests: of equal rows with deterministic answers, one is computed.
 
-Where nothing is drawn (temperature 0, or beams), rows with one key (``row_key``) have one answer. A
-row whose key a row in the engine has follows it: it waits for that one and takes what it comes to,
-samples or error. Whoever comes later is computed again, also in the next run: nothing of a row that
-is done is kept for others. By prefix, equal rows of a window come one after another, so that this
-is rare.
+At temperature 0, and with beams, rows with the same key (``row_key``) have the same answer. A row
+follows an equal row in the engine: it waits, and takes that row's samples or error. The answers of
+finished rows are not kept, so an equal row that comes later is computed again. Rows ordered by
+prefix put equal rows of a window next to each other, so that this is rare.
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from batchinfer.engine.request import Completion, RequestStats
 from batchinfer.requests.requests import PromptRow
 
 MAX_WAITING = 4096
-"""Rows that wait for others, at most: these are in memory, and millions may be equal. More of them
-are run: their prompt is computed already, and the engine never lacks rows for those that wait."""
+"""Most rows that wait for equal rows: they are in memory, and millions may be equal. Further ones
+run; they are cheap, because their prompt is computed already."""
 
 
 class RequestDeduplicator:
-    """Leaders, which are in the engine, and their followers, which wait for what they come to."""
+    """Leaders, which are in the engine, and their followers, which wait for the same answer."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[PromptRow]] = {}
         """Leaders, each with its followers in the order they came."""
         self._by_leader: dict[int, list[PromptRow]] = {}
-        """The same by the leader's row id."""
+        """The same lists by the leader's row id."""
         self._num_waiting = 0
 
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
-        """The rows that must run, of those that come next; the others wait for equal ones.
+        """Return those of the next rows that must run; the others wait for equal rows.
 
-        Followers do not need their leader's prompt later, as they do not run: whoever comes after
-        the last of them does.
+        A follower does not run, so it does not reuse its leader's prompt: the next row does.
         """
         leaders = [row for row in rows if not self.attach(row)]
         for row in leaders:
@@ -43,10 +41,9 @@ class RequestDeduplicator:
         return leaders
 
     def attach(self, row: PromptRow) -> bool:
-        """Have a row follow an equal one in the engine; else, rows to come may follow it.
+        """Make a row follow an equal row in the engine; returns True if it does, and must not run.
 
-        Returns:
-            Whether it waits, and so must not run.
+        Otherwise later rows may follow it.
         """
         if row.key is None or row.sampling is None or row.sampling.params.temperature > 0:
             return False
@@ -62,7 +59,7 @@ class RequestDeduplicator:
         return True
 
     def release(self, row_id: int) -> list[PromptRow]:
-        """The followers of a row that is done."""
+        """Return the followers of a finished row, and forget them."""
         if row_id not in self._by_leader:
             return []
         leader, *followers = self._by_leader.pop(row_id)
@@ -73,19 +70,19 @@ class RequestDeduplicator:
 
 
 def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Completion]:
-    """A leader's completions as those of its follower ``row``."""
+    """Return a leader's completions as those of its follower ``row``."""
     return [
         replace(
-            one,
-            request=replace(one.request, row_id=row.row_id),
-            stats=_without_work(one.stats),
+            completion,
+            request=replace(completion.request, row_id=row.row_id),
+            stats=_without_work(completion.stats),
         )
-        for one in completions
+        for completion in completions
     ]
 
 
 def _without_work(stats: RequestStats) -> RequestStats:
-    """Stats of a follower: all of its prompt was there; time passed as for its leader."""
+    """Return the stats of a follower: its prompt was cached, its times are its leader's."""
     if not stats.has_run:
         return stats
     return replace(

@@ -1,4 +1,4 @@
-"""The engine's loop: rows in as they are wanted, steps, finished rows out."""
+"""The loop that feeds rows to the engine, steps it, and collects finished rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import Protocol
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
@@ -19,38 +18,26 @@ from batchinfer.errors import RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
+from batchinfer.job.run.threads import Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
 
 
-class RowSource(Protocol):
-    """Rows for the engine, as a ``Prefetcher`` of them has them."""
-
-    def take(self, timeout_s: float) -> list[PromptRow] | None:
-        """The next rows; None if there are none within the time, or ever again."""
-        ...
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all rows have been taken, and no more will come."""
-        ...
-
-
 @dataclass(slots=True)
 class RowResult:
-    """A row, and what came of its requests so far; nothing for one that could not run."""
+    """A row and the completions of its requests so far; a row that cannot run has none."""
 
     row: PromptRow
     completions: list[Completion]
-    """In the order of the requests, once there are all."""
+    """In the order of the requests once all are finished."""
     num_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Rows and step of one turn of the loop, for the writing thread."""
+    """Finished rows and step of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
     step: StepStats | None
@@ -63,42 +50,40 @@ class EngineLoop:
 
     engine: Engine | EncoderEngine
     task: LoadedTask
-    """Makes a row's requests, and those that follow from what came of the others."""
+    """Makes a row's requests, and further ones depending on their completions."""
     progress: Progress
     stop: Event
     max_waiting: int
-    """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
+    """Most rows to queue in the engine, for it to look ahead."""
     admit: Callable[[list[int]], None]
-    """Called with the rows that are about to be given to the engine."""
+    """Called with the ids of rows that are about to be given to the engine."""
 
     def __post_init__(self) -> None:
         self._deduplicator = RequestDeduplicator()
         self._taken = deque[PromptRow]()
-        """Rows that the engine has not got yet."""
+        """Rows for the engine, in order."""
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
-        """What is to be told with the next step."""
+        """Counts to report with the next step."""
         self.num_given = 0
-        """Rows taken from the source and given to the engine, those that cannot run included."""
+        """Rows given to the engine so far, including rows that cannot run."""
 
-    def run(self, rows: RowSource, hand_over: Callable[[TurnResult], None]) -> bool:
-        """Run ``rows`` until they are all finished, or until asked to stop.
-
-        Returns:
-            Whether all rows are finished and handed over.
-        """
+    def run(
+        self, rows: Prefetcher[list[PromptRow]], hand_over: Callable[[TurnResult], None]
+    ) -> bool:
+        """Run ``rows``; returns True once all are finished, False if it was stopped before."""
         complete = False
         while not complete and not self.stop.is_set():
             failed = self._feed(rows)
             if self.engine.num_unfinished or failed:
                 hand_over(self._step(failed))
             else:
-                # In this order: a stop is what may have ended the rows.
+                # In this order, because a stop may have ended the rows.
                 complete = not self._taken and rows.exhausted and not self.stop.is_set()
         return complete
 
-    def _feed(self, rows: RowSource) -> list[PromptRow]:
-        """Queue rows in the engine; give back those that cannot run."""
+    def _feed(self, rows: Prefetcher[list[PromptRow]]) -> list[PromptRow]:
+        """Queue rows in the engine; returns the rows that cannot run."""
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:
             idle = not self.engine.num_unfinished and not failed
@@ -109,8 +94,7 @@ class EngineLoop:
             self._give([row for row in batch if not isinstance(row.prompt, RowError)])
         return failed
 
-    def _take(self, rows: RowSource, timeout_s: float) -> list[PromptRow] | None:
-        """The next rows; None if there are none within the time."""
+    def _take(self, rows: Prefetcher[list[PromptRow]], timeout_s: float) -> list[PromptRow] | None:
         if not self._taken:
             self._taken.extend(rows.take(timeout_s) or ())
         count = min(BATCH_ROWS, len(self._taken))
@@ -137,35 +121,34 @@ class EngineLoop:
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]
         if not self.engine.num_unfinished:
-            self._tell(Counts(rows=len(done)), None)
+            self._report(Counts(rows=len(done)), None)
             return TurnResult(done, None)
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
-        self._tell(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
+        self._report(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
         return TurnResult(done, outcome.stats, outcome.recovered)
 
-    def _tell(self, counts: Counts, stats: StepStats | None) -> None:
+    def _report(self, counts: Counts, stats: StepStats | None) -> None:
         if stats is not None:
             counts += Counts(prefill_tokens=stats.prefill_tokens, preemptions=stats.num_preempted)
         self.progress.update(self._added + counts, stats)
         self._added = Counts()
 
     def _most_tokens(self, request: Request) -> int:
-        """Most tokens that a request may draw."""
         room = self.engine.max_model_len - request.num_prompt_tokens
         each = max(0, min(request.params.max_tokens, room))
         return each * (request.params.beam_width or request.params.n)
 
     def _finished_by(self, completion: Completion) -> list[RowResult]:
-        """The row whose last completion this is, if it is one, and the equal rows that waited."""
+        """Return the row that this completion finishes, if any, and the equal rows that wait."""
         row_id = completion.request.row_id
         result = self._in_flight[row_id]
         result.completions.append(completion)
         result.num_missing -= 1
         if result.num_missing:
             return []
-        result.completions.sort(key=lambda one: one.request.number)
+        result.completions.sort(key=lambda completion: completion.request.number)
         self._request(result, self.task.follow_up_requests(result.row, result.completions))
         if result.num_missing:
             return []
@@ -177,7 +160,7 @@ class EngineLoop:
 
 
 def _drawn_tokens(completion: Completion) -> int:
-    """Tokens drawn for a request, those of beams that were not kept included."""
+    """Return the tokens drawn for a request, including those of dropped beams."""
     lengths = [len(output.token_ids) for output in completion.outputs]
     beams = completion.request.params.beam_width
     return beams * max(lengths, default=0) if beams else sum(lengths)

@@ -1,7 +1,7 @@
-"""Rows with bad ids, found once for a job and kept beside its output.
+"""Rows with missing or duplicate ids, found once for a job and stored with its output.
 
-``_batchinfer/bad_ids.parquet`` holds their row ids alone. It only saves reading all ids again:
-where it is missing, damaged or of another input, whoever runs rows finds the same anew.
+``_batchinfer/bad_ids.parquet`` holds their row ids, so that later runs need not read all ids again.
+If it is missing, damaged or of another input, a run finds the same rows in the input.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _KEY = b"batchinfer.ids_of"
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """The job with rows of bad ids as errors.
+    """Return the job with its rows of bad ids, which end as errors.
 
     Args:
-        reads_stored: take what is kept beside the output, if it is of this job's input.
+        reads_stored: use the stored rows if they are of this job's input.
 
     Raises:
-        DataError: the ids cannot be read, or are none.
+        DataError: the ids cannot be read, or have a type that ids cannot have.
     """
     column = job.spec.input.id_column
     if column is None:
         return job
-    bad = _stored(job, column) if reads_stored else None
-    found = find_bad_ids(job.source, column) if bad is None else bad
-    return replace(job, source=replace(job.source, bad_ids=found))
+    stored = _stored(job, column) if reads_stored else None
+    bad = find_bad_ids(job.source, column) if stored is None else stored
+    return replace(job, source=replace(job.source, bad_ids=bad))
 
 
 def store_id_errors(job: OutputJob) -> None:
-    """Keep rows with bad ids beside the output, unless they are there.
+    """Store the rows with bad ids, unless they are stored already.
 
     Raises:
         StorageError: they cannot be written.
@@ -47,15 +47,14 @@ def store_id_errors(job: OutputJob) -> None:
     if bad is None or _stored(job, bad.column) is not None:
         return
     table = pa.table({"row_id": bad.rows, "first_row_id": bad.firsts})
-    kept = table.replace_schema_metadata({_KEY: _key(job)})
-    job.out.write_table(job.out.bad_ids, kept)
+    job.out.write_table(job.out.bad_ids, table.replace_schema_metadata({_KEY: _input_key(job)}))
 
 
 def _stored(job: OutputJob, column: str) -> BadIds | None:
-    """What is kept beside the output; None where nothing is that can be used."""
+    """Return the stored rows; None if there are none of this input."""
     try:
         table = job.out.read_table(job.out.bad_ids)
-        if (table.schema.metadata or {}).get(_KEY) != _key(job):
+        if (table.schema.metadata or {}).get(_KEY) != _input_key(job):
             return None
         rows, firsts = (table[name].to_numpy() for name in ("row_id", "first_row_id"))
     except (OSError, KeyError, pa.ArrowException):
@@ -63,10 +62,14 @@ def _stored(job: OutputJob, column: str) -> BadIds | None:
     return BadIds(column, rows.astype(np.int64), firsts.astype(np.int64))
 
 
-def _key(job: OutputJob) -> bytes:
-    """Tells apart inputs, and what of them is selected."""
+def _input_key(job: OutputJob) -> bytes:
+    """Return a hash of the input files and of the selection of their rows."""
     contents = attrgetter("size", "num_rows", "content_sha256", "content_hash", "etag")
     files = list(map(contents, job.manifest.inputs))
-    chosen = job.spec.input
-    facts = [chosen.id_column, chosen.filter, job.source.num_rows, job.manifest.fingerprint, files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest().encode()
+    selection = job.spec.input
+    facts = [selection.id_column, selection.filter, job.source.num_rows]
+    return (
+        hashlib.sha256(json.dumps([*facts, job.manifest.fingerprint, files]).encode())
+        .hexdigest()
+        .encode()
+    )

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run: on a port while it goes on, or in a file for the node exporter.
+"""Prometheus metrics of a run: on a port while it runs, or in a file for the node exporter.
 
 Names follow prometheus.io/docs/practices/naming: counters end in ``_total``, units are seconds.
 """
@@ -26,31 +26,31 @@ _PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>-?[0-9]+)"
 _COUNTERS = {
     "rows_finished": ("rows", "Rows that this run has finished."),
     "output_tokens": ("tokens", "Output tokens that this run has drawn."),
-    "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, and computed again."),
+    "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, including recomputed ones."),
     "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
 }
-"""Name: field of ``Counts``, and what it is."""
+"""Name: field of ``Counts``, and its description."""
 _OF_STEP = {
     "kv_blocks": ("kv_blocks_total", "KV blocks of the pool."),
-    "kv_blocks_used": ("kv_blocks_used", "KV blocks that unfinished sequences refer to."),
-    "kv_blocks_shared": ("kv_blocks_shared", "KV blocks that are referred to more than once."),
-    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept to be found again."),
+    "kv_blocks_used": ("kv_blocks_used", "KV blocks of unfinished sequences."),
+    "kv_blocks_shared": ("kv_blocks_shared", "KV blocks that several sequences share."),
+    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept for reuse."),
     "sequences_running": ("num_running", "Sequences with KV blocks."),
     "sequences_waiting": ("num_waiting", "Sequences in the queue."),
 }
-"""Name: field of ``StepStats``, and what it is."""
+"""Name: field of ``StepStats``, and its description."""
 
 
 def serve_metrics(
     where: str | None, watched: WatchedRun, display: Display
 ) -> AbstractContextManager[None]:
-    """Serve metrics of a run, or write them to a file, while this is entered.
+    """Serve metrics of a run, or write them to a file, while the context is entered.
 
     Args:
-        where: a port of this machine alone, ``host:port``, or a file; None: nowhere.
+        where: a port of this machine, ``host:port``, or a file; None: no metrics.
 
     Raises:
-        UsageError: the port is taken or no port, or the package for this is not installed.
+        UsageError: the port is invalid or taken, or prometheus_client is not installed.
         StorageError: the file cannot be written.
     """
     if where is None:
@@ -66,7 +66,7 @@ def serve_metrics(
     address = _PORT.fullmatch(where)
     if address is None and ":" in where and "/" not in where:
         raise UsageError(
-            f"--metrics {printable(where)!r}: what follows the colon is no port",
+            f"--metrics {printable(where)!r}: the part after the colon is not a port",
             hint=f"write host:port, or ./{printable(where)} for a file of that name",
         )
     if address is None:
@@ -103,17 +103,18 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
     from prometheus_client import write_to_textfile
 
     def write() -> None:
-        with suppress(OSError):  # a run does not end for its metrics
+        with suppress(OSError):  # a run does not fail because of its metrics
             write_to_textfile(path, registry)
 
     try:
         if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("it is no file that can be replaced")  # as root, /dev/null could be
+            raise ValueError("it is not a regular file")  # root could replace /dev/null
         write_to_textfile(path, registry)
     except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or first_line(error)
         raise StorageError(
-            f"--metrics {printable(path)!r} cannot be written: {_reason(error)}",
-            hint="name a file in a folder that is there",
+            f"--metrics {printable(path)!r} cannot be written: {reason}",
+            hint="name a file in an existing folder",
         ) from None
     try:
         with Repeater(write, FILE_EVERY_S):
@@ -122,20 +123,15 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
         write()
 
 
-def _reason(error: OSError | ValueError) -> str:
-    """What went wrong, without the name of the passing file that it went wrong with."""
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)
-
-
 class _Collector:
-    """The metrics as they are when somebody asks."""
+    """Collects the metrics at each request."""
 
     def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
         self._job = printable(watched.name, 200)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics now."""
+        """Yield all metrics."""
         yield from self._phases()
         meter = self._watched.meter
         if meter is None:
@@ -145,11 +141,11 @@ class _Collector:
         reused = "Rows that this run has copied from other outputs."
         yield self._counter("rows_reused", reused, meter.reused)
         yield self._counter("rows_failed", "Rows that ended in an error.", meter.failed)
-        yield self._gauge("rows", "Rows of the job, or of the shard.", meter.before + meter.total)
+        yield self._gauge("rows", "Rows of the job or shard.", meter.before + meter.total)
         before = "Rows that earlier runs have finished."
         yield self._gauge("rows_finished_before", before, meter.before)
         yield self._gauge("rows_running", "Rows in the engine.", meter.rows_running)
-        share = "Share of the rows that is done, that of running ones by their tokens included."
+        share = "Finished share of the rows, counting running rows by their tokens."
         yield self._gauge("progress_ratio", share, meter.share)
         if meter.eta_s is not None:
             yield self._gauge("eta_seconds", "Seconds until all rows are finished.", meter.eta_s)
@@ -164,7 +160,7 @@ class _Collector:
         seconds, current = dict(phases.seconds), phases.current
         if current is not None:
             seconds[current[0]] = seconds.get(current[0], 0.0) + current[2]
-        name, what = "batchinfer_phase_seconds", "Seconds of what was waited for, by its name."
+        name, what = "batchinfer_phase_seconds", "Seconds of each phase, by its name."
         family = CounterMetricFamily(name, what, labels=("job", "phase"))
         for phase, lasted_s in seconds.items():
             family.add_metric((self._job, phase), lasted_s)

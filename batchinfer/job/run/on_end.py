@@ -1,4 +1,4 @@
-"""``on_end``: tells a webhook or a command how a run ended."""
+"""``on_end``: notifies a webhook or a command of the end of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from queue import Empty, Queue
 from threading import Thread
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -24,7 +25,7 @@ from batchinfer.job.stats.live import WatchedRun
 
 LIMIT_S = 30.0
 MOST_OUTPUT = 64 << 10
-"""Bytes of what a command prints that are passed on."""
+"""Most bytes of a command's output to copy to stderr."""
 _OUTCOMES = {
     ExitCode.OK: "succeeded",
     ExitCode.TOO_MANY_ROW_ERRORS: "too_many_errors",
@@ -32,13 +33,13 @@ _OUTCOMES = {
 }
 _STDERR = 2
 _CHUNK = 1 << 16
-_PASSED_ON_S = 1.0
-"""For the last of what a command has printed; what it has started may print for longer."""
+_COPY_S = 1.0
+"""Time to copy the last output of a command; its child processes may print for longer."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended, as it is told."""
+    """The message about the end of a run."""
 
     job: str
     outcome: str
@@ -47,31 +48,31 @@ class RunEnd:
     output: str
     """The output directory, or its URL."""
     summary: str | None
-    """``summary.json`` of a job that has ended; None: it has not."""
+    """Path of ``summary.json``; None: the job has not ended."""
     rows: Mapping[str, int] | None
-    """``total``, ``finished`` and ``error``, of all runs; of one that was stopped or failed,
-    ``error`` is of that run. None: it was not known yet."""
+    """``total``, ``finished`` and ``error`` over all runs; ``error`` counts this run alone if it was
+    stopped or failed. None: the counts are not known yet."""
     error: str | None
-    """What went wrong, of a run that failed."""
+    """The error of a run that failed."""
 
 
 @contextmanager
 def notify_on_end(
     spec: JobSpec, watched: WatchedRun, display: Display, *, alone: bool
 ) -> Iterator[Callable[[ExitCode], None]]:
-    """Send ``on_end``'s notification once the run inside has ended.
+    """Send the notification of ``on_end`` once the run in this context has ended.
 
     A run that finds nothing to do sends none. Of several processes that share a job, only the one
     that ends the job sends one.
 
     Args:
-        alone: whether no other process works on the job.
+        alone: True if no other process works on the job.
 
     Yields:
-        Takes the run's exit code; errors that leave the block give their own.
+        A function that takes the run's exit code.
     """
-    asked = spec.on_end
-    if asked.webhook is None and asked.command is None:
+    target = spec.on_end
+    if target.webhook is None and target.command is None:
         yield lambda _: None
         return
     codes: list[ExitCode] = []
@@ -80,55 +81,49 @@ def notify_on_end(
     except Exception as error:
         if alone or watched.summary is not None:
             code = error.exit_code if isinstance(error, JobError) else ExitCode.BUG
-            _send(asked, _run_end(spec, watched, code, error), display)
+            _send(target, _run_end(spec, watched, code, error), display)
         raise
     was_stopped = alone and codes == [ExitCode.INTERRUPTED]
     if codes and (watched.summary is not None or was_stopped):
-        _send(asked, _run_end(spec, watched, codes[0]), display)
+        _send(target, _run_end(spec, watched, codes[0]), display)
 
 
 def _run_end(
     spec: JobSpec, watched: WatchedRun, code: ExitCode, error: Exception | None = None
 ) -> RunEnd:
-    summary = watched.summary
-    rows, meter = None, watched.meter
+    summary, meter = watched.summary, watched.meter
+    rows = None
     if summary is not None:
         total = summary["rows"]["total"]
         rows = {"total": total, "finished": total, "error": summary["rows"]["error"]}
     elif meter is not None:
-        whole, done = meter.before + meter.total, meter.before + meter.counts.rows
-        rows = {"total": whole, "finished": done, "error": meter.failed}
-    place = spec.output.path.rstrip("/")
+        total, done = meter.before + meter.total, meter.before + meter.counts.rows
+        rows = {"total": total, "finished": done, "error": meter.failed}
+    reason = None if error is None else "a bug of batchinfer; see its crash log"
     return RunEnd(
         job=spec.name,
         outcome=_OUTCOMES.get(code, "failed"),
         exit_code=int(code),
         output=spec.output.path,
-        summary=None if summary is None else f"{place}/summary.json",
+        summary=None if summary is None else f"{spec.output.path.rstrip('/')}/summary.json",
         rows=rows,
-        error=_reason(error),
+        error=str(error) if isinstance(error, JobError) else reason,
     )
 
 
-def _reason(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, JobError) else "a bug of batchinfer; see its crash log"
-
-
-def _send(asked: OnEndSpec, end: RunEnd, display: Display) -> None:
-    """Send the notification; a failure is shown and changes nothing."""
+def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
+    """Send the notification; a failure is shown, and changes nothing else."""
     message = json.dumps(asdict(end)).encode()
-    if asked.webhook is not None:
-        problem = _within_limit(_poster(asked.webhook, message))
+    if target.webhook is not None:
+        problem = _within_limit(partial(_post, target.webhook, message))
     else:
-        problem = _run_command(asked.command or (), message)
+        problem = _run_command(target.command or (), message)
     if problem is not None:
-        display.say("on_end_failed", f"{asked.named}: {problem}", "error")
+        display.say("on_end_failed", f"{target.named}: {problem}", "error")
 
 
 def _within_limit(call: Callable[[], str | None]) -> str | None:
-    """What goes wrong with a call; it is left where it takes too long."""
+    """Return the problem of a call, which is abandoned if it takes too long."""
     problems: Queue[str | None] = Queue()
     Thread(target=lambda: problems.put(call()), daemon=True).start()
     try:
@@ -137,31 +132,27 @@ def _within_limit(call: Callable[[], str | None]) -> str | None:
         return f"no answer within {LIMIT_S:g} s"
 
 
-def _poster(url: str, message: bytes) -> Callable[[], str | None]:
-    """Posts a message, and gives what goes wrong; no more of the URL is told than is known."""
+def _post(url: str, message: bytes) -> str | None:
+    """Post a message; returns the problem, without the URL, which may be a secret."""
     place, credentials = _split_credentials(url)
     headers = {"Content-Type": "application/json", "User-Agent": "batchinfer"}
-
-    def post() -> str | None:
-        try:
-            request = urllib.request.Request(place, message, headers, method="POST")
-            if credentials is not None:
-                request.add_unredirected_header("Authorization", f"Basic {credentials}")
-            with urllib.request.urlopen(request, timeout=LIMIT_S):
-                return None
-        except urllib.error.HTTPError as error:
-            error.close()
-            return f"it answered {error.code}"
-        except urllib.error.URLError as error:
-            return _problem(error.reason)
-        except Exception as error:  # of http.client, of proxies; some repeat the URL
-            return _problem(error)
-
-    return post
+    try:
+        request = urllib.request.Request(place, message, headers, method="POST")
+        if credentials is not None:
+            request.add_unredirected_header("Authorization", f"Basic {credentials}")
+        with urllib.request.urlopen(request, timeout=LIMIT_S):
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"it answered {error.code}"
+    except urllib.error.URLError as error:
+        return _problem(error.reason)
+    except Exception as error:  # http.client and proxies raise others, some with the URL
+        return _problem(error)
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """A URL without user and password, which urllib takes for its host, and those in base64."""
+    """Return a URL without user and password, and those in base64; urllib cannot use them there."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:
@@ -171,17 +162,20 @@ def _split_credentials(url: str) -> tuple[str, str | None]:
 
 
 def _problem(reason: object) -> str:
-    """An error of the system in its words; of any other, its kind alone."""
+    """Return the system's words for its errors, and only the type of other errors."""
     if isinstance(reason, OSError) and reason.strerror:
         return str(reason.strerror)
     return f"it failed ({type(reason).__name__})"
 
 
 def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
-    """Run a command with a message on its stdin; the beginning of what it prints goes to stderr."""
+    """Run a command with a message on its stdin; returns the problem.
+
+    The beginning of the command's output goes to stderr.
+    """
     printed, output = os.pipe()
-    passing = Thread(target=_pass_on, args=(printed,), daemon=True)
-    passing.start()
+    copying = Thread(target=_copy_to_stderr, args=(printed,), daemon=True)
+    copying.start()
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
@@ -191,31 +185,25 @@ def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
     finally:
         os.close(output)
     try:
-        return _outcome(process, message)
-    finally:
-        passing.join(_PASSED_ON_S)
-
-
-def _outcome(process: subprocess.Popen[bytes], message: bytes) -> str | None:
-    """What goes wrong with a command that was started."""
-    try:
         process.communicate(message, timeout=LIMIT_S)
+        return f"it ended with {process.returncode}" if process.returncode else None
     except subprocess.TimeoutExpired:
         with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # including its child processes
         process.wait()
         return f"it was killed after {LIMIT_S:g} s"
-    return f"it ended with {process.returncode}" if process.returncode else None
+    finally:
+        copying.join(_COPY_S)
 
 
-def _pass_on(printed: int) -> None:
-    """Pass on what a command prints, and say of how much that was not done."""
-    left, num_left_out = MOST_OUTPUT, 0
+def _copy_to_stderr(printed: int) -> None:
+    """Copy the first bytes of a command's output to stderr, and say how many are left out."""
+    room, num_left_out = MOST_OUTPUT, 0
     with os.fdopen(printed, "rb", buffering=0) as stream, suppress(OSError):
         while data := stream.read(_CHUNK):
-            _write_all(data[:left])
-            num_left_out += max(0, len(data) - left)
-            left = max(0, left - len(data))
+            _write_all(data[:room])
+            num_left_out += max(0, len(data) - room)
+            room = max(0, room - len(data))
         if num_left_out:
             _write_all(f"\non_end.command: {num_left_out:,} more bytes are left out\n".encode())
 

@@ -1,7 +1,7 @@
-"""``batchinfer run-batch``: an OpenAI batch file in, one out, as a job like any other.
+"""``batchinfer run-batch``: answers an OpenAI batch file, as a job.
 
-What the job needs to go on after an interruption is in a folder beside the output file, or, where
-that is a pipe or the like, in the current folder; its ``openai/`` holds answers and errors apart.
+The output directory of the job is next to the output file, or in the current folder if the output
+is a pipe. Its ``openai/`` holds answers and errors in separate files.
 """
 
 from __future__ import annotations
@@ -33,24 +33,21 @@ from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 _TO_THE_END = 2**31 - 1
-"""As ``max_tokens``: all that the model's length leaves after the prompt."""
+"""``max_tokens`` of requests that set none: all that fits after the prompt."""
 
 
 def batch_job(options: BatchOptions) -> JobSpec:
-    """The job that answers a batch file.
+    """Return the job that answers a batch file.
 
     Raises:
-        UsageError: an option has a value that its key cannot have.
+        UsageError: an option has an invalid value.
     """
     if not is_url(options.output_file) and os.path.isdir(options.output_file):
         raise UsageError(f"-o: {printable(options.output_file)} is a folder; name a file")
-    if _resolved(options.input_file) == _resolved(options.output_file):
+    paths = (options.input_file, options.output_file)
+    if len({path if is_url(path) else os.path.realpath(path) for path in paths}) == 1:
         raise UsageError("-o: the output file is the input file; give it a name of its own")
     return checked_job(JobDocument(YamlText(_keys(options), {}), "run-batch"), Path.cwd())
-
-
-def _resolved(path: str) -> str:
-    return path if is_url(path) else os.path.realpath(path)
 
 
 def _output_file(options: BatchOptions) -> PurePath:
@@ -59,14 +56,14 @@ def _output_file(options: BatchOptions) -> PurePath:
 
 
 def state_directory(options: BatchOptions) -> str:
-    """The output directory, or its URL, of the job behind ``output_file``."""
+    """Return the output directory of the job, or its URL."""
     is_open = is_open_file(_output_file(options))
-    beside = os.path.basename(options.input_file) if is_open else options.output_file
-    return f"{beside}.batchinfer"
+    file = os.path.basename(options.input_file) if is_open else options.output_file
+    return f"{file}.batchinfer"
 
 
 def _keys(options: BatchOptions) -> dict[str, Any]:
-    """The job as its file would have it."""
+    """Return the keys of the job's file."""
     prompt = {
         "chat_template": options.chat_template,
         "chat_template_kwargs": options.chat_template_kwargs(),
@@ -93,7 +90,7 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
 
 
 def _task(options: BatchOptions) -> dict[str, Any]:
-    """What is done with the requests: one thing with all, as OpenAI has it."""
+    """Return the keys of the task, which depends on the first request's URL."""
     url = first_url(options.input_file)
     if url == EMBEDDINGS:
         return {"task": EMBED.name}
@@ -105,19 +102,19 @@ def _task(options: BatchOptions) -> dict[str, Any]:
     return {"sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed}}
 
 
-def _reasoning(asked: str) -> Any:
-    """``output.reasoning`` as an option gives it: by name, or the markers as JSON."""
-    if asked in PARSERS:
-        return PARSERS[asked]
+def _reasoning(parser: str) -> Any:
+    """Return ``output.reasoning`` for a parser's name, or for its markers as JSON."""
+    if parser in PARSERS:
+        return PARSERS[parser]
     try:
-        return checked_reasoning(json.loads(asked))
+        return checked_reasoning(json.loads(parser))
     except ValueError:
-        known = did_you_mean(asked, tuple(PARSERS))
-        raise UsageError(f"--reasoning-parser: {format_value(asked)} is not known{known}") from None
+        known = did_you_mean(parser, tuple(PARSERS))
+        raise UsageError(f"--reasoning-parser: {format_value(parser)} is unknown{known}") from None
 
 
 def run_batch(options: BatchOptions) -> ExitCode:
-    """Answer a batch file; again: go on where that stopped.
+    """Answer a batch file, or resume a run that was interrupted.
 
     Raises:
         JobError: as ``run_job``.

@@ -1,4 +1,4 @@
-"""The version of a table that a run reads: the latest, or that which its output was begun with."""
+"""The version of a table that a run reads: the latest, or the one its output was begun with."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from batchinfer.job.spec.spec import JobSpec
 def at_version(
     spec: JobSpec, planned: Manifest | None, out: OutputDir, *, retry_errors: bool
 ) -> JobSpec:
-    """The job on the version of its table that a run without ``--update`` is to read.
+    """Return the job with the version of its table that a run without ``--update`` reads.
 
-    That is the one of an update that was begun, else the one that the output was begun with, until
-    it has ended. Who retries errors keeps to it for good, unless the latest has as many rows: then
-    rows of it were mended.
+    That is the version of an unfinished update, or else the version that the output was begun with,
+    until the job has ended. With ``--retry-errors`` a run keeps that version afterwards too, unless
+    the latest version has the same number of rows: then failed rows may have been corrected.
 
     Args:
-        planned: the plan of what is in ``out``, if there is one.
-        retry_errors: whether rows that ended in an error are to run again.
+        planned: the plan of the output in ``out``, if there is one.
+        retry_errors: True if failed rows run again.
 
     Raises:
         JobError: the table cannot be read.
@@ -47,7 +47,7 @@ def at_version(
 
 
 def _of_begun_update(spec: JobSpec, out: OutputDir) -> JobSpec | None:
-    """The job on the version for which a next generation was begun, if one was for this job."""
+    """Return the job at the version of an update that was begun for it, if there is one."""
     for path in out.files.entries(out.next):
         with suppress(JobError):
             plan = stored_manifest(out.generation(path.name))
@@ -65,7 +65,7 @@ def _for_errors(spec: JobSpec, before: JobSpec, planned: Manifest) -> JobSpec:
         return spec
     print_line(
         f"{printable(', '.join(spec.input.paths))} has other rows at version {latest.version}: "
-        f"errors are retried at version {planned.table_version}; --update takes the latest",
+        f"errors are retried at version {planned.table_version}; --update reads the latest",
         to_stderr=True,
     )
     return before
@@ -76,7 +76,7 @@ def _at(spec: JobSpec, version: int) -> JobSpec:
 
 
 def _finds_again(pinned: JobSpec, planned: Manifest) -> bool:
-    """Whether a table that was somewhere else is the one that was planned, not another one."""
+    """Return True if a table with another path is the planned one, moved."""
     with suppress(JobError):
         source = identified(open_input(pinned), planned)
         return have_common_files(planned.inputs, source.files)

@@ -1,4 +1,4 @@
-"""Work beside the engine's loop: an iterator that runs ahead of it, a consumer that runs behind."""
+"""Threads for work before and after the engine's loop, and for work that is repeated."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _POLL_S = 0.1
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them: it is not
-    asked for one more before one of them is taken.
+    """Iterates in a thread, at most ``depth`` items ahead of the consumer.
 
     Args:
-        items: what to run.
+        items: the iterable.
         depth: most items ahead.
-        starved: kept set while whoever takes has found nothing; for ``items`` to look at.
+        starved: set while the consumer finds no item, so that ``items`` can hurry.
     """
 
     def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
         self._queue: Queue[T] = Queue()
         self._room = Semaphore(depth)
-        """Items that may be made and not taken."""
+        """Counts the items that may be made before the consumer takes one."""
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
@@ -36,11 +35,11 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def take(self, timeout_s: float) -> T | None:
-        """The next item; None if there is none within the time, or ever again.
+        """Return the next item; None if none comes within the time, or none is left.
 
         Raises:
-            BaseException: what the iterable raised, once the items before it are taken and
-                somebody waits for more (``timeout_s`` over 0).
+            BaseException: the iterable's error, once the items before it are taken and the consumer
+                waits for more (``timeout_s`` over 0).
         """
         waits = timeout_s > 0
         if self._queue.empty():
@@ -51,30 +50,30 @@ class Prefetcher(Generic[T]):
             self._room.release()
             return item
         except Empty:
-            if waits and self._nothing_left and self._error is not None:
+            if waits and self._is_drained and self._error is not None:
                 raise self._error from None
             return None
 
     def wait(self, stop: Event) -> None:
-        """Wait for an item to be there, or for the end of them all, or for ``stop``."""
+        """Wait for the first item, or the end of the iterable, or ``stop``."""
         while self._queue.empty() and not self._done.is_set() and not stop.is_set():
             self._starved.set()
             self._filled.wait(_POLL_S)
 
     @property
     def exhausted(self) -> bool:
-        """Whether every item has been taken and the iterable came to its end."""
-        return self._nothing_left and self._error is None
+        """True if the iterable ended without an error and all its items are taken."""
+        return self._is_drained and self._error is None
 
     @property
-    def _nothing_left(self) -> bool:
+    def _is_drained(self) -> bool:
         return self._done.is_set() and self._queue.empty()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread and wait for it; items not taken are dropped."""
+        """Stop the thread and wait for it; the remaining items are dropped."""
         self._closed.set()
         self._thread.join()
 
@@ -82,7 +81,7 @@ class Prefetcher(Generic[T]):
         try:
             coming = iter(items)
             while self._has_room():
-                self._queue.put(next(coming))  # no name for it: it is not this thread's any more
+                self._queue.put(next(coming))  # without a name, or this thread would keep it alive
                 self._filled.set()
         except StopIteration:
             pass
@@ -93,7 +92,7 @@ class Prefetcher(Generic[T]):
             self._filled.set()
 
     def _has_room(self) -> bool:
-        """Wait for an item to be taken; whether another is wanted then."""
+        """Wait until another item may be made; returns False if none is wanted any more."""
         while not self._closed.is_set():
             if self._room.acquire(timeout=_POLL_S):
                 return True
@@ -101,7 +100,7 @@ class Prefetcher(Generic[T]):
 
 
 class Repeater:
-    """Calls ``action`` in a thread every so many seconds while it is entered, and not at once."""
+    """Calls ``action`` in a thread every ``every_s`` seconds, the first time after that time."""
 
     def __init__(self, action: Callable[[], None], every_s: float) -> None:
         self._action = action
@@ -123,7 +122,7 @@ class Repeater:
 
 
 class BackgroundConsumer(Generic[T]):
-    """Calls ``consume`` with each item in a thread; whoever puts waits when ``depth`` are due."""
+    """Calls ``consume`` with each item in a thread; ``put`` waits while ``depth`` items are due."""
 
     def __init__(self, consume: Callable[[T], None], depth: int) -> None:
         self._consume = consume
@@ -133,10 +132,10 @@ class BackgroundConsumer(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> None:
-        """Hand over an item.
+        """Add an item.
 
         Raises:
-            BaseException: what ``consume`` raised for an item before.
+            BaseException: the error of ``consume`` for an earlier item.
         """
         self._offer(item)
         if self._error is not None:
@@ -146,8 +145,10 @@ class BackgroundConsumer(Generic[T]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Consume what is left and end the thread; raise what ``consume`` raised, if nothing is
-        on its way up already."""
+        """Consume the remaining items and end the thread; raise the error of ``consume``.
+
+        An error that is leaving the context already goes first.
+        """
         self._offer(None)
         self._thread.join()
         if self._error is not None and kind is None:

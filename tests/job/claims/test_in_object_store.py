@@ -108,8 +108,8 @@ def test_a_shard_that_slept_while_it_held_the_directory_leaves_its_siblings_plan
     siblings = replace(manifest, planned_at="2026-01-01T00:00:00")
     agree = SharedClaim._agree
 
-    def agree_and_sleep(claim: SharedClaim, *arguments: Any) -> ResumePlan:
-        agreed = agree(claim, *arguments)
+    def agree_and_sleep(claim: SharedClaim, *arguments: Any, **options: Any) -> ResumePlan:
+        agreed = agree(claim, *arguments, **options)
         monkeypatch.setattr(SharedClaim, "_agree", agree)
         with monkeypatch.context() as passed:
             passed.setattr(object_lock, "LAPSE_S", -1e9)

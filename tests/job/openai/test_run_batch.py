@@ -195,7 +195,7 @@ def test_thinking_is_told_apart_by_the_names_of_vllm_or_by_markers() -> None:
         job = module.batch_job(ask(GOOD, reasoning_parser=asked))
         assert job.output.asked_reasoning == found
     for asked, says in [("qwen", "did you mean qwen3"), ('{"start": "<a>"}', "known: auto")]:
-        with pytest.raises(UsageError, match=f"--reasoning-parser: .* is not known; {says}"):
+        with pytest.raises(UsageError, match=f"--reasoning-parser: .* is unknown; {says}"):
             module.batch_job(ask(GOOD, reasoning_parser=asked))
 
 
