@@ -228,7 +228,7 @@ ROOMS = [
     ),
     Room(
         "job.output",
-        "The output directory: its parts and their commit, what a resumed run finds there.",
+        "The output directory: its parts and their commit, and the plan of a run that resumes it.",
         ("errors", "console", "engine", "text", "job"),
     ),
     Room(
@@ -238,7 +238,7 @@ ROOMS = [
     ),
     Room(
         "job.claims",
-        "Who makes which parts of an output: one run, shards, or workers that claim parts.",
+        "Decides which process makes which parts: one run, shards, or workers that claim parts.",
         ("errors", "console", "job"),
     ),
     Room(
@@ -263,7 +263,7 @@ ROOMS = [
     ),
     Room(
         "job.run",
-        "``batchinfer run``: three threads, the engine's loop, and what is said of it.",
+        "``batchinfer run``: decides what to do, runs rows in three threads, and ends the job.",
         (
             "config",
             "errors",

@@ -1,4 +1,4 @@
-"""Who makes which parts of an output: one run, shards, or workers that claim parts.
+"""Decides which process makes which parts: one run, shards, or workers that claim parts.
 
 ``claim`` is the right of a run that writes alone, ``shared`` that of one of several writers.
 ``queue`` gives a run its parts, ``worker_queue`` gives a worker the parts that it claims.

@@ -44,7 +44,7 @@ class Ending:
     is_finished: bool = False
     """True if another run has ended the job already."""
     is_stopped: bool = False
-    """True if this run was asked to stop while it waited for another one."""
+    """True if a signal stopped this run while it waited for another one."""
 
     @property
     def ends_job(self) -> bool:

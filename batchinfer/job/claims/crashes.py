@@ -258,6 +258,5 @@ def _others(groups: Sequence[Group], group: Group) -> tuple[Group, ...]:
     return tuple(other for other in groups if other != group)
 
 
-def _without(rows: Group, others: Group) -> Group:
-    out = {*others}
-    return tuple(row for row in rows if row not in out)
+def _without(rows: Group, dropped: Group) -> Group:
+    return tuple(row for row in rows if row not in {*dropped})

@@ -1,4 +1,4 @@
-"""The kernels of a job: the first process that has loaded the model notes its own for all others.
+"""The kernels of a job: the first process that loads the model notes them for later processes.
 
 Kernels sum in different orders, so the last bits of their results differ. A process reads the note
 ``_batchinfer/kernels.json`` before it loads its model, and again after: another process may have

@@ -39,7 +39,7 @@ class PartsToMake:
     crashes: CrashHistory = field(default_factory=CrashHistory)
     """The part of the crash history about these rows."""
     other_writers: frozenset[str] | None = None
-    """Writers that make other parts now; None: this run makes these parts and no others later."""
+    """Writers that make other parts now; None: this run claims no further parts."""
 
     @property
     def missing(self) -> list[range]:

@@ -72,7 +72,7 @@ class Role:
 
     @property
     def is_static(self) -> bool:
-        """True if the process makes the parts of its shard, and no others."""
+        """True if the process makes all parts of its shard, and claims none."""
         return not (self.is_worker or self.is_launcher)
 
     def parts(self, parts: list[Part]) -> list[Part]:
@@ -86,10 +86,10 @@ class Role:
 class FreshStart:
     """The content of ``_batchinfer/shards.json``: a team of writers that starts an output over.
 
-    With ``output.if_exists: overwrite`` the first writer deletes the output, and the others must
-    keep what their siblings have made since. With ``error`` the first must find no output, but the
-    others find its rows. So the first writer stores its team and the time of its plan, which is in
-    the manifest too. From then on all of them resume, also when run again, until the job ends.
+    With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
+    must keep the rows of their team. With ``error`` the first writer must find no output, but the
+    later ones find its rows. So the first writer stores its team and the time of its plan, which is
+    in the manifest too. From then on all of them resume, also when run again, until the job ends.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -200,7 +200,7 @@ class SharedClaim(Claim):
                 clear_output(self.shared, plan)
                 replace(start, is_clear=True).store(self.shared)
             elif start is None or not start.has_begun(self.shared, plan.manifest):
-                raise self._refusal("others have begun another job in")
+                raise self._refusal("other writers have begun another job in")
         clear_staging(self.out)  # the folder was deleted with the output
 
     @contextmanager
@@ -212,7 +212,7 @@ class SharedClaim(Claim):
         """Put a staged part in its place.
 
         Raises:
-            LockedError: others have taken over.
+            LockedError: another process has taken over.
             StorageError: the file system refuses.
         """
         if self.out.lock.fences:
@@ -270,7 +270,7 @@ class SharedClaim(Claim):
             return self._resumed(manifest, start, siblings)
         if siblings:
             if if_exists == "error" or start is None or start.is_clear:
-                raise self._refusal(f"others are running without if_exists: {if_exists} in")
+                raise self._refusal(f"other writers are running without if_exists: {if_exists} in")
             manifest = replace(manifest, planned_at=start.planned_at)
             return ResumePlan(manifest, self._parts, self._parts, starts_over=True)
         agreed = agree_on_plan(self.shared, manifest, if_exists)
@@ -280,14 +280,14 @@ class SharedClaim(Claim):
     def _resumed(self, manifest: Manifest, start: FreshStart | None, siblings: bool) -> ResumePlan:
         if start is not None and not start.is_clear:
             if siblings:
-                raise self._refusal("others are about to start over in")
+                raise self._refusal("other writers are about to start over in")
             with storage_errors(self.shared.shards, "delete"):  # its writer has died
                 self.shared.files.delete(self.shared.shards)
         agreed = agree_on_plan(self.shared, manifest, "resume")
         if not agreed.starts_over:
             return agreed
         if siblings:
-            raise self._refusal("others have begun another job in")
+            raise self._refusal("other writers have begun another job in")
         clear_output(self.shared, agreed)  # at once: no row of it is finished
         return replace(agreed, starts_over=False)
 

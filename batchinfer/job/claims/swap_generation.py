@@ -1,8 +1,8 @@
 """The swap of an output's generations, which a later run completes if it is cut off.
 
 The new generation is complete, in ``_batchinfer/next/NAME``, and stays there until it is in place:
-file by file, by hard links on a file system and by copies in an object store. While a swap goes on
-there is ``_batchinfer/swap.json``. A run that finds it does all steps again, under the lock: each
+file by file, by hard links on a file system and by copies in an object store. During a swap
+``_batchinfer/swap.json`` exists. A run that finds it does all steps again, under the lock: each
 step can be repeated. ``_SUCCESS`` is deleted first and placed last.
 """
 

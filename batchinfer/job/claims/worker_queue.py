@@ -19,7 +19,8 @@ from batchinfer.job.row_ids import Part, RowIds
 _CLAIMS_LEFT = 6
 """Claims that should remain for each worker whenever one is taken, until single parts remain."""
 _SLOWER = 1.15
-"""A worker takes no part that it would need this many times as long for as the others for all."""
+"""A worker claims no part if it needs this factor more time for it than the other workers need for
+all remaining parts."""
 _POLL_S = 0.5
 """Time between looks for parts that have become free; longer in a store."""
 
@@ -146,7 +147,7 @@ def crash_history(
 
 
 def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
-    """Return True if the others would finish the job before this worker has made one part.
+    """Return True if the other workers would finish the job before this one has made one part.
 
     Args:
         part_rows: rows of the part.

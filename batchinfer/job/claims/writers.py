@@ -190,7 +190,7 @@ class Claims:
         self._mine = _Stored(token_hex(8), 0, [])
 
     def begin(self, first_run: int, parts: Sequence[range] = ()) -> None:
-        """Claim these parts, and no others.
+        """Claim exactly these parts.
 
         Args:
             first_run: least number of this process's runs.
@@ -216,14 +216,14 @@ class Claims:
         """Check that this process has not lost its claims.
 
         Raises:
-            LockedError: others have taken its parts, because it was silent for too long.
+            LockedError: other processes took its parts, because it was silent for too long.
         """
         stored = self.stored()
         if stored is None or stored.token != self._mine.token:
             raise LockedError(
-                f"others have taken over this process's parts of {printable(str(self._out.root))}, "
-                "because it was silent for too long",
-                hint="let them continue, or run this command again",
+                "other processes have taken over this process's parts of "
+                f"{printable(str(self._out.root))}, because it was silent for too long",
+                hint="let them finish, or run this command again",
             )
 
     def stored(self) -> _Stored | None:

@@ -1,8 +1,7 @@
-"""The output directory: its parts and their commit, what a resumed run finds there.
+"""The output directory: its parts and their commit, and the plan of a run that resumes it.
 
-``directory`` knows its paths and who may write. Finished rows go from ``part_writer`` into
-``segments`` and from there, by ``commit``, into parts; ``resume`` finds what is left to do, and
-``recovery`` what is there of it.
+``directory`` has the paths, ``segments`` finished rows of unfinished parts, ``commit`` the steps
+that finish a part, ``resume`` the decision which parts are left to make.
 
 May import: errors, console, engine, text, job.
 """

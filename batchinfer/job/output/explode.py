@@ -1,9 +1,9 @@
-"""One output row per sample (``output.explode``), and back to one per input row.
+"""One output row per sample (``output.explode``), and back to one row per input row.
 
-A row with samples becomes as many rows, each with one of them in ``outputs``, its text in
-``generated_text`` and its tokens in ``num_output_tokens``, likewise what it thought; all else is
-repeated. A row without samples, which has failed, stays as it is. A part says in its metadata that
-it is like this.
+A row becomes one row for each of its samples. That row has one sample in ``outputs``, and the
+sample's text, reasoning, tool calls and token counts in the other columns; all other values are
+repeated. A failed row, which has no samples, stays as it is. The metadata of a part says if it is
+exploded.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import pyarrow.compute as pc
 
 METADATA = "batchinfer.explode"
 _PIECE_BYTES = 1 << 30
-"""Of what is repeated at a time: one Arrow array holds 2 GiB of text."""
+"""Most bytes to repeat at a time: an Arrow array holds up to 2 GiB of text."""
 
 
 def is_exploded(table: pa.Table) -> bool:
-    """Whether a part's table has a row for each sample."""
+    """Return True if a part's table has a row for each sample."""
     return METADATA.encode() in (table.schema.metadata or {})
 
 
 def first_of_rows(table: pa.Table) -> pa.Table:
-    """The first row of each input row, of a part's table, exploded or not."""
+    """Return the first row of each input row of a part's table, exploded or not."""
     if not is_exploded(table) or not table.num_rows:
         return table
     return table.filter(pa.array(_begins(table["row_id"].to_numpy())))  # take joins all chunks
 
 
 def exploded(table: pa.Table) -> pa.Table:
-    """A row for each sample.
+    """Return a table with a row for each sample.
 
     Args:
         table: finished rows, with the generated columns.
@@ -66,7 +66,7 @@ def exploded(table: pa.Table) -> pa.Table:
 
 
 def whole_rows(table: pa.Table) -> pa.Table:
-    """A row for each input row, of a part's table, exploded or not."""
+    """Return a table with a row for each input row of a part's table, exploded or not."""
     if not is_exploded(table) or not table.num_rows:
         return table
     begins = np.flatnonzero(_begins(table["row_id"].to_numpy()))
@@ -74,9 +74,7 @@ def whole_rows(table: pa.Table) -> pa.Table:
     lengths = pc.list_value_length(outputs).to_numpy(zero_copy_only=False)
     counts = np.add.reduceat(lengths, begins)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    changed = {
-        "outputs": pa.ListArray.from_arrays(offsets, pc.list_flatten(outputs)),
-    }
+    changed = {"outputs": pa.ListArray.from_arrays(offsets, pc.list_flatten(outputs))}
     for name in ("num_output_tokens", "num_reasoning_tokens"):
         if name in table.schema.names:
             tokens = _array(table[name]).to_numpy()
@@ -85,7 +83,7 @@ def whole_rows(table: pa.Table) -> pa.Table:
 
 
 def _repeated(table: pa.Table, repeats: npt.NDArray[np.integer]) -> pa.Table:
-    """A table with each row repeated."""
+    """Return a table with each row repeated ``repeats`` times, int [rows]."""
     pieces, start = list[pa.RecordBatch](), 0
     for batch in table.to_batches():
         pieces += _pieces(batch, repeats[start : start + batch.num_rows])
@@ -108,7 +106,7 @@ def _pieces(batch: pa.RecordBatch, repeats: npt.NDArray[np.integer]) -> Iterator
 
 
 def _begins(row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Whether a row is the first of its input row, bool [rows]."""
+    """Return True for the first row of each input row, bool [rows]."""
     return np.concatenate([[True], row_ids[1:] != row_ids[:-1]])
 
 
@@ -117,7 +115,7 @@ def _offsets(has_sample: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 def _with(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
-    """``table`` with other values in some columns."""
+    """Return ``table`` with other values in some columns."""
     arrays = [columns.get(name, table[name]) for name in table.schema.names]
     return pa.table(
         [a.cast(f.type) for a, f in zip(arrays, table.schema, strict=True)], schema=table.schema

@@ -1,4 +1,4 @@
-"""The stored plan of an output directory: twice, so that no damaged file costs finished work."""
+"""The plan of an output directory, stored twice, so that a damaged file costs no finished work."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from batchinfer.job.output.directory import OutputDir
 
 
 def is_begun(out: OutputDir) -> bool:
-    """Whether a plan was stored here, whatever has become of it."""
+    """Return True if a plan was stored here, even if it is damaged or lost."""
     plans = any(out.files.stat(path) is not None for path in (out.manifest, out.manifest_copy))
     return plans or bool(out.files.entries(out.parts))
 
 
 def store_manifest(out: OutputDir, manifest: Manifest) -> None:
-    """Write the plan of an output that is begun.
+    """Write the plan of a new output.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the plan cannot be written.
     """
     data = manifest.to_json()
     for path in (out.manifest_copy, out.manifest):
@@ -29,10 +29,10 @@ def store_manifest(out: OutputDir, manifest: Manifest) -> None:
 
 
 def stored_manifest(out: OutputDir) -> Manifest:
-    """The stored plan, or its copy where that is damaged or missing.
+    """Return the stored plan, or its copy if the plan is damaged or missing.
 
     Raises:
-        DataError: neither is whole.
+        DataError: both are damaged or missing.
     """
     for path in (out.manifest, out.manifest_copy):
         with suppress(DataError):
@@ -40,20 +40,20 @@ def stored_manifest(out: OutputDir) -> Manifest:
     root, manifest = printable(str(out.root)), printable(str(out.manifest))
     missing = out.files.stat(out.manifest) is None
     raise DataError(
-        f"{manifest} is {'missing' if missing else 'damaged'}, and so is its copy: what is "
-        "finished there cannot be told to be of this job",
+        f"{manifest} is {'missing' if missing else 'damaged'}, and so is its copy: the finished "
+        "rows there may be of another job",
         hint=f"put the file back from a backup, or move {root} away and run again "
         "(--overwrite deletes what is finished)",
     )
 
 
 def is_stored_whole(out: OutputDir) -> bool:
-    """Whether the plan and its copy are whole."""
+    """Return True if neither the plan nor its copy is damaged or missing."""
     return not _damaged(out)
 
 
 def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
-    """Write the plan or its copy again where it is damaged or missing, from the other.
+    """Write the plan or its copy again if it is damaged or missing.
 
     Raises:
         StorageError: it cannot be written.

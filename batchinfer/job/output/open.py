@@ -1,4 +1,4 @@
-"""Output directories opened by their path: on this machine, or in an object store."""
+"""Opens output directories by their path or URL."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of
 
 
 def output_at(path: str) -> OutputDir:
-    """The output directory that ``output.path`` names.
+    """Return the output directory at a path, or at a URL in an object store.
 
     Raises:
-        UsageError: it cannot be one, or what reads stores is not installed.
-        StorageError: the way there cannot be followed.
+        UsageError: no output can be there, or the extra for object stores is not installed.
+        StorageError: the folders on the path cannot be read.
     """
-    return _in_store(path) if is_url(path) else _on_this_machine(path)
-
-
-def _on_this_machine(path: str) -> OutputDir:
+    if is_url(path):
+        return _in_store(path)
     out = OutputDir(Path(path))
-    for inside in (out.success, out.manifest):
-        out.files.stat(inside)
+    for file in (out.success, out.manifest):  # raises if the folders cannot be read
+        out.files.stat(file)
     return out
 
 
 def _in_store(url: str) -> OutputDir:
-    """The output directory at ``s3://bucket/folder`` or ``gs://bucket/folder``."""
-    root = _root_in_store(url)
+    root = StorePath(url)
+    if scheme_of(url) not in STORES or len(root.parts) < 3:
+        raise UsageError(f"{printable(url)} cannot hold output; name a folder in a bucket")
+    connect(root.bucket)
     from batchinfer.job.storage.object_filesystem import StoreFiles
     from batchinfer.job.storage.object_lock import StoreLock
-    from batchinfer.job.storage.object_store import Objects  # what follows needs obstore
+    from batchinfer.job.storage.object_store import Objects  # needs obstore
 
     objects = Objects(root)
 
@@ -44,11 +44,3 @@ def _in_store(url: str) -> OutputDir:
         return StoreFiles(objects, lock.check, lock.confirm), lock
 
     return OutputDir(root, access=access).under_lock(LOCK)
-
-
-def _root_in_store(url: str) -> StorePath:
-    root = StorePath(url)
-    if scheme_of(url) not in STORES or len(root.parts) < 3:
-        raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
-    connect(root.bucket)
-    return root

@@ -1,4 +1,4 @@
-"""Tables as the bytes of a Parquet file, made in memory: what is written at once, or not at all."""
+"""Makes Parquet files in memory, so that they are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ _HAVE_LENGTHS = (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
 
 
 def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
-    """A Parquet file of one or more tables, zstd, with page checksums."""
+    """Return a Parquet file with a row group per table, with zstd and page checksums."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink, row_groups[0].schema, write_page_checksum=True, **_column_options(row_groups)
     ) as writer:
         for table in row_groups:
             writer.write_table(table)
-    del writer  # with the pages that it has made
+    del writer  # frees its pages
     pa.default_memory_pool().release_unused()
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
 
 def _column_options(tables: Sequence[pa.Table]) -> dict[str, Any]:
-    """What saves copies of columns that are large: they are not looked through for repeated values,
-    nor for the first and the last one. Those that hold a huge value are not compressed either."""
+    """Return options that avoid copies of large columns: no dictionaries and no statistics.
+
+    Columns with a huge value are not compressed either.
+    """
     columns = {
         name: pa.chunked_array([chunk for table in tables for chunk in table[name].chunks], kind)
         for name, kind in zip(tables[0].schema.names, tables[0].schema.types, strict=True)
@@ -53,7 +55,7 @@ def _has_huge_value(column: pa.ChunkedArray) -> bool:
 
 
 def _paths(schema: pa.Schema) -> dict[str, str]:
-    """Parquet's columns, those within others too, and which of the table's each is of."""
+    """Return Parquet's column paths, including nested ones, each with the column of the table."""
     sink = pa.BufferOutputStream()
     pq.write_table(schema.empty_table(), sink)
     found = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema

@@ -1,4 +1,4 @@
-"""The record of a finished part: sizes, hashes and counts that what is found is compared with."""
+"""The record of a finished part: the sizes, hashes and counts that its files must have."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ class PartRecord:
     error_codes: dict[str, NonNegativeInt]
     """Rows that failed, by code."""
     control_text_row_ids: list[int]
-    """Rows whose own text holds what looks like one of the model's control tokens."""
+    """Rows whose own text looks like one of the model's control tokens."""
     size: NonNegativeInt
     mtime_ns: NonNegativeInt
     sha256: str
     requests_sha256: str
     """Hash of the file of the rows' statistics."""
     etag: str | None = None
-    """An object store's mark of the content; None in a file system."""
+    """The object store's mark of the part; None in a file system."""
     requests_etag: str | None = None
-    """Mark of the file of the rows' statistics."""
+    """The object store's mark of the file of the rows' statistics."""
     keys_sha256: str | None = None
-    """Hash of the file of the rows' keys; None in records from before there was one."""
+    """Hash of the file of the rows' keys; None in records of older versions."""
     num_reused: NonNegativeInt = 0
-    """Rows that were copied from another output."""
+    """Rows copied from another output."""
 
     def to_json(self) -> bytes:
-        """The record as it is stored."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -46,10 +45,10 @@ _STORED = TypeAdapter(PartRecord)
 
 
 def parse_record(data: bytes, part: Part) -> PartRecord:
-    """The stored record of ``part``, each value checked.
+    """Return the stored record of ``part``.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the record is damaged, or of another part.
     """
     record = _STORED.validate_json(data)
     failed, marked = sum(record.error_codes.values()), record.control_text_row_ids

@@ -1,4 +1,4 @@
-"""Finished rows, in any order, to parts in input order."""
+"""Writes finished rows, which come in any order, to parts in input order."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
 _MOST_HELD_BYTES = 64 << 20
-"""Of rows that came as tables; above, they go to a segment."""
+"""Most bytes of tables to hold in memory; above that, they go to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
-"""Of a part's kept columns; above, their file is left while the part is written: a page in it may
-be as large as all of them."""
+"""Bytes of a part's kept columns above which the input file is closed while the part is written:
+one of its pages may be as large."""
 
 
 class PartWriter:
-    """Writes parts in order, each when all of its rows are there, and keeps others in segments.
+    """Writes parts in order, each when all its rows are finished, and keeps other rows in segments.
 
     Rows of the last few seconds are held in memory. The kept input columns are not: they are read
     again, part after part.
 
     Args:
-        out: where parts go.
+        out: the output directory.
         parts: the parts to make, in order.
-        segments: holds rows until their part is written.
+        segments: stores rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
         source: has the kept columns.
         metadata: key-value metadata of every part.
         before_write: called before finished rows are written.
-        deliver: called with each part once it is staged: publishes it, or has it published.
-        clock: seconds.
+        deliver: called with each staged part to publish it.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class PartWriter:
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
         self._tables: list[pa.Table] = []
-        """More rows, which have come as tables."""
+        """Further rows, which came as tables."""
         self._first_rows = [part.rows.start for part in parts]
         self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
         self._num_written = 0
 
     def add(self, row: FinishedRow) -> None:
-        """Take a finished row; write the parts it completes.
+        """Add a finished row, and write the parts that it completes.
 
         Raises:
             DataError: the kept columns of the input cannot be read.
@@ -93,16 +93,16 @@ class PartWriter:
         row_id: int = row.values["row_id"]
         at = bisect_right(self._first_rows, row_id) - 1
         assert row_id not in self._rows, f"row {row_id} finished twice"
-        assert self._missing[at], f"row {row_id} finished twice, or one of its part did"
+        assert self._missing[at], f"row {row_id}, or a row of its part, finished twice"
         self._rows[row_id] = row
         self._missing[at] -= 1
         self.write_complete()
 
     def add_table(self, rows: pa.Table) -> None:
-        """Take finished rows as ``add`` does one.
+        """Add finished rows, as ``add`` does.
 
         Args:
-            rows: in any order, with the columns of a segment.
+            rows: rows in any order, with the columns of a segment.
         """
         at = np.searchsorted(self._first_rows, rows["row_id"].to_numpy(), side="right") - 1
         for index, count in zip(*np.unique(at, return_counts=True), strict=True):
@@ -115,11 +115,11 @@ class PartWriter:
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts are written."""
+        """True if all parts are written."""
         return self._num_written == len(self._parts)
 
     def write_complete(self) -> None:
-        """Write the parts that lack no row, up to the first that does."""
+        """Write the complete parts, up to the first incomplete one."""
         for part in self._parts[self._num_written :]:
             if self._missing[self._num_written] == 0:
                 self._write(part)
@@ -128,16 +128,16 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush if a few seconds have passed, or a few thousand rows have come."""
+        """Flush if the last flush was a few seconds ago, or a few thousand rows are held."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()
 
     def flush(self) -> None:
-        """Put all finished rows on disk.
+        """Write all rows held in memory to a segment.
 
         Raises:
-            StorageError: they cannot be written.
+            StorageError: the segment cannot be written.
         """
         self._before_write()
         if self._num_held:
@@ -183,7 +183,7 @@ class PartWriter:
         return table.replace_schema_metadata(self._metadata)
 
     def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
-        """The part's kept columns; parts are asked for in order, batches end where parts end."""
+        """Return the part's kept columns; parts come in order, and batches end where parts end."""
         batches: list[pa.RecordBatch] = []
         missing = part.num_rows if self._table.kept else 0
         while missing:
@@ -196,28 +196,25 @@ class PartWriter:
         return batches
 
     def _scan_kept(self, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Read the kept columns of parts, from the ``first`` on."""
         return self._source.scan(
             list(self._table.kept), [part.rows for part in self._parts[first:]]
         )
 
 
 def _divided(tables: Sequence[pa.Table], part: Part) -> tuple[list[pa.Table], list[pa.Table]]:
-    """Rows of a part, and the others."""
+    """Return the rows of a part, and the other rows."""
     inside, outside = list[pa.Table](), list[pa.Table]()
     for table in tables:
         row_ids = table["row_id"].to_numpy()
         is_inside = (row_ids >= part.rows.start) & (row_ids < part.rows.stop)
-        for found, chosen in ((inside, is_inside), (outside, ~is_inside)):
-            if chosen.all():
-                found.append(table)
-            elif chosen.any():
-                found.append(table.filter(pa.array(chosen)))
+        for tables_of, mask in ((inside, is_inside), (outside, ~is_inside)):
+            if mask.any():
+                tables_of.append(table if mask.all() else table.filter(pa.array(mask)))
     return inside, outside
 
 
 def _num_reused(rows: pa.Table) -> int:
-    """Rows that are good, and that no run of this job has computed."""
+    """Return the number of good rows that no run of this job has computed."""
     good = pc.equal(rows["status"], "ok")
     found: int = pc.sum(pc.and_(good, rows[REQUEST_COLUMN].is_null())).as_py() or 0
     return found

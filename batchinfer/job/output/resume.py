@@ -308,7 +308,7 @@ def has_rows(out: OutputDir) -> bool:
 
 
 def _clear(out: OutputDir) -> None:
-    """Delete this program's files: first those that mark others as complete, last the manifest."""
+    """Delete this program's files: first the marks of completeness, last the manifest."""
     delete, entries = out.files.delete, out.files.entries
     if _exists(out, out.swap):  # first: it marks the generation in ``next`` as complete
         delete(out.swap)

@@ -1,4 +1,4 @@
-"""The output table: which columns, of which types, and how finished rows fill them."""
+"""The output table: its columns and their types."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ _OF_ALL_TASKS = {
 
 @dataclass(frozen=True)
 class OutputTable:
-    """Columns of ``data/part-*.parquet``: the kept input columns, then the generated ones."""
+    """The columns of ``data/part-*.parquet``: the kept input columns, then the generated ones."""
 
     kept: Mapping[str, str]
-    """Input column: its name in the output."""
+    """Name in the output of each kept input column."""
     kept_schema: pa.Schema
     generated_schema: pa.Schema
     explodes: bool = False
-    """Whether there is a row for each sample."""
+    """True if the output has a row for each sample."""
 
     def columns(self, kept: Sequence[pa.RecordBatch], generated: pa.Table) -> pa.Table:
-        """The table of finished rows: ``generated`` and the ``kept`` batches are of the same rows,
-        in the same order."""
+        """Return the table of finished rows.
+
+        Args:
+            kept: the kept columns, under their input names.
+            generated: the generated columns of the same rows, in the same order.
+        """
         arrays = [
             pa.chunked_array([with_valid_text(batch.column(name)) for batch in kept], kind)
             for name, kind in zip(self.kept, self.kept_schema.types, strict=True)
@@ -53,12 +57,12 @@ class OutputTable:
 
 
 def output_table(source: Source, spec: JobSpec) -> OutputTable:
-    """The output table of a job.
+    """Return the output table of a job.
 
     Raises:
-        DataError: a column to keep is not in the input, differs from file to file, or is of a type
-            that Parquet does not hold.
-        UsageError: two output columns would have one name, or ``output.rename`` names a column
+        DataError: a column to keep is not in the input, differs between files, or has a type that
+            Parquet does not support.
+        UsageError: two output columns would have the same name, or ``output.rename`` names a column
             that is not kept.
     """
     kept = _kept_names(source, spec)
@@ -89,20 +93,20 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
         raise UsageError(
             f"output.rename: no column {format_value(unknown[0])} is kept"
             + near_name(unknown[0], names),
-            hint=f"leave it out; kept are: {listed(names)}",
+            hint=f"leave it out; the kept columns are: {listed(names)}",
         )
     return {name: rename.get(name, name) for name in dict.fromkeys(names)}
 
 
 def _check_can_be_written(schema: pa.Schema) -> None:
-    """Check that Parquet holds columns of all types that are kept; Arrow IPC has more."""
+    """Check that Parquet supports the types of all kept columns; Arrow IPC has further types."""
     for field in schema:
         try:
             pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
         except pa.ArrowNotImplementedError:
             kind = printable(str(field.type), 120)
             raise DataError(
-                f"input column {format_value(field.name)} is {kind}, which Parquet does not hold",
+                f"input column {format_value(field.name)} is {kind}: Parquet does not support that",
                 hint="leave it out of input.keep_columns, or cast it to another type",
             ) from None
 

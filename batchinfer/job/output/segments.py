@@ -1,18 +1,17 @@
-"""Finished rows that are in no part yet: immutable files on disk, read back part by part.
+"""Segments: immutable files of finished rows whose parts are not finished yet.
 
-A segment holds the rows that finished in a few seconds, sorted by row id, with a row group for each
-part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
-it. A row may be in two segments (see ``claims/retry.py``); the later one counts.
+A segment holds the rows that finished within a few seconds, sorted by row id, with a row group per
+part, so that making a part reads its own rows only. A segment is deleted once no unfinished part
+needs it. If a row is in two segments (see ``claims/retry_errors.py``), the later one counts.
 
-A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file. Of
-one of several writers it says the writer, and the first and the last part it has rows of: whoever
-makes other parts need not open it.
+A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file.
+If several writers share the output, the name also has the writer and the first and last part with
+rows in the segment: writers of other parts need not open it. A writer deletes only segments without
+rows of other writers' parts.
 
-Where several write, each may delete only what has no rows of parts that others make.
-
-In a store, what a run sends off just before it freezes may arrive when others have taken over. So a
-segment says which plan it is of, and other rows have another name: what arrives late is taken for
-no other plan's, and what is deleted late is nobody else's.
+In a store, an object that a run sent just before it froze may arrive after another run has taken
+over. So a segment names its plan in its metadata, and other bytes have another name: a late segment
+is not mistaken for another plan's, and a late deletion hits no other segment.
 """
 
 from __future__ import annotations
@@ -53,24 +52,20 @@ _PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
-    """Columns of a segment: those the output generates, statistics, marks and keys of rows."""
+    """Return the columns of a segment: the generated columns, statistics, marks and keys."""
     added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_()), (KEY_COLUMN, KEY_TYPE)]
     return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
 
 
 def segment_table(rows: Iterable[FinishedRow], schema: pa.Schema) -> pa.Table:
-    """Finished rows as a segment's table."""
+    """Return finished rows as a segment's table."""
     return pa.Table.from_pylist([_segment_row(row) for row in rows], schema=schema)
 
 
 def _segment_row(row: FinishedRow) -> dict[str, Any]:
     request = None
     if row.stats is not None:
-        request = {
-            **asdict(row.stats),
-            DISTINCT_TOKENS: row.distinct_tokens,
-            **asdict(row.tally),
-        }
+        request = asdict(row.stats) | {DISTINCT_TOKENS: row.distinct_tokens} | asdict(row.tally)
     return {
         **row.values,
         REQUEST_COLUMN: request,
@@ -80,22 +75,22 @@ def _segment_row(row: FinishedRow) -> dict[str, Any]:
 
 
 def with_keys(table: pa.Table) -> pa.Table:
-    """A segment's table with keys: rows that were finished before there were any have none."""
+    """Return a segment's table with a column of keys, even if an older version wrote it."""
     if KEY_COLUMN in table.schema.names:
         return table
     return table.append_column(KEY_COLUMN, pa.nulls(table.num_rows, KEY_TYPE))
 
 
 def read_segment(files: Files, path: PurePath) -> bytes:
-    """All bytes of a segment, checked against the hash in its name.
+    """Return the bytes of a segment, checked against the hash in its name.
 
     Raises:
-        ValueError: they are not those that were written.
-        OSError: it is missing.
-        StorageError: it cannot be read.
+        ValueError: they are not the bytes that were written.
+        OSError: the file is missing.
+        StorageError: the file cannot be read.
     """
-    data, named = read_file(files, path), _NAME.fullmatch(path.name)
-    if named is None or _digest(data) != named["digest"]:
+    data, name = read_file(files, path), _NAME.fullmatch(path.name)
+    if name is None or _digest(data) != name["digest"]:
         raise ValueError("it holds other bytes than were written (its hash differs)")
     return data
 
@@ -104,9 +99,9 @@ class Segments:
     """The segments of an output directory.
 
     Args:
-        parts: the parts that are not finished, in order; of several writers: that this one makes.
+        parts: the unfinished parts, in order; for one of several writers, those that it makes.
         generated: the output's generated columns.
-        owned: indices of the parts that nobody else makes; None: of all.
+        owned: indices of the parts that no other writer makes; None: all parts.
     """
 
     def __init__(
@@ -118,7 +113,6 @@ class Segments:
         owned: Collection[int] | None = None,
     ) -> None:
         self.schema = segment_schema(generated)
-        """Columns of a segment."""
         self._out = out
         self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
         self._unfinished = [part.index for part in parts]
@@ -126,60 +120,54 @@ class Segments:
         self._first_rows = [part.rows.start for part in self._planned]
         self._owned = range(len(self._planned)) if owned is None else owned
         self._groups: dict[PurePath, dict[int, int]] = {}
-        """Segments, oldest first: index of a part, and the row group of its rows."""
+        """For each segment, oldest first: the row group of each part, by the part's index."""
         self._shared: set[PurePath] = set()
-        """Segments with rows of parts that others make, which are theirs to delete."""
+        """Segments with rows of other writers' parts, which this writer must not delete."""
         self._next = 0
 
     def recover(self) -> tuple[RowIds, dict[str, str]]:
-        """Find the segments that earlier runs have left; those nobody needs are deleted.
+        """Find the segments of earlier runs, and delete those that no part needs.
 
         Returns:
-            The rows of unfinished parts that are in segments; and the segments that are damaged,
-            whose rows have to run again: name, and what is wrong.
+            The rows of unfinished parts that are in segments, and the problem of each damaged
+            segment by its name; the rows of damaged segments have to run again.
 
         Raises:
-            StorageError: one cannot be read, which does not say that it is damaged.
+            StorageError: a segment cannot be read, which does not mean that it is damaged.
         """
         found: list[RowIds] = [NO_ROWS]
         damaged: dict[str, str] = {}
         for path in self._out.files.entries(self._out.segments):
-            named = _NAME.fullmatch(path.name)
-            if named is not None:
-                self._next = max(self._next, int(named["number"]) + 1)
-            first, last = self._range_in(named)
+            name = _NAME.fullmatch(path.name)
+            first, last = 0, len(self._planned) - 1
+            if name is not None:
+                self._next = max(self._next, int(name["number"]) + 1)
+                if name["writer"] is not None:
+                    first, last = int(name["first"]), int(name["last"])
             self._note_owner(path, [first, last])
             if not self._makes_any(first, last):
                 self._keep(path, {})
                 continue
             try:
-                found.append(self.adopt(path))
+                groups = self._read_groups(path)
             except FileNotFoundError:
                 continue  # another writer has put its rows into a part
+            except MemoryError as error:  # pyarrow's is an ArrowException as well
+                raise StorageError(
+                    f"cannot read {path}: {first_line(error)}",
+                    hint="free memory, then run again: finished rows are kept",
+                ) from None
             except (OSError, pa.ArrowException, ValueError) as error:
                 damaged[path.name] = first_line(error)
                 self._keep(path, {})
+                continue
+            self._note_owner(path, groups)
+            mine = {
+                index: group for index, group in groups.items() if self._makes_any(index, index)
+            }
+            self._keep(path, {index: number for index, (number, _) in mine.items()})
+            found += [row_ids for _, row_ids in mine.values()]
         return np.unique(np.concatenate(found)), damaged
-
-    def adopt(self, path: PurePath) -> RowIds:
-        """Take up a segment that is there, whoever wrote it; its rows of unfinished parts.
-
-        Raises:
-            ValueError, pyarrow.ArrowException: it is damaged.
-            OSError: it is missing.
-            StorageError: it cannot be read.
-        """
-        try:
-            groups = self._read_groups(path)
-        except MemoryError as error:  # pyarrow's is an ArrowException as well
-            raise StorageError(
-                f"cannot read {path}: {first_line(error)}",
-                hint="free memory, then run again: finished rows are kept",
-            ) from None
-        self._note_owner(path, groups)
-        mine = {index: found for index, found in groups.items() if self._makes_any(index, index)}
-        self._keep(path, {index: group for index, (group, _) in mine.items()})
-        return np.concatenate([NO_ROWS, *(row_ids for _, row_ids in mine.values())])
 
     def add(self, table: pa.Table) -> PurePath:
         """Write a segment; when this returns, its rows will not run again.
@@ -188,14 +176,13 @@ class Segments:
             table: rows of unfinished parts, in any order, with the columns of ``schema``.
 
         Returns:
-            Its file.
+            The segment's file.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the segment cannot be written.
         """
         table = table.sort_by("row_id").replace_schema_metadata({_PLAN: self._plan})
-        row_ids = table["row_id"].to_numpy()
-        parts = [self._part_of(row_id) for row_id in row_ids.tolist()]
+        parts = [self._part_of(row_id) for row_id in table["row_id"].to_pylist()]
         slices, groups, start = [], {}, 0
         for number, (index, members) in enumerate(groupby(parts)):
             assert self._makes_any(index, index), "a row of no unfinished part"
@@ -203,8 +190,9 @@ class Segments:
             slices.append(table.slice(start, length))
             groups[index] = number
             start += length
-        data = parquet_bytes(slices)
-        path = self._out.segments / self._name(_digest(data), min(groups), max(groups))
+        data, writer = parquet_bytes(slices), self._out.writer
+        owner = f"{writer}-{min(groups)}-{max(groups)}-" if writer else ""
+        path = self._out.segments / f"segment-{self._next:06d}-{owner}{_digest(data)}.parquet"
         self._next += 1
         self._out.write(path, data)
         self._groups[path] = groups
@@ -212,23 +200,26 @@ class Segments:
         return path
 
     def rows_of(self, part: Part) -> pa.Table:
-        """The rows of a part that are in segments, each once, sorted by row id, and who made them.
+        """Return the rows of a part that are in segments, each once, sorted by row id.
+
+        A further column has the name of the writer that made the row.
 
         Raises:
-            DataError: a segment is damaged or missing by now.
-            StorageError: one cannot be read.
+            DataError: a segment was damaged or deleted meanwhile.
+            StorageError: a segment cannot be read.
         """
         tables = [with_worker(self.schema.empty_table())]
         for path, groups in reversed(self._groups.items()):
             if part.index in groups:
-                rows = self._read_group(path, groups[part.index])
-                tables.append(with_worker(rows, _writer_of(path)))
+                name = _NAME.fullmatch(path.name)
+                writer = (name and name["writer"]) or ""
+                tables.append(with_worker(self._read_group(path, groups[part.index]), writer))
         table = pa.concat_tables(tables)
         _, first = np.unique(table["row_id"].to_numpy(), return_index=True)
         return table.take(first)
 
     def drop(self, part: Part) -> None:
-        """Forget the rows of a part, which is finished now; delete segments that hold no others."""
+        """Forget the rows of a finished part, and delete segments without other rows."""
         for path, groups in list(self._groups.items()):
             if groups.pop(part.index, None) is not None:
                 self._keep(path, groups)
@@ -237,7 +228,7 @@ class Segments:
         """Drop the rows that ended in an error, so that they run again.
 
         Raises:
-            StorageError: what is left of a segment cannot be written.
+            StorageError: the good rows of a segment cannot be written.
         """
         for path, groups in list(self._groups.items()):
             table = pa.concat_tables(self._read_group(path, group) for group in groups.values())
@@ -249,7 +240,7 @@ class Segments:
             self._keep(path, {})
 
     def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
-        """Note the groups of a segment; delete one without any, if nobody else may need it."""
+        """Note the groups of a segment; delete one without groups that no other writer needs."""
         if groups:
             self._groups[path] = groups
             return
@@ -258,20 +249,9 @@ class Segments:
             with storage_errors(path, "delete"):
                 self._out.files.delete(path)
 
-    def _name(self, digest: str, first: int, last: int) -> str:
-        writer = self._out.writer
-        by = f"{writer}-{first}-{last}-" if writer else ""
-        return f"segment-{self._next:06d}-{by}{digest}.parquet"
-
     def _part_of(self, row_id: int) -> int:
-        """Index of the planned part that a row is in."""
+        """Return the index of the planned part of a row."""
         return bisect_right(self._first_rows, row_id) - 1
-
-    def _range_in(self, named: re.Match[str] | None) -> tuple[int, int]:
-        """First and last part that a segment may have rows of, by its name."""
-        if named is None or named["writer"] is None:
-            return 0, len(self._planned) - 1
-        return int(named["first"]), int(named["last"])
 
     def _note_owner(self, path: PurePath, indices: Iterable[int]) -> None:
         if all(index in self._owned for index in indices):
@@ -280,12 +260,12 @@ class Segments:
             self._shared.add(path)
 
     def _makes_any(self, first: int, last: int) -> bool:
-        """Whether one of the parts to make is among some consecutive ones."""
+        """Return True if this writer makes one of the parts from ``first`` to ``last``."""
         at = bisect_left(self._unfinished, first)
         return at < len(self._unfinished) and self._unfinished[at] <= last
 
     def _read_groups(self, path: PurePath) -> dict[int, tuple[int, RowIds]]:
-        """Row group and row ids by the index of their part; all of the segment is checked."""
+        """Check a segment; returns the row group and row ids of each part, by the part's index."""
         groups: dict[int, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:
@@ -311,11 +291,6 @@ class Segments:
                 f"{path} cannot be read: {first_line(error)}",
                 hint="run the same command again: its rows are then computed again",
             ) from error
-
-
-def _writer_of(path: PurePath) -> str:
-    named = _NAME.fullmatch(path.name)
-    return (named and named["writer"]) or ""
 
 
 def _digest(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Tables of the statistics of engine steps and of rows' requests."""
+"""Tables of statistics: of engine steps, and of the requests of rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FLOWS = (
     "swapped_in_blocks",
     "swapped_out_blocks",
 )
-"""Columns that add up over steps; the others are states, as they are at a step."""
+"""Columns that add up over steps; the other columns are states after a step."""
 _FLOATS = ("t_s", "step_ms", "kv_waste")
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
 
 WORKER = "worker"
-"""Who wrote, of several that write to one output; "" for who wrote alone."""
+"""Column of the writer's name, if several wrote to the output; "" for a run that wrote alone."""
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -41,7 +41,7 @@ STEPS_SCHEMA = pa.schema(
     ]
 )
 DISTINCT_TOKENS = "distinct_tokens"
-"""Tokens of a row's prompt that no row planned before it begins with."""
+"""Column of the tokens of a row's prompt that it shares with no row planned before it."""
 
 
 REQUESTS_SCHEMA = pa.schema(
@@ -61,19 +61,14 @@ StepRow = dict[str, Any]
 
 
 class StepSampler:
-    """Rows of ``steps.parquet``, one for every few steps.
+    """Makes rows of ``steps.parquet``, one for every ``every`` steps.
 
-    Counts of the steps between are added to that row, so that their sums hold whatever the
-    sampling; states are those of the row's own step.
-
-    Args:
-        run_id: the run the steps belong to.
-        every: steps per row.
+    A row has the sums of the counts over its steps, and the states after the last one.
     """
 
     def __init__(self, run_id: str, every: int) -> None:
         self.peak_used_blocks = 0
-        """Most blocks used in any step taken, in a row or not."""
+        """Most blocks used in any step."""
         self._run_id = run_id
         self._every = every
         self._counts: StepRow = dict.fromkeys(_FLOWS, 0)
@@ -82,7 +77,7 @@ class StepSampler:
         self._process = psutil.Process()
 
     def take(self, stats: StepStats, device_bytes: int) -> list[StepRow]:
-        """Take a step; a list of the row that it completes, if it does."""
+        """Add a step; returns the row that it completes, in a list, which may be empty."""
         for name in _FLOWS:
             self._counts[name] += getattr(stats, name)
         self.peak_used_blocks = max(self.peak_used_blocks, stats.kv_blocks_used)
@@ -91,7 +86,7 @@ class StepSampler:
         return self.rest(device_bytes) if self._num_steps == self._every else []
 
     def so_far(self, device_bytes: int) -> StepRow | None:
-        """The steps not yet in a row, as one row; they will still be in the next."""
+        """Return the steps that are in no row yet, as one row; the next row has them too."""
         if self._latest is None:
             return None
         return {
@@ -104,18 +99,18 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """The steps not yet in a row, as the next row; an empty list where there are none."""
+        """Return the last row, with the steps that are in no row yet, in a list, maybe empty."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]
 
 
 REQUEST = pa.struct([field for field in REQUESTS_SCHEMA if field.name not in ("row_id", WORKER)])
-"""Statistics of one row's request."""
+"""Type of the statistics of one row's requests."""
 
 
 def with_worker(table: pa.Table, worker: str = "") -> pa.Table:
-    """A table with a last column that says who made its rows; as it is where it has one."""
+    """Return a table with the ``WORKER`` column appended, unless it has one."""
     if WORKER in table.schema.names:
         return table
     return table.append_column(WORKER, pa.repeat(worker, table.num_rows))
@@ -124,12 +119,12 @@ def with_worker(table: pa.Table, worker: str = "") -> pa.Table:
 def requests_table(
     row_ids: pa.ChunkedArray, requests: pa.ChunkedArray, workers: pa.ChunkedArray
 ) -> pa.Table:
-    """The ``requests`` rows of finished rows; rows that never reached the engine have none.
+    """Return the ``requests`` table of finished rows, without rows that never reached the engine.
 
     Args:
         row_ids: int64.
-        requests: ``REQUEST``, null for rows that ran nothing.
-        workers: who ran them.
+        requests: ``REQUEST``, null for rows that did not run.
+        workers: names of the writers that ran them.
     """
     ran = requests.is_valid()
     columns = requests.filter(ran).combine_chunks().flatten()

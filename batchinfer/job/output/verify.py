@@ -1,10 +1,11 @@
-"""``batchinfer verify``: every byte of finished output against what was recorded."""
+"""``batchinfer verify``: compares every byte of finished output with its record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
-_UPDATING = "an update was begun, whose rows are not checked before they are in place"
+_UPDATING = "an update has begun, whose rows are not checked before they are in place"
 _FINGERPRINT = b"batchinfer.fingerprint"
 
 
@@ -37,21 +38,21 @@ class Verification:
     """Parts, rows and problems of an output directory."""
 
     complete: bool
-    """Whether the job is finished and says so."""
+    """True if the job is finished and says so."""
     parts_total: int
     parts_done: int
     rows: int
     """Rows in finished parts."""
     problems: list[str]
     is_updating: bool = False
-    """Whether a next generation was begun, of which nothing is checked."""
+    """True if there is a next generation, which is not checked."""
 
     def data(self) -> dict[str, Any]:
-        """The values of ``--json``."""
+        """Return the values of ``--json``."""
         return {"ok": not self.problems, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Lines of text, for where there is no terminal."""
+        """Yield lines of text, for output that is not a terminal."""
         yield from self._shown()
         if self.is_updating:
             yield _UPDATING
@@ -59,7 +60,7 @@ class Verification:
         yield f"{self._state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
     def facts(self) -> Iterator[SummaryLine]:
-        """Lines of the table on a terminal."""
+        """Yield lines of the table on a terminal."""
         tone = "bad" if self.problems else "good"
         for problem in self._shown():
             yield SummaryLine("problem", problem, tone="bad")
@@ -84,16 +85,16 @@ class Verification:
 
     @property
     def _outcome(self) -> str:
-        if self.problems:  # away: a run takes finished parts of the right size and time for whole
-            return "move the files named away and run the job again to mend it"
+        if self.problems:  # a run trusts a part whose size and time are right, so it must go
+            return "move the files named away and run the job again to repair it"
         return "all as recorded"
 
 
 def verify(out: OutputDir) -> Verification:
-    """Compare all that is finished in ``out`` with what was recorded.
+    """Compare everything that is finished in ``out`` with its record.
 
     Raises:
-        DataError: there is no plan to compare it with.
+        DataError: the output has no plan to compare it with.
     """
     plan = plan_of(out)
     try:
@@ -111,7 +112,7 @@ class _Check:
         self._schema: pa.Schema | None = None
 
     def run(self) -> Verification:
-        problems = list(self._of_plan())
+        problems = list(self._plan_problems())
         parts = rows = 0
         for part in self._plan.parts():
             try:
@@ -121,14 +122,13 @@ class _Check:
                     parts += 1
                     rows += part.num_rows
                 elif self._claims_success:
-                    file = self._out.part_file(part)
-                    problems.append(f"{file} has no record, but _SUCCESS is there")
+                    problems.append(f"{self._out.part_file(part)} has no record despite _SUCCESS")
             except (DataError, StorageError, ValueError, OSError) as error:
                 problems.append(first_line(error))
         problems += [
-            *self._of_keys(),
-            *self._of_segments(),
-            *self._of_summary(),
+            *self._key_problems(),
+            *self._segment_problems(),
+            *self._summary_problems(),
             *openai_problems(self._out),
             *partition_problems(self._out),
         ]
@@ -137,9 +137,9 @@ class _Check:
         is_updating = bool(self._out.files.entries(self._out.next))
         return Verification(complete, total, parts, rows, problems, is_updating)
 
-    def _of_plan(self) -> Iterator[str]:
+    def _plan_problems(self) -> Iterator[str]:
         if digest(self._plan.job) != self._plan.fingerprint:
-            yield f"{self._out.manifest}: its fingerprint is not that of the job in it"
+            yield f"{self._out.manifest}: its fingerprint does not match the job in it"
         try:
             read_manifest(self._out.manifest, self._out.files)
         except DataError as error:
@@ -156,25 +156,24 @@ class _Check:
             except ValueError as error:
                 raise DataError(f"{path}: {error}") from None
             reader = open_parquet(file)
-            self._check_schema(part, reader.schema_arrow)
+            self._check_schema(path, reader.schema_arrow)
             rows = first_of_rows(reader.read(["row_id", "status"], use_threads=False))
         failed = pc.sum(pc.equal(rows["status"], "error")).as_py() or 0
         if failed != sum(record.error_codes.values()):
             raise DataError(f"{path} has {failed:,} failed rows; its record says otherwise")
 
-    def _check_schema(self, part: Part, schema: pa.Schema) -> None:
-        path = self._out.part_file(part)
+    def _check_schema(self, path: PurePath, schema: pa.Schema) -> None:
         if (schema.metadata or {}).get(_FINGERPRINT, b"").decode() != self._plan.fingerprint:
             raise DataError(f"{path} was made by another job (its fingerprint differs)")
         self._schema = self._schema or schema
         if not schema.equals(self._schema):
             raise DataError(f"{path} has other columns than the parts before it")
 
-    def _of_keys(self) -> Iterator[str]:
-        """Of a file that is gone nothing is said: its part's rows are not reused, and no more."""
+    def _key_problems(self) -> Iterator[str]:
+        """A missing file of keys is not a problem: then no other job reuses the part's rows."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
-            with suppress(DataError):  # that is told elsewhere
+            with suppress(DataError):  # ``run`` reports a damaged record
                 record = self._out.read_record(part)
             if record is None or record.keys_sha256 is None or self._out.files.stat(path) is None:
                 continue
@@ -183,27 +182,27 @@ class _Check:
             except (DataError, StorageError) as error:
                 yield first_line(error)
 
-    def _of_segments(self) -> Iterator[str]:
+    def _segment_problems(self) -> Iterator[str]:
         for path in self._out.files.entries(self._out.segments):
             try:
                 read_segment(self._out.files, path)
             except FileNotFoundError:
-                continue  # a running job has put it into a part
+                continue  # a running job has put its rows into a part
             except StorageError as error:
                 yield first_line(error)
             except (OSError, ValueError) as error:
                 yield f"{path} cannot be read: {first_line(error)}"
 
-    def _of_summary(self) -> Iterator[str]:
+    def _summary_problems(self) -> Iterator[str]:
         if not self._claims_success:
             return
-        found: dict[str, Any] = {}
+        summary: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            found = parse_json(read_file(self._out.files, self._out.summary))
+            summary = parse_json(read_file(self._out.files, self._out.summary))
         try:
-            if found["fingerprint"] != self._plan.fingerprint:
+            if summary["fingerprint"] != self._plan.fingerprint:
                 yield f"{self._out.summary} is of another job (its fingerprint differs)"
-            total = found["rows"]["total"]
+            total = summary["rows"]["total"]
             if total != self._plan.num_rows:
                 yield f"{self._out.summary} counts {total} rows, not {self._plan.num_rows}"
         except (KeyError, TypeError):

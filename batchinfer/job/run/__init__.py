@@ -1,9 +1,9 @@
-"""``batchinfer run``: three threads, the engine's loop, and what is said of it.
+"""``batchinfer run``: decides what to do, runs rows in three threads, and ends the job.
 
-``run`` is the command: ``begin`` decides what is to be made, ``parts`` makes it, ``end`` ends the
-job. ``pipeline`` has the threads of it (``threads``), ``engine_loop`` the one that has the
-engine. ``dedup`` has equal rows computed once, ``in_flight_log`` tells the next run what ran when
-this one died, ``reporter`` is what is said of it.
+``run`` is the command: ``decide`` makes its plan, ``pipeline`` runs the rows, ``finish_job`` ends
+the job. ``engine_loop`` is the thread with the engine, ``dedup`` computes equal rows once,
+``in_flight_log`` shows the next run which rows ran when this one died, ``reporter`` has the
+messages.
 
 May import: config, errors, process, console, text, engine, requests, builders, job.
 """

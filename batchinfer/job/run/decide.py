@@ -30,7 +30,7 @@ from batchinfer.job.spec.spec import JobSpec
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asked of a run."""
+    """The options of a run."""
 
     if_exists: str
     """``resume``, ``error`` or ``overwrite``."""

@@ -30,7 +30,7 @@ class RequestDeduplicator:
         self._num_waiting = 0
 
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
-        """Return those of the next rows that must run; the others wait for equal rows.
+        """Return the rows that must run; the rest of ``rows`` waits for equal rows.
 
         A follower does not run, so it does not reuse its leader's prompt: the next row does.
         """

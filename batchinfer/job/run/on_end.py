@@ -50,8 +50,8 @@ class RunEnd:
     summary: str | None
     """Path of ``summary.json``; None: the job has not ended."""
     rows: Mapping[str, int] | None
-    """``total``, ``finished`` and ``error`` over all runs; ``error`` counts this run alone if it was
-    stopped or failed. None: the counts are not known yet."""
+    """``total``, ``finished`` and ``error`` over all runs. If this run was stopped or failed,
+    ``error`` counts this run alone. None: the counts are not known yet."""
     error: str | None
     """The error of a run that failed."""
 
@@ -147,7 +147,7 @@ def _post(url: str, message: bytes) -> str | None:
         return f"it answered {error.code}"
     except urllib.error.URLError as error:
         return _problem(error.reason)
-    except Exception as error:  # http.client and proxies raise others, some with the URL
+    except Exception as error:  # from http.client or a proxy, maybe with the URL
         return _problem(error)
 
 

@@ -23,6 +23,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePath
 from threading import Event
@@ -132,7 +133,7 @@ class _PartWriters:
         self._of_part: dict[int, PartWriter] = {}
 
     def begin(self, claim: PartsToMake) -> None:
-        """Write the parts of a claim that miss no rows, and wait for the rows of the others."""
+        """Write the complete parts of a claim, and get ready for the rows of its other parts."""
         writer = PartWriter(
             self._job.out,
             claim.parts,
@@ -178,33 +179,23 @@ class _PartWriters:
         return self._of_part[bisect_right(self._first_rows, row_id) - 1]
 
 
+@dataclass
 class RowPipeline:
     """Runs the rows of a queue's parts on one engine."""
 
-    def __init__(
-        self,
-        job: OutputJob,
-        queue: PartQueue,
-        loaded: LoadedJob,
-        recorder: Recorder,
-        writers: _PartWriters,
-        token_files: TokenFiles,
-        in_flight: InFlightLog,
-        progress: Progress,
-        stop: Event,
-        reuse: RowReuse | None,
-    ) -> None:
-        self._job = job
-        self._queue = queue
-        self._loaded = loaded
-        self._recorder = recorder
-        self._writers = writers
-        self._token_files = token_files
-        self._tokens = TokensInFlight(job.out.files.flush_every_s, progress, {})
-        self._in_flight = in_flight
-        self._progress = progress
-        self._stop = stop
-        self._reuse = reuse
+    job: OutputJob
+    queue: PartQueue
+    loaded: LoadedJob
+    recorder: Recorder
+    writers: _PartWriters
+    token_files: TokenFiles
+    in_flight: InFlightLog
+    progress: Progress
+    stop: Event
+    reuse: RowReuse | None
+
+    def __post_init__(self) -> None:
+        self._tokens = TokensInFlight(self.job.out.files.flush_every_s, self.progress, {})
         self._waiting: PartsToMake | None = None
         """The next claim, until its rows are read."""
         self._num_coming = 0
@@ -217,35 +208,34 @@ class RowPipeline:
 
         Rows that are suspected of crashes run in groups, with nothing else in the engine.
         """
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             if self._waiting is None:
-                claim = self._queue.next(self._stop.is_set)
+                claim = self.queue.next(self.stop.is_set)
                 if claim is None:
                     break
                 self._take_up(claim)
-                self._writers.begin(claim)
+                self.writers.begin(claim)
                 self._waiting = claim
             claim = self._waiting
             if not claim.suspects:
-                self._tokens.is_row_alone = not self._queue.is_shared and _count(claim.missing) == 1
+                self._tokens.is_row_alone = not self.queue.is_shared and _count(claim.missing) == 1
                 if not self._run_rows(self._claims):
                     return False
                 continue
-            self._waiting, self._in_flight.at_once = None, True
+            self._waiting, self.in_flight.at_once = None, True
             for ranges in claim.phases():
                 self._tokens.is_row_alone = _count(ranges) == 1
                 if not self._run_rows(lambda *_, c=claim, r=ranges: iter([(c, r)])):
                     return False
-                self._writers.flush()  # before the next group: a death must concern one group only
+                self.writers.flush()  # before the next group: a death must concern one group only
             self._tokens.is_row_alone = False
-        return not self._stop.is_set()
+        return not self.stop.is_set()
 
     def _take_up(self, claim: PartsToMake) -> None:
-        self._tokens.add(self._token_files.recover(claim.missing, claim.other_writers))
-        self._in_flight.at_once = claim.crashes.is_held
-        self._num_coming += sum(map(self._job.source.count, claim.missing)) - len(
-            claim.crashes.given_up
-        )
+        self._tokens.add(self.token_files.recover(claim.missing, claim.other_writers))
+        self.in_flight.at_once = claim.crashes.is_held
+        missing = sum(map(self.job.source.count, claim.missing))
+        self._num_coming += missing - len(claim.crashes.given_up)
 
     def _claims(
         self, is_needed: Callable[[], bool], is_over: Callable[[], bool], put: Callable[..., None]
@@ -257,7 +247,7 @@ class RowPipeline:
                 yield claim, ranges
             while not is_needed() and not is_over():
                 time.sleep(_POLL_S)
-            self._waiting = self._queue.next(is_over)
+            self._waiting = self.queue.next(is_over)
             if self._waiting is not None:
                 self._take_up(self._waiting)
                 put(self._waiting)
@@ -266,17 +256,17 @@ class RowPipeline:
         self, claims_of: Callable[..., Iterator[tuple[PartsToMake, Sequence[range]]]]
     ) -> bool:
         """Run the rows of some claims; returns True if they are all finished."""
-        spec, context = self._job.spec, self._loaded.context
+        spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        # The engine keeps its rows, so a process with a shared queue leaves more to the others.
+        # The engine keeps its rows, so with a shared queue it takes fewer.
         waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
-            self._loaded.task,
-            self._progress,
-            self._stop,
-            max_waiting=waiting if self._queue.is_shared else 2 * spec.engine.max_num_seqs,
-            admit=self._in_flight.note,
+            self.loaded.task,
+            self.progress,
+            self.stop,
+            max_waiting=waiting if self.queue.is_shared else 2 * spec.engine.max_num_seqs,
+            admit=self.in_flight.note,
         )
 
         def write(finished: _ToWrite) -> None:
@@ -284,7 +274,7 @@ class RowPipeline:
                 cut_short.set()
 
         def is_over() -> bool:
-            return self._stop.is_set() or ending.is_set()
+            return self.stop.is_set() or ending.is_set()
 
         def is_needed() -> bool:
             left = self._num_coming - self._num_given - loop.num_given
@@ -298,13 +288,13 @@ class RowPipeline:
                 try:
                     with gc_frozen():
                         with phase("reading and planning rows"):
-                            rows.wait(self._stop)
+                            rows.wait(self.stop)
                         with self._tokens.observing(context.engine, writer.put):
                             complete = loop.run(rows, writer.put)
                 finally:
                     ending.set()
                     if not complete:
-                        self._loaded.processes.stop()  # their rows may take long
+                        self.loaded.processes.stop()  # their rows may take long
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
 
@@ -314,31 +304,31 @@ class RowPipeline:
             case FoundRows():
                 return self._copy(finished)
             case PartsToMake():
-                self._writers.begin(finished)
+                self.writers.begin(finished)
             case TokenUpdate():
-                self._writers.flush()  # first: the update drops the tokens of finished rows
-                self._token_files.write(finished)
+                self.writers.flush()  # first: the update drops the tokens of finished rows
+                self.token_files.write(finished)
             case TurnResult():
-                self._recorder.add(finished.step, len(finished.rows))
+                self.recorder.add(finished.step, len(finished.rows))
                 if finished.recovered is not None:
-                    self._recorder.note_recovery(finished.recovered)
+                    self.recorder.note_recovery(finished.recovered)
                 for result in finished.rows:
-                    row = finish_row(self._job, self._loaded.task, result)
-                    self._writers.add(row)
+                    row = finish_row(self.job, self.loaded.task, result)
+                    self.writers.add(row)
                     if row.has_failed:
-                        self._progress.fail(1)
-                self._writers.flush_if_due()
+                        self.progress.fail(1)
+                self.writers.flush_if_due()
         return True
 
     def _copy(self, found: FoundRows) -> bool:
         """Write rows whose answers another output holds; returns False if it was stopped before."""
-        assert self._reuse is not None
-        for table in self._reuse.copied(found):
-            if self._stop.is_set():
+        assert self.reuse is not None
+        for table in self.reuse.copied(found):
+            if self.stop.is_set():
                 return False
-            self._writers.add_table(table)
-            self._writers.flush_if_due()
-            self._progress.reuse(table.num_rows)
+            self.writers.add_table(table)
+            self.writers.flush_if_due()
+            self.progress.reuse(table.num_rows)
         return True
 
     def _batches(
@@ -355,7 +345,7 @@ class RowPipeline:
             is_starved: returns True while the engine waits for rows.
             hand_over: takes rows whose answers another output holds.
         """
-        spec, loaded = self._job.spec, self._loaded
+        spec, loaded = self.job.spec, self.loaded
         keeps_text = "prompt" in spec.output.include
 
         def found(rows: FoundRows) -> None:
@@ -363,12 +353,12 @@ class RowPipeline:
             hand_over(rows)
 
         for claim, ranges in claims:
-            read = self._job.source.batches(loaded.reader.columns, claim.parts, ranges)
-            rows = read_prompts(read, loaded.reader, self._in_flight.making, keeps_text=keeps_text)
+            read = self.job.source.batches(loaded.reader.columns, claim.parts, ranges)
+            rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
             rows = takewhile(lambda _: not is_over(), rows)  # a window takes a while to collect
-            rows = row_keys(self._job, loaded.context).with_keys(rows)
-            if self._reuse is not None:
-                rows = self._reuse.without_found(rows, found)
+            rows = row_keys(self.job, loaded.context).with_keys(rows)
+            if self.reuse is not None:
+                rows = self.reuse.without_found(rows, found)
             yield from plan_windows(
                 rows,
                 claim.parts,

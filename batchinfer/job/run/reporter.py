@@ -1,4 +1,4 @@
-"""The messages of a run besides its progress, and its summary and report."""
+"""The messages, the summary and the report of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def summary_facts(
         yield SummaryLine("reused", counted_rows(rows["reused"]), ", not computed again")
     equal = summary["sharing"]["deduplicated_rows"]
     if equal:
-        yield SummaryLine("note", f"{counted_rows(equal)} equal to others", ", not computed again")
+        yield SummaryLine(
+            "note", f"{counted_rows(equal)} equal to other rows", ", not computed again"
+        )
     memory = summary["out_of_memory"]
     if memory["count"]:
         yield SummaryLine(

@@ -429,7 +429,10 @@ def test_who_does_not_overwrite_and_who_does_keep_apart(spec: JobSpec, tmp_path:
         update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
     )
     run_shard(spec, 0)
-    with living(spec, 1), pytest.raises(LockedError, match="others are running without if_exists"):
+    with (
+        living(spec, 1),
+        pytest.raises(LockedError, match="running without if_exists"),
+    ):
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
         run_shard(spec, 2)

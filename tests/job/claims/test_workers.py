@@ -183,7 +183,7 @@ def test_a_worker_that_thaws_publishes_nothing(spec: JobSpec, plain: dict[str, b
     before = {path.name: path.stat().st_mtime_ns for path in Path(spec.output.path).rglob("part-*")}
     frozen.send_signal(signal.SIGCONT)
     out, _ = frozen.communicate()
-    assert (frozen.returncode, "others have taken over" in out) == (7, True), out
+    assert (frozen.returncode, "other processes have taken over" in out) == (7, True), out
     after = {path.name: path.stat().st_mtime_ns for path in Path(spec.output.path).rglob("part-*")}
     assert before == after
     assert verify(output_at(spec.output.path)).problems == []

@@ -537,7 +537,7 @@ def test_without_the_package_a_line_says_what_to_install(
 
 @pytest.mark.parametrize("url", ["s3://lake", "hf://x/y", "s3://"])
 def test_places_that_output_cannot_be_in(url: str) -> None:
-    with pytest.raises(UsageError, match="is not a place that output can be in"):
+    with pytest.raises(UsageError, match="cannot hold output"):
         output_at(url)
 
 

@@ -221,20 +221,6 @@ def test_a_segment_that_another_writer_deletes_meanwhile_is_not_damaged(
     assert (found.tolist(), damaged) == ([], {})
 
 
-def test_a_segment_of_another_process_is_taken_up(out: OutputDir) -> None:
-    driver = Segments(out, PLAN, PARTS, GENERATED)
-    worker = of_writer(out, "w02", PARTS, range(0))
-    path = worker.add(rows(1, 9))
-    assert driver.adopt(path).tolist() == [1, 9]
-    assert texts(driver, PARTS[2]) == [(9, "answer 9")]
-    worker.drop(PARTS[0])
-    worker.drop(PARTS[2])
-    assert len(files(out)) == 1, "a worker deletes nothing"
-    driver.drop(PARTS[0])
-    driver.drop(PARTS[2])
-    assert files(out) == []
-
-
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

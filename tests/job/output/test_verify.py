@@ -102,7 +102,7 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
         (lambda root: rot(root / PART), "its hash differs"),
         (lambda root: flip_bit(root / KEYS, 50), f"{KEYS} holds other bytes"),
         (lambda root: (root / RECORD).write_bytes(b"{"), f"{RECORD} is damaged"),
-        (lambda root: (root / RECORD).unlink(), f"{PART} has no record, but _SUCCESS is there"),
+        (lambda root: (root / RECORD).unlink(), f"{PART} has no record despite _SUCCESS"),
         (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
         (lambda root: rewrite(root, other_rows), f"{PART}: it has 9 rows, not 10"),
         (lambda root: rewrite(root, other_order), f"{PART}: its rows are not the input's"),
@@ -136,7 +136,7 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
             lambda root: (root / "_batchinfer/manifest.json").write_text(
                 (root / "_batchinfer/manifest.json").read_text().replace("generate", "zork")
             ),
-            "manifest.json: its fingerprint is not that of the job in it",
+            "manifest.json: its fingerprint does not match the job in it",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: st
     assert len(done.problems) == 1
     assert says in done.problems[0]
     assert done.data()["ok"] is False
-    assert list(done.lines())[-1].endswith("run the job again to mend it")
+    assert list(done.lines())[-1].endswith("run the job again to repair it")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str)
     rot(root / name)
     (root / "_batchinfer/manifest.json").write_bytes(b"")
     advice = list(found(root).lines())[-1]
-    assert advice.endswith("move the files named away and run the job again to mend it")
+    assert advice.endswith("move the files named away and run the job again to repair it")
     (root / name).unlink()
     run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
     assert found(root) == Verification(True, 3, 3, 25, [])

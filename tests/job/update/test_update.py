@@ -181,7 +181,7 @@ def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None
     assert found.update is not None
     assert (found.update.rows_done, found.update.rows_total) == (len(kept), 14)
     assert any("of the next generation" in line for line in found.lines())
-    assert any("an update was begun" in line for line in verify(place.out).lines())
+    assert any("an update has begun" in line for line in verify(place.out).lines())
     assert place.run(update=update) == sorted({*range(14)} - kept)
     place.check_as_fresh()
     assert read_status(place.out, 0.0).update is None
