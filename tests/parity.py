@@ -23,6 +23,7 @@ from batchinfer.worker.loader import LoadedModel
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
 from tests.engine.invariants import check_scheduler
+from tests.engine.prompt_trees import planned
 from tests.models import VOCAB_SIZE
 
 TIE = 1e-4  # logits this near may come out either way
@@ -78,7 +79,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     pool = BlockPool(
         num_blocks,
         setup.block_size,
-        enable_prefix_caching=setup.caching and layout.state is None,
+        enable_prefix_caching=setup.caching,
         windows=windows,
         slots_per_state=layout.slots_per_state,
     )
@@ -97,8 +98,11 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     if setup.misleading:
         scheduler.output_lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
     rows = list(enumerate(prompts(setup.longer)))
-    for row, prompt in reversed(rows) if setup.backwards else rows:
-        engine.add_request(Request(row, np.asarray(prompt, dtype=np.int32), params, (3, row)))
+    rows = rows[::-1] if setup.backwards else rows
+    points = planned(prompts(setup.longer), [row for row, _ in rows])
+    for row, prompt in rows:
+        token_ids, branches = np.asarray(prompt, dtype=np.int32), points.get(row, ())
+        engine.add_request(Request(row, token_ids, params, (3, row), branch_points=branches))
     completions, steps = {}, []
     for _ in itertools.takewhile(lambda _: engine.num_unfinished, itertools.count()):
         outcome = engine.step()

@@ -55,6 +55,8 @@ class EngineContext:
     bytes_per_block: int = 0
     shares_prefixes: bool = False
     """Whether prompts can reuse a common prefix; else prompts of equal length run best together."""
+    keeps_states: bool = False
+    """Whether it has recurrent state, which must be kept where prompts part."""
     load_adapter: Callable[[str, str], None] | None = None
     """Adds an adapter between steps, by its name and folder; None: the model cannot."""
     warm_up: WarmUp | None = None
@@ -71,5 +73,6 @@ def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -
         "block_size": layout.block_size,
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
-        "shares_prefixes": layout.state is None,
+        "shares_prefixes": True,
+        "keeps_states": layout.state is not None,
     }

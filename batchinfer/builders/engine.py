@@ -123,7 +123,7 @@ def build_engine(
         state_bytes = layout.slots_per_state * layout.bytes_per_block
         log(
             f"recurrent state: {layout.slots_per_state} blocks ({state_bytes / 2**20:.2f} MiB) for "
-            "each sequence; prefixes are not reused and blocks are not swapped yet"
+            "each sequence; rows are not swapped yet but recomputed"
         )
     if any(layout.windows) and engine.preemption != "recompute":
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
@@ -150,7 +150,7 @@ def build_engine(
     pool = BlockPool(
         memory.num_blocks,
         engine.block_size,
-        enable_prefix_caching=engine.enable_prefix_caching and layout.state is None,
+        enable_prefix_caching=engine.enable_prefix_caching,
         num_host_blocks=host_blocks,
         windows=layout.windows,
         slots_per_state=layout.slots_per_state,

@@ -41,6 +41,9 @@ class Request:
     """Grammar of ``params.structured_outputs``; requires ``eos_token_ids``."""
     reused_prefix_len: int = 0
     """Leading prompt tokens that a later row in the running order shares."""
+    branch_points: tuple[tuple[int, int], ...] = ()
+    """Prompt lengths, ascending, at which later rows part from this one, and the number of rows
+    that will start from each; for models with recurrent state."""
     scored_from: int = 1
     """With ``params.prompt_logprobs``: the first prompt token to score."""
     first_sample: int = 0

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from batchinfer.config import EMBEDDING, SamplingParams
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
+from batchinfer.requests.branch_points import BranchPoints
 from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
 from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
 from batchinfer.text.prompts import Prompt
@@ -50,6 +51,8 @@ class PromptRow:
     """None if the row cannot run, or draws nothing."""
     reused_prefix_len: int = 0
     """Length of the longest prefix that it shares with a row that runs later."""
+    branch_points: BranchPoints = ()
+    """Prompt lengths at which later rows part from it; only for models with recurrent state."""
     distinct_tokens: int = 0
     """Prompt tokens after the longest prefix shared with an earlier row, and the tokens given after
     the prompt."""
@@ -108,6 +111,7 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
         params=EMBEDDING,
         rng_key=(0, row.row_id),
         reused_prefix_len=row.reused_prefix_len,
+        branch_points=row.branch_points,
         adapter=row.adapter,
         pools=True,
         pooling=pooling,
@@ -160,6 +164,7 @@ class RequestMaker:
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
             grammar=self._grammar(row.sampling, row.prompt.token_ids),
             reused_prefix_len=row.reused_prefix_len,
+            branch_points=row.branch_points,
             adapter=row.adapter,
             key=row.key,
         )

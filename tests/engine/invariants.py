@@ -10,8 +10,7 @@ from itertools import zip_longest
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.host_pool import HostPool
-from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, WindowSlot
-from batchinfer.engine.kv.state_slots import RecurrentState
+from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, RecurrentState, WindowSlot
 from batchinfer.engine.kv.window_slots import live_slots
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.scheduler import Scheduler
@@ -129,13 +128,10 @@ def check_pool(
     assert all(block.ref_count == count for block, count in counts.items())
     assert all(slot.readers == count for slot, count in readers.items())
     held: list[Block | WindowSlot] = [*(b for b in counts if pool.has_own), *readers]
-    references = Counter(states)
-    assert all(state.ref_count == count for state, count in references.items())
-    of_states = [slot for state in references for slot in state.slots]
-    assert pool.states.num_states == len(references)
+    of_states = _check_states(pool, states)
     slots = [*pool.free, *(b.slot for b in pool.cached), *(b.slot for b in held), *of_states]
     assert sorted(slots) == list(range(pool.num_blocks)), "a slot is lost or held twice"
-    assert pool.num_used == len(held) + len(of_states)
+    assert pool.num_used == len(held) + pool.states.num_used
     own = sum(count > 1 for count in counts.values()) if pool.has_own else 0
     assert pool.num_shared == own + sum(count > 1 for count in readers.values())
     indexed = list(pool.index.blocks())
@@ -147,6 +143,32 @@ def check_pool(
     _check_order(pool.cached)
     _check_host(pool.host, indexed)
     _check_index(pool.index, pool.pending.filled)
+
+
+def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[int]:
+    """Assert that states know who refers to them; returns their slots.
+
+    Args:
+        states: of the running sequences.
+    """
+    references = Counter(states)
+    kept = list(pool.states.snapshots)
+    references.update(snapshot.state for snapshot in kept)
+    assert all(state.ref_count == count for state, count in references.items())
+    for snapshot in kept:
+        assert snapshot.state.snapshot is snapshot
+        assert snapshot.block.indexed
+        assert snapshot in snapshot.block.snapshots
+        assert 0 < snapshot.num_tokens <= pool.block_size
+        assert snapshot.block.key.startswith(snapshot.key)
+        assert snapshot.parent is snapshot.block.parent
+        assert snapshot.parent.snapshots_below[snapshot.key] is snapshot
+    assert sum(len(block.snapshots) for block in pool.index.blocks()) == len(kept)
+    assert pool.states.num_used == len(set(states)) * pool.states.slots_per_state
+    assert pool.states.num_used + pool.states.num_cached == (
+        len(references) * pool.states.slots_per_state
+    )
+    return [slot for state in references for slot in state.slots]
 
 
 def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:

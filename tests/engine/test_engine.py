@@ -41,14 +41,19 @@ def workloads(draw: st.DrawFn) -> list[Request]:
                 st.integers(1, 20),
                 st.sampled_from([1, 1, 1, 3]),
                 st.sampled_from([0, 0, 1, 2]),
+                st.dictionaries(st.integers(1, 32), st.integers(0, 3), max_size=3),
             ),
             min_size=1,
             max_size=24,
         )
     )
     return [
-        replace(make_request(row_id, prefix + own, max_tokens=max_tokens, n=n), adapter=adapter)
-        for row_id, (prefix, own, max_tokens, n, adapter) in enumerate(rows)
+        replace(
+            make_request(row_id, prefix + own, max_tokens=max_tokens, n=n),
+            adapter=adapter,
+            branch_points=tuple(sorted(points.items())),
+        )
+        for row_id, (prefix, own, max_tokens, n, adapter, points) in enumerate(rows)
     ]
 
 
@@ -77,7 +82,7 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
         slots_per_state=slots_per_state,
         max_tokens=max_tokens,
         max_num_seqs=max_num_seqs,
-        caching=caching and not slots_per_state,
+        caching=caching,
         next_token=often_ends,
     )
     completions, steps = run_all(engine, requests)

@@ -80,12 +80,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Unused slots that a prefix lookup can still find."""
-        return len(self.cached)
+        return len(self.cached) + self.states.num_cached
 
     @property
     def num_available(self) -> int:
         """Slots that can be allocated now."""
-        return len(self.free) + len(self.cached)
+        return len(self.free) + self.num_cached
 
     @property
     def num_used(self) -> int:
@@ -231,6 +231,7 @@ class BlockPool:
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
+        self.states.drop_all()
         self.host.settle()
         self.block_copies = BlockCopies()
 
@@ -239,6 +240,7 @@ class BlockPool:
         parent = block.parent
         for removed in self.index.remove(block):
             self._free_unneeded(removed)
+            self.states.drop_of(removed)
             if removed.host_slot >= 0:
                 self.host.drop(removed)
         if block.window_slots and parent is not None:
@@ -251,7 +253,7 @@ class BlockPool:
             self.evict_subtree(block)
 
     def _take_slot(self) -> int:
-        if not self.free:
+        if not self.free and not (self.cached.first_idle() is None and self.states.evict()):
             self._evict(self.cached.first())
         return self.free.pop()
 

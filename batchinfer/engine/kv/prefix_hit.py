@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_index import Block, PrefixMatch
+from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class PrefixHit:
     """Whether no other sequence needs the tail, so that it is reused in place, off the index."""
     num_evicted: tuple[int, ...] = ()
     """Leading blocks outside each window."""
+    snapshot: StateSnapshot | None = None
+    """Recurrent state after these tokens; None: the model has none, or there are no tokens."""
 
     @property
     def num_shared(self) -> int:
@@ -54,6 +56,8 @@ def find_prefix_hit(
             from the hit's end.
     """
     blocks, size = match.blocks, pool.block_size
+    if pool.states.slots_per_state:
+        return _hit_at_snapshot(match, size)
     tail = match.tail if with_tail and match.tail_tokens else None
     end = len(blocks) * size
     if not pool.window_slots.windows:
@@ -74,6 +78,20 @@ def find_prefix_hit(
         if all(count - first <= run[count] for first, run in zip(gone, runs, strict=True)):
             break
     return PrefixHit(blocks[:count], None, count * size, num_evicted=gone)
+
+
+def _hit_at_snapshot(match: PrefixMatch, size: int) -> PrefixHit:
+    """The longest hit that ends where a recurrent state is kept."""
+    snapshot, before = match.snapshot, match.snapshot_at
+    if snapshot is None:
+        return PrefixHit([], None, 0)
+    is_whole = snapshot.num_tokens == size
+    return PrefixHit(
+        match.blocks[: before + is_whole],
+        None if is_whole else snapshot.block,
+        before * size + snapshot.num_tokens,
+        snapshot=snapshot,
+    )
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:

@@ -49,6 +49,8 @@ class Block:
         "row",
         "serial",
         "slot",
+        "snapshots",
+        "snapshots_below",
         "used_later",
         "waiters",
         "window_slots",
@@ -60,6 +62,10 @@ class Block:
         has a window."""
         self.window_slots: tuple[WindowSlot, ...] = ()
         """Slots in layer groups with a window, and in all groups after the first."""
+        self.snapshots: tuple[StateSnapshot, ...] = ()
+        """Recurrent states after some of its tokens."""
+        self.snapshots_below: dict[bytes, StateSnapshot] | None = None
+        """Those of its children, by ``StateSnapshot.key``."""
         self.serial: int
         """Unique number of a block with window slots."""
         self.host_slot = -1
@@ -91,6 +97,43 @@ class Block:
             f"Block(slot={self.slot}, host_slot={self.host_slot}, ref_count={self.ref_count}, "
             f"indexed={self.indexed})"
         )
+
+
+class RecurrentState:
+    """The slots of the recurrent state of one or more sequences with the same computed tokens."""
+
+    __slots__ = ("ref_count", "slots", "snapshot")
+
+    def __init__(self, slots: list[int]) -> None:
+        self.slots = slots
+        self.ref_count = 1
+        """Sequences with this state, and its snapshot."""
+        self.snapshot: StateSnapshot | None = None
+
+
+class StateSnapshot:
+    """A recurrent state kept for later rows, at a token of an indexed block.
+
+    Its parent block has it by the tokens between, so that a lookup finds it whatever follows them.
+    """
+
+    __slots__ = ("block", "followers", "key", "parent", "state")
+
+    def __init__(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
+        assert block.parent is not None
+        self.state = state
+        self.block = block
+        """The block with the state's last token."""
+        self.parent = block.parent
+        self.key = key
+        """Tokens of the block that the state includes."""
+        self.followers = followers
+        """Rows that are still to start from it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the block that the state includes."""
+        return len(self.key) // _TOKEN_BYTES
 
 
 class WindowSlot:
@@ -156,6 +199,13 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     return best, shared
 
 
+def _kept_below(node: Block, key: bytes) -> StateSnapshot | None:
+    """The last recurrent state that is kept below a block within the tokens of ``key``."""
+    kept = (node.snapshots_below or {}).values()
+    matching = (one for one in kept if key.startswith(one.key))
+    return max(matching, key=lambda one: one.num_tokens, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """Longest indexed prefix of a key: whole blocks, and part of one more."""
@@ -166,6 +216,10 @@ class PrefixMatch:
     tail_tokens: int
     tokens_in_flight: int
     """Matching tokens after ``blocks`` in a block of the step being built."""
+    snapshot: StateSnapshot | None = None
+    """The last recurrent state that is kept within the prefix."""
+    snapshot_at: int = 0
+    """Whole blocks before the block of ``snapshot``."""
 
 
 class PrefixIndex:
@@ -185,20 +239,29 @@ class PrefixIndex:
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
         """Longest prefix of ``key`` that is indexed for an adapter."""
-        node, blocks, start = self.root(adapter), [], 0
+        node, blocks, start = self.root(adapter), list[Block](), 0
+        snapshot, snapshot_at = _kept_below(node, key), 0
         while node.children is not None and len(key) - start >= self._block_bytes:
             child = node.children.blocks.get(key[start : start + self._block_bytes])
             if child is None:
                 break
             blocks.append(child)
             node, start = child, start + self._block_bytes
+            if node.snapshots_below is not None:
+                below = _kept_below(node, key[start : start + self._block_bytes])
+                snapshot, snapshot_at = (below, len(blocks)) if below else (snapshot, snapshot_at)
         children = node.children
         if children is None:
-            return PrefixMatch(blocks, None, 0, 0)
+            return PrefixMatch(blocks, None, 0, 0, snapshot, snapshot_at)
         rest = key[start : start + self._block_bytes]
         tail, tail_tokens = _longest(children.settled, rest)
         _, in_flight = _longest(children.in_flight, rest)
-        return PrefixMatch(blocks, children.blocks.get(tail), tail_tokens, in_flight)
+        tail_block = children.blocks.get(tail)
+        return PrefixMatch(blocks, tail_block, tail_tokens, in_flight, snapshot, snapshot_at)
+
+    def child(self, parent: Block, key: bytes) -> Block | None:
+        """The block indexed below ``parent`` for exactly ``key``, if any."""
+        return None if parent.children is None else parent.children.blocks.get(key)
 
     def insert(self, parent: Block, block: Block, key: bytes) -> Block:
         """Index ``block``, in flight, below ``parent``, unless ``key`` already has a block.

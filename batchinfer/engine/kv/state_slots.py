@@ -1,27 +1,23 @@
-"""Pool slots of recurrent states, which sequences share until one of them computes."""
+"""Pool slots of recurrent states: those of running sequences, and snapshots that later rows use.
+
+A step updates a state in place, so sequences that fork share it only until their next step: then
+each but the last copies it (copy-on-write). A snapshot is one more reference to a state: its
+sequence copies the state before it goes on. A snapshot belongs to a position in an indexed block,
+and a later row that shares the prefix up to there starts from it. The plan of a window knows all
+positions where rows part, so snapshots are taken exactly there and dropped after their last use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 from batchinfer.engine.kv.pending_blocks import Pairs
-
-
-class RecurrentState:
-    """The slots of the recurrent state of one or more sequences with the same computed tokens."""
-
-    __slots__ = ("ref_count", "slots")
-
-    def __init__(self, slots: list[int]) -> None:
-        self.slots = slots
-        self.ref_count = 1
+from batchinfer.engine.kv.prefix_index import Block, RecurrentState, StateSnapshot
 
 
 class StateSlots:
-    """Allocates slots for recurrent states.
-
-    A step updates a state in place, so sequences that fork share it only until their next step:
-    then each but the last copies it (copy-on-write).
+    """Allocates slots for recurrent states and keeps snapshots.
 
     Args:
         slots_per_state: 0: the model has no recurrent layers.
@@ -33,31 +29,42 @@ class StateSlots:
         self.slots_per_state = slots_per_state
         self._free = free
         self._take_slot = take_slot
-        self.num_states = 0
-        """States in use."""
+        self._num_states = 0
+        self.snapshots: OrderedDict[StateSnapshot, None] = OrderedDict()
+        """Least recently used first."""
+        self._num_idle = 0
+        """Snapshots of states that no sequence has."""
 
     @property
     def num_used(self) -> int:
-        """Slots in use."""
-        return self.num_states * self.slots_per_state
+        """Slots of states that sequences have."""
+        return (self._num_states - self._num_idle) * self.slots_per_state
+
+    @property
+    def num_cached(self) -> int:
+        """Slots of snapshots that no sequence has, which can be evicted."""
+        return self._num_idle * self.slots_per_state
 
     def allocate(self) -> RecurrentState:
         """A new state, undefined until its sequence computes its first token. Requires
         ``slots_per_state`` available slots."""
-        self.num_states += 1
-        return RecurrentState([self._take_slot() for _ in range(self.slots_per_state)])
+        state = RecurrentState([self._take_slot() for _ in range(self.slots_per_state)])
+        self._num_states += 1
+        return state
 
     def acquire(self, state: RecurrentState) -> None:
         """Add a reference."""
+        self._num_idle -= state.ref_count == 1 and state.snapshot is not None
         state.ref_count += 1
 
     def release(self, state: RecurrentState) -> None:
         """Drop a reference; the last one frees the slots."""
         assert state.ref_count > 0
         state.ref_count -= 1
+        self._num_idle += state.ref_count == 1 and state.snapshot is not None
         if state.ref_count == 0:
             self._free += state.slots
-            self.num_states -= 1
+            self._num_states -= 1
 
     def copy(self, shared: RecurrentState, copies: Pairs) -> RecurrentState:
         """Replace a reference to a shared state by a new state, which the next step copies.
@@ -70,3 +77,87 @@ class StateSlots:
         copies += zip(shared.slots, own.slots, strict=True)
         self.release(shared)
         return own
+
+    def keep(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
+        """Keep a sequence's state for later rows.
+
+        Args:
+            block: the indexed block with its last token.
+            key: the tokens of the block that the state includes.
+            followers: rows that will start from it.
+        """
+        assert block.parent is not None
+        kept = block.parent.snapshots_below or {}
+        if key in kept:
+            kept[key].followers += followers
+            return
+        snapshot = StateSnapshot(state, block, key, followers)
+        block.parent.snapshots_below = kept | {key: snapshot}
+        block.snapshots = (*block.snapshots, snapshot)
+        self.snapshots[snapshot] = None
+        self.acquire(state)
+        state.snapshot = snapshot
+
+    def start_from(self, snapshot: StateSnapshot, copies: Pairs) -> RecurrentState:
+        """A state for a sequence that starts from a snapshot. Requires ``slots_to_start_from``
+        available slots.
+
+        The last follower takes the snapshot's own state.
+        """
+        if self.is_last_use(snapshot):
+            state = snapshot.state
+            self.acquire(state)
+            self.drop(snapshot)
+            return state
+        snapshot.followers -= 1
+        self.snapshots.move_to_end(snapshot)
+        self.acquire(snapshot.state)
+        return self.copy(snapshot.state, copies)
+
+    def is_last_use(self, snapshot: StateSnapshot) -> bool:
+        """Whether a sequence that starts from a snapshot may take its state."""
+        return snapshot.followers <= 1 and snapshot.state.ref_count == 1
+
+    def slots_to_start_from(self, snapshot: StateSnapshot | None) -> int:
+        """Available slots that a sequence needs for its state."""
+        if snapshot is None or self.is_last_use(snapshot):
+            return self.slots_per_state  # of the snapshot, which count as available
+        return self.slots_per_state * (1 + (snapshot.state.ref_count == 1))
+
+    def drop(self, snapshot: StateSnapshot) -> None:
+        """Drop a snapshot."""
+        del self.snapshots[snapshot]
+        block, parent = snapshot.block, snapshot.parent
+        block.snapshots = tuple(other for other in block.snapshots if other is not snapshot)
+        assert parent.snapshots_below is not None
+        del parent.snapshots_below[snapshot.key]
+        parent.snapshots_below = parent.snapshots_below or None
+        self._num_idle -= snapshot.state.ref_count == 1
+        snapshot.state.snapshot = None
+        self.release(snapshot.state)
+
+    def drop_of(self, block: Block) -> None:
+        """Drop the snapshots in a block that left the index."""
+        for snapshot in block.snapshots:
+            self.drop(snapshot)
+
+    def drop_all(self) -> None:
+        """Drop all snapshots."""
+        for snapshot in list(self.snapshots):
+            self.drop(snapshot)
+
+    def evict(self) -> bool:
+        """Drop the least recently used snapshot whose state no sequence has, if there is one."""
+        idle = (one for one in self.snapshots if one.state.ref_count == 1)
+        return self._drop_first(idle)
+
+    def unshare(self) -> bool:
+        """Drop a snapshot of a state that a sequence has, which then need not copy it, if any."""
+        in_use = (one for one in self.snapshots if one.state.ref_count > 1)
+        return self._drop_first(in_use)
+
+    def _drop_first(self, snapshots: Iterator[StateSnapshot]) -> bool:
+        snapshot = next(snapshots, None)
+        if snapshot is not None:
+            self.drop(snapshot)
+        return snapshot is not None

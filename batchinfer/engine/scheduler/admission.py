@@ -19,7 +19,7 @@ from batchinfer.engine.scheduler.forecast import PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import ScheduledRows
-from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.scheduler.sequence_table import SequenceTable, next_branch
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
@@ -70,6 +70,8 @@ class Admission:
             del waiting[at]
             forecast.expect_samples(sequence)
             chunk = min(budget, num_tokens_to_compute(sequence) - hit.num_tokens)
+            if self._pool.states.slots_per_state:
+                chunk = min(chunk, next_branch(sequence, hit.num_tokens) - hit.num_tokens)
             rows.append(self._start(sequence, hit, chunk, chosen, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -91,6 +93,8 @@ class Admission:
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
         hit = find_prefix_hit(pool, match, fork_at=self._fork_at(sequence))
+        if pool.states.slots_per_state:
+            return hit, self._reaches_snapshot(sequence, match, key) > hit.num_tokens
         if self._reuse_hints.is_private_tail(sequence, hit.tail):
             hit = replace(hit, owns_tail=True)
         start = len(hit.blocks) * size
@@ -109,6 +113,20 @@ class Admission:
         defers = defers and gain > 0
         sequence.deferred |= defers
         return hit, defers
+
+    def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
+        """Tokens of the longest prefix at whose end a running row will keep its recurrent state."""
+        start = len(match.blocks) * self._table.block_size
+        node = match.blocks[-1] if match.blocks else None
+        node = node or self._pool.index.root(sequence.request.adapter)
+        longest = 0
+        for leader in self._kv_manager.prefilling.get(node, ()):
+            ahead = leader.key(start, leader.request.num_prompt_tokens)
+            common = start + common_tokens(ahead, key[4 * start :])
+            computed = self._table.num_computed[leader.row]
+            points = (at for at, _ in leader.request.branch_points if computed < at <= common)
+            longest = max(longest, *points, 0)
+        return longest
 
     def _fork_at(self, sequence: Sequence) -> int | None:
         """Token count from which its group must continue; None without a group or windows."""
@@ -134,10 +152,16 @@ class Admission:
         while True:
             end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
-            slots = fresh * self._pool.slots_per_block + self._pool.states.slots_per_state
+            slots = fresh * self._pool.slots_per_block
+            slots += self._pool.states.slots_to_start_from(hit.snapshot)
             if slots + hit.num_idle <= self._pool.num_available:
                 return hit
-            if not required or hit.tail is None:
+            if not required or hit.num_tokens == 0:
+                return None
+            if hit.snapshot is not None:
+                hit = PrefixHit([], None, 0)
+                continue
+            if hit.tail is None:
                 return None
             # In a pool that barely holds this one sequence, there is no room for a copy's source.
             match = PrefixMatch(hit.blocks, None, 0, 0)

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import AcquiredPrefix, PrefixHit, acquire_prefix
-from batchinfer.engine.kv.prefix_index import Block
-from batchinfer.engine.kv.state_slots import RecurrentState
+from batchinfer.engine.kv.prefix_index import Block, RecurrentState
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -36,6 +35,8 @@ class KVManager:
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
         """Give a sequence a row with the blocks of a prefix hit."""
         pool, num_shared = self._pool, hit.num_shared
+        if hit.snapshot is not None:  # so that blocks allocated here do not evict it
+            pool.states.acquire(hit.snapshot.state)
         acquired = acquire_prefix(pool, hit)
         sequence.state.stats.swapped_blocks += acquired.num_swapped
         sequence.index_parent = pool.entry_below(hit.blocks, sequence.request.adapter)
@@ -43,8 +44,16 @@ class KVManager:
         sequence.num_evicted = hit.num_evicted
         self._table.add(sequence, acquired.blocks, hit.num_tokens, num_shared)
         if pool.states.slots_per_state:
-            self._table.set_state(sequence, pool.states.allocate(), is_shared=False)
+            self._table.set_state(sequence, self._first_state(hit), is_shared=False)
         return acquired
+
+    def _first_state(self, hit: PrefixHit) -> RecurrentState:
+        """The recurrent state with which a sequence starts."""
+        states = self._pool.states
+        if hit.snapshot is None:
+            return states.allocate()
+        states.release(hit.snapshot.state)
+        return states.start_from(hit.snapshot, self._pool.block_copies.within)
 
     def free(self, sequence: Sequence) -> None:
         """Take a running sequence off the table and release its blocks and recurrent state."""
@@ -147,6 +156,30 @@ class KVManager:
                     window_slots.release(block.window_slots[group])
             sequence.num_evicted = num_evicted
 
+    def keep_states(self, rows: Rows) -> None:
+        """Keep the recurrent states of rows that have reached a branch point."""
+        table = self._table
+        for row in rows[table.num_computed[rows] == table.next_branch[rows]]:
+            sequence, at = table.sequence(row), int(table.num_computed[row])
+            followers = dict(sequence.request.branch_points)[at]
+            self.keep_state(sequence, at, followers)
+            table.find_next_branch(row)
+
+    def keep_state(self, sequence: Sequence, at: int, followers: int) -> None:
+        """Keep the recurrent state of a running sequence, after its first ``at`` tokens, for rows
+        that start from it, if its blocks are indexed and the pool has room for a copy."""
+        pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
+        if state is None or pool.num_available < pool.states.slots_per_state:
+            return
+        parent = sequence.index_parent
+        if parent is None or sequence.num_indexed != at // size:
+            return
+        key = sequence.key((at - 1) // size * size, at)
+        block = pool.index.child(parent, key) if at % size else parent
+        if block is not None and block.indexed:
+            pool.states.keep(state, block, key, followers)
+            self._table.state_shared[sequence.row] = True
+
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
         """Index the prompt blocks that this step fills, also a partly filled last one."""
         start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
@@ -193,6 +226,9 @@ class KVManager:
             return
         if end < prompt:
             self.prefilling.setdefault(parent, []).append(sequence)
-        elif prompt % size and end // size == prompt // size:
-            key = sequence.key(prompt - prompt % size, prompt)
-            pool.insert_block(parent, sequence.blocks[prompt // size], key)
+            stop = end if end == self._table.next_branch[sequence.row] else 0
+        else:
+            stop = prompt if end // size == prompt // size else 0
+        if stop % size:
+            key = sequence.key(stop - stop % size, stop)
+            pool.insert_block(parent, sequence.blocks[stop // size], key)

@@ -100,6 +100,7 @@ class Scheduler:
         self.pool.commit_fills()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
         self._kv_manager.free_outside_window(rows, schedule.num_new)
+        self._kv_manager.keep_states(rows)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
         table.awaits_first_token[sampled] = False
@@ -132,6 +133,7 @@ class Scheduler:
         child.computed_once = computed
         num_shared = computed // table.block_size  # a partly filled block will be copied
         if not table.has_room() or not forecast.admit(child, num_shared):
+            self._kv_manager.keep_state(parent, computed, followers=1)
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.reuse_hints.add(child, [*match.blocks, *tail])
@@ -226,6 +228,8 @@ class Scheduler:
             slots += int(copies_state.sum()) * self.pool.states.slots_per_state
             if slots <= self.pool.num_available:
                 break
+            if self.pool.states.unshare():
+                continue
             if in_flight.any():
                 return None
             preempted += self.preempt(self.table.sequence(running[-1]))
@@ -241,7 +245,8 @@ class Scheduler:
 
     def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
         """Rows and their tokens within the step's budget: decodes first, then the oldest."""
-        pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
+        computed = self.table.num_computed[rows]
+        pending = np.minimum(self.table.num_tokens[rows], self.table.next_branch[rows]) - computed
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
         budget = self.max_num_batched_tokens - (np.cumsum(pending) - pending)

@@ -11,14 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.engine.kv.layer_groups import num_outside_windows
-from batchinfer.engine.kv.prefix_index import Block
-from batchinfer.engine.kv.state_slots import RecurrentState
+from batchinfer.engine.kv.prefix_index import Block, RecurrentState
 from batchinfer.engine.request import LARGEST_GROUP
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import SamplingColumns
 
 Int = npt.NDArray[np.integer]
 Rows = npt.NDArray[np.intp]
+
+
+NO_BRANCH = int(np.iinfo(np.int32).max)
+"""Beyond the end of every sequence."""
 
 
 class SequenceTable:
@@ -82,6 +85,8 @@ class SequenceTable:
         """[rows, slots of a state] slots of recurrent states."""
         self.state_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the recurrent state may be shared, which a step that writes it must check."""
+        self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
+        """Next branch point of the prompt, at which a step ends; ``NO_BRANCH``: none is left."""
         self.version = 0
         """Incremented by every change of a block table except growth at the end."""
         self.sampling = SamplingColumns.zeros(rows)
@@ -192,9 +197,15 @@ class SequenceTable:
             self.append_block(row, block)
         self._set_sampling(row, sequence)
 
+    def find_next_branch(self, row: int | np.intp) -> None:
+        """Set a row's next branch point after its computed tokens."""
+        computed = int(self.num_computed[row])
+        self.next_branch[row] = next_branch(self.sequence(row), computed)
+
     def set_state(self, sequence: Sequence, state: RecurrentState, *, is_shared: bool) -> None:
-        """Give a running sequence a recurrent state."""
+        """Give a running sequence a recurrent state after its computed tokens."""
         sequence.recurrent_state = state
+        self.find_next_branch(sequence.row)
         self.state_table[sequence.row] = state.slots
         self.state_shared[sequence.row] = is_shared
 
@@ -207,6 +218,7 @@ class SequenceTable:
             self.other_tables[:, row, : len(blocks)] = 0
         self.version += 1
         self.active[row] = False
+        self.next_branch[row] = NO_BRANCH
         self.pending_forks[row] = 0
         self.sequences[row] = None
         self._free_rows.append(row)
@@ -292,3 +304,9 @@ class SequenceTable:
             or params.allowed_token_ids is not None
             or (params.min_tokens > 0 and stop_ids)
         )
+
+
+def next_branch(sequence: Sequence, num_computed: int) -> int:
+    """The first branch point of a sequence's prompt after its computed tokens."""
+    points = sequence.request.branch_points
+    return next((at for at, _ in points if at > num_computed), NO_BRANCH)

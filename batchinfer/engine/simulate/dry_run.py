@@ -188,7 +188,7 @@ def make_dry_engine(
     pool = BlockPool(
         num_blocks,
         config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching and not slots_per_state,
+        enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
         windows=windows,
         slots_per_state=slots_per_state,

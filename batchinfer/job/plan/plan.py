@@ -160,6 +160,7 @@ def _rows(
         window,
         by_prefix=job.spec.engine.order == "prefix",
         by_length=job.spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
+        with_branch_points=loaded.context.keeps_states,
     )
     for rows_of_window in census.count_distinct(windows):
         for start in range(0, len(rows_of_window), BATCH_ROWS):  # as in a job's loop

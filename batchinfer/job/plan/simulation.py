@@ -75,6 +75,7 @@ class ExpectedLengths:
             rng_key=(0, row.row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
             reused_prefix_len=row.reused_prefix_len,
+            branch_points=row.branch_points,
             adapter=row.adapter,
         )
         return [request]

@@ -9,6 +9,7 @@ scores every token of the prompt but the first.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -55,6 +56,9 @@ class Scoring(LoadedTask):
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
         later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.reused_prefix_len]
+        # The first completion computes the state that the others start from.
+        points = Counter(dict(row.branch_points))
+        points[len(prompt.token_ids) - 1] += len(sequences) - 1
         return [
             Request(
                 row_id=row.row_id,
@@ -63,6 +67,7 @@ class Scoring(LoadedTask):
                 params=SCORING,
                 rng_key=(0, row.row_id),
                 reused_prefix_len=later[number],
+                branch_points=() if number else tuple(sorted(points.items())),
                 scored_from=scored_from,
                 given_token=int(tokens[-1]),
                 adapter=row.adapter,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import merge
 
 import numpy as np
@@ -28,6 +29,7 @@ from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.row_ids import Part
+from batchinfer.requests.branch_points import BranchPoints, plan_branch_points
 from batchinfer.requests.requests import PromptRow
 
 MOST_TOKENS = 1 << 26
@@ -45,6 +47,7 @@ def plan_windows(
     *,
     by_prefix: bool,
     by_length: bool = False,
+    with_branch_points: bool = False,
     is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[PromptRow]]:
     """Plan the rows of ``parts``: yields windows, or the head start of a window and its rest.
@@ -55,6 +58,7 @@ def plan_windows(
         window_rows: about how many rows a window has.
         by_prefix: reorder them by their token ids.
         by_length: reorder them by length, the longest first; they share nothing.
+        with_branch_points: the model has recurrent state, which must be kept where rows part.
         is_starved: whether the engine has taken all rows and could run more.
 
     Raises:
@@ -62,14 +66,15 @@ def plan_windows(
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
-    window, number = _Window(by_prefix, by_length), 0
+    make = partial(_Window, by_prefix, by_length, with_branch_points)
+    window, number = make(), 0
     try:
         for batch in batches:
             before, number = number, bisect_right(window_starts, batch[0].row_id)
             num_tokens = sum(row.num_tokens for row in batch)
             if number != before or window.num_tokens + num_tokens > MOST_TOKENS:
                 yield from window.rest()
-                window = _Window(by_prefix, by_length)
+                window = make()
             window.add(batch, num_tokens)
             if window.has_grown and is_starved():
                 yield from window.warm_up()
@@ -82,8 +87,9 @@ def plan_windows(
 class _Window:
     """Rows that are planned together."""
 
-    def __init__(self, by_prefix: bool, by_length: bool) -> None:
+    def __init__(self, by_prefix: bool, by_length: bool, with_branch_points: bool) -> None:
         self._by_prefix = by_prefix
+        self._with_branch_points = with_branch_points
         self._by_length = by_length
         self._rows: list[PromptRow] = []
         self._sorted_batches: list[list[int]] = []
@@ -141,8 +147,13 @@ class _Window:
         run = [*self._handed_over, *to_run]
         later = most_in_common(order, with_next, run)
         earlier = most_in_common(order, with_next, run[::-1])
+        points: dict[int, BranchPoints] = {}
+        if self._with_branch_points:
+            lengths = [row.num_prompt_tokens for row in self._rows]
+            points = plan_branch_points(order, with_next, run, lengths)
         for at in to_run[:count]:
             row = self._rows[at]
+            row.branch_points = points.get(at, ())
             row.reused_prefix_len = later[at]
             row.distinct_tokens = row.num_tokens - earlier[at]
         return to_run[:count]

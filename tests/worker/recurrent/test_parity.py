@@ -11,13 +11,14 @@ import torch
 from batchinfer.config import ModelConfig
 from batchinfer.worker.loader import LoadedModel, load_model
 from tests.models import RECURRENT_FAMILIES, make_checkpoint, tiny_model
-from tests.parity import CPU, Setup, assert_greedy, run, tokens_of
+from tests.parity import CPU, Setup, assert_greedy, prompts, run, tokens_of
 
 SETUPS = {
     "plain": Setup(),
     "block_size_4": Setup(block_size=4),
     "chunks_of_7": Setup(max_tokens=7),
     "four_samples": Setup(n=4),
+    "no_prefix_caching": Setup(caching=False),
     "rows_preempted": Setup(
         block_size=4, pool_tokens=100, num_states=4, preempt_every=3, misleading=True
     ),
@@ -45,14 +46,17 @@ def eager(family: str) -> torch.nn.Module:
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_greedy_tokens_equal_transformers(family: str, setup: Setup, checkpoint) -> None:
-    completions, _ = run(checkpoint(family), setup)
+    completions, steps = run(checkpoint(family), setup)
     assert_greedy(eager(family), completions)
+    if setup.caching and setup.n == 1 and setup.num_states > 4:
+        distinct = sum(map(len, prompts())) - 2 * 37 - 2 * 21
+        assert sum(step.prefill_tokens for step in steps) <= distinct + 9
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
     plain, _ = run(checkpoint(family), Setup(n=4, temperature=1.0))
-    for name in ("chunks_of_7", "rows_preempted"):
+    for name in ("chunks_of_7", "rows_preempted", "no_prefix_caching"):
         setup = SETUPS[name]
         changed = Setup(**{**vars(setup), "n": 4, "temperature": 1.0, "backwards": True})
         completions, _ = run(checkpoint(family), changed)

@@ -1,0 +1,96 @@
+"""Prompt lengths at which rows part, where models with recurrent state must keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIN_GAIN = 8
+"""Fewest prompt tokens between kept states of one path; fewer are cheaper to compute again than a
+step of their own."""
+
+BranchPoints = tuple[tuple[int, int], ...]
+"""(prompt length, number of rows that start from there), ascending."""
+
+
+def plan_branch_points(
+    order: Sequence[int],
+    with_next: Sequence[int],
+    run: Sequence[int],
+    lengths: Sequence[int],
+) -> dict[int, BranchPoints]:
+    """The branch points of each row that reaches one before all others.
+
+    The first row of a branch computes the state at its branch point; the first row of each other
+    branch starts from it.
+
+    Args:
+        order: all rows, sorted by their token ids.
+        with_next: longest common prefix, in tokens, of each of them with the next in ``order``.
+        run: the same rows, in the order they run.
+        lengths: prompt tokens of each row, by its number.
+    """
+    turn = {row: at for at, row in enumerate(run)}
+    rows = [(turn[row], lengths[row]) for row in order]
+    points: dict[int, list[tuple[int, int]]] = {}
+    nodes = _inner_nodes(rows, with_next)
+    for node in reversed(nodes):  # parents first
+        above = node.parent.kept if node.parent else None
+        is_kept = node.depth - (above.depth if above else 0) >= MIN_GAIN
+        node.kept = node if is_kept else above
+        if node.kept is not None:
+            node.kept.followers += node.num_children - 1
+    for node in nodes:
+        if node.kept is node:
+            points.setdefault(run[node.first_turn], []).append((node.depth, node.followers))
+    return {row: tuple(sorted(found)) for row, found in points.items()}
+
+
+class _Node:
+    """Rows with a common prefix that is longer than any that they share with other rows."""
+
+    __slots__ = (
+        *("depth", "first_turn", "followers", "kept", "num_children", "parent", "shortest"),
+    )
+
+    def __init__(self, depth: int, first_turn: int, shortest: int) -> None:
+        self.depth = depth
+        """Tokens of the prefix."""
+        self.first_turn = first_turn
+        """Turn of the first of the rows to run."""
+        self.shortest = shortest
+        """Tokens of the shortest of their prompts."""
+        self.num_children = 0
+        self.parent: _Node | None = None
+        self.kept: _Node | None = None
+        """The deepest node on its path at which the state is kept."""
+        self.followers = 0
+
+    def add(self, child: _Node) -> None:
+        self.first_turn = min(self.first_turn, child.first_turn)
+        self.shortest = min(self.shortest, child.shortest)
+        self.num_children += 1
+        child.parent = self
+
+
+def _inner_nodes(rows: Sequence[tuple[int, int]], with_next: Sequence[int]) -> list[_Node]:
+    """The inner nodes of the tree of all prompts, each before its parent: the intervals of equal
+    common prefixes (Abouelhoda et al. 2004, https://doi.org/10.1016/S1570-8667(03)00065-0).
+
+    Args:
+        rows: (turn, prompt tokens) of each row, sorted by their token ids.
+    """
+    nodes, path = list[_Node](), list[_Node]()
+    for (turn, length), common in zip(rows, with_next, strict=True):
+        child = _Node(length, turn, length)
+        while path and path[-1].depth > common:
+            node = path.pop()
+            node.add(child)
+            # A hit ends before a prompt's last token, whose logits are needed.
+            node.depth = min(node.depth, node.shortest - 1)
+            nodes.append(node)
+            child = node
+        if common and (not path or path[-1].depth < common):
+            path.append(_Node(common, child.first_turn, child.shortest))
+        if common:
+            path[-1].add(child)
+    return nodes

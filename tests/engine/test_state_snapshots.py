@@ -1,0 +1,97 @@
+"""Snapshots of recurrent state are taken where rows part, and nothing shared is computed twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.request import Request
+from batchinfer.requests.branch_points import MIN_GAIN
+from tests.engine.fake import MakeEngine, expected, make_request, run_all
+from tests.engine.prompt_trees import common, planned, tree
+
+
+def requests_of(prompts: list[list[int]], **params: object) -> list[Request]:
+    points = planned(prompts, list(range(len(prompts))))
+    return [
+        replace(make_request(row, prompt, **params), branch_points=points.get(row, ()))
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def test_branch_points_of_a_tree() -> None:
+    system, other = [1] * 20, [2] * 9
+    prompts = [
+        [*system, *other, 3, 4],
+        [*system, *other, 5, 6],
+        [*system, 7, 7, 7],
+        [*system, 8],
+        [9] * 40,
+        [9] * 40,
+    ]
+    assert planned(prompts, [0, 1, 2, 3, 4, 5]) == {
+        0: ((20, 2), (29, 1)),
+        4: ((39, 1),),  # equal prompts: the last token's logits are needed
+    }
+    assert planned(prompts, [3, 2, 1, 0, 5, 4]) == {3: ((20, 2),), 1: ((29, 1),), 5: ((39, 1),)}
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_branch_points_are_where_later_rows_part(
+    prompts: list[list[int]], data: st.DataObject
+) -> None:
+    run = data.draw(st.permutations(range(len(prompts))))
+    points = planned(prompts, run)
+    for turn, row in enumerate(run):
+        for at, followers in points.get(row, ()):
+            sharing = [
+                later for later in run[turn + 1 :] if common(prompts[row], prompts[later]) >= at
+            ]
+            assert 0 < followers <= len(sharing)
+            earlier = [common(prompts[row], prompts[before]) for before in run[:turn]]
+            assert at > max(earlier, default=0) - 1
+        starts = [at for before in run[:turn] for at, _ in points.get(before, ())
+                  if common(prompts[row], prompts[before]) >= at]  # fmt: skip
+        shared = max((common(prompts[row], prompts[before]) for before in run[:turn]), default=0)
+        # A row finds a state within so few tokens of its longest common prefix.
+        assert min(shared, len(prompts[row]) - 1) - max(starts, default=0) < 2 * MIN_GAIN
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_prompts_of_a_tree_are_computed_once(make_engine: MakeEngine, block_size: int) -> None:
+    prompts = tree((4, 4, 32), (137, 61, 43, 19))  # 512 rows, branches at odd positions
+    distinct = 137 + 4 * 61 + 16 * 43 + 512 * 19
+    engine, _ = make_engine(
+        40_000 // block_size, block_size, max_tokens=256, slots_per_state=9, max_num_seqs=64
+    )
+    requests = requests_of(prompts, max_tokens=3)
+    completions, steps = run_all(engine, requests)
+    for row, completion in completions.items():
+        assert completion.outputs[0].token_ids.tolist() == expected(requests[row], 0)
+    assert sum(step.prefill_tokens for step in steps) <= 1.01 * distinct
+    assert not engine.scheduler.pool.states.snapshots, "a snapshot outlived its last follower"
+
+
+def test_pools_too_small_for_snapshots_run_all_rows(make_engine: MakeEngine) -> None:
+    prompts = tree((2, 2, 4), (21, 13, 9, 7))
+    engine, _ = make_engine(34, 4, max_tokens=16, slots_per_state=5)
+    requests = requests_of(prompts, max_tokens=5, n=2)
+    completions, _ = run_all(engine, requests)
+    for row, completion in completions.items():
+        for output in completion.outputs:
+            assert output.token_ids.tolist() == expected(requests[row], output.index)
+
+
+def test_waiting_samples_start_from_the_state_of_their_prompt(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(200, 4, max_num_seqs=2, slots_per_state=3)
+    request = make_request(0, list(range(1, 42)), max_tokens=4, n=6)
+    completions, steps = run_all(engine, [request])
+    for output in completions[0].outputs:
+        assert output.token_ids.tolist() == expected(request, output.index)
+    assert sum(step.prefill_tokens for step in steps) == 41
