@@ -1,6 +1,6 @@
-"""Calls of every kernel at the shapes of real models, for ``compile_report.py``.
+"""Calls of all kernels at the shapes of real models, for ``compile_report.py``.
 
-16-bit alone: in float32 attention is for tests and for comparing with other engines.
+All cases have 16-bit tensors: float32 attention is only for tests and comparisons.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ from tests.kernels.sample_cases import KINDS, Rows, build_edits, build_sample
 from tests.kernels.shared_cases import SharedCase, build_shared
 
 _DTYPE = torch.bfloat16
-# Sequences are short: what a kernel compiles to follows from how long one may be.
+# Upper bound on context lengths, which affects the compiled code. The sequences themselves are
+# short.
 _MAX_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and which of the kernels that it launches are compiled for it."""
+    """A call, and the kernels to compile among those that it launches."""
 
     name: str
     kernels: tuple[str, ...]
@@ -67,7 +68,7 @@ class Case:
 
 
 def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step of a decode and a chunk, with `AttentionCase`'s arguments."""
+    """A step with a decode and a chunk; `shape` has arguments of `AttentionCase`."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
@@ -78,7 +79,7 @@ def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Cas
 
 
 def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """Two decodes that share a piece."""
+    """A step with two decodes that share a piece."""
 
     def launch() -> None:
         case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
@@ -89,7 +90,7 @@ def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
 
 
 def _batch_invariant(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
-    """A step as `_attention`'s, in a fixed order of sums."""
+    """The step of `_attention` with batch-invariant attention."""
 
     def launch() -> None:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
@@ -102,7 +103,7 @@ def _batch_invariant(name: str, *kernels: str, fp8: bool = False, **shape: Any) 
 
 
 def _mla(name: str, *kernels: str, num_heads: int) -> Case:
-    """A step of a decode and a chunk over DeepSeek's latents."""
+    """A step with a decode and a chunk over DeepSeek's latents."""
 
     def launch() -> None:
         case = MLACase(name, ((1, 40), (20, 40)), num_heads, rank=512, rotary=64, num_splits=8)
@@ -184,7 +185,7 @@ def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
 
 
 def _fp8_linears(name: str, outputs: int, width: int, *row_numbers: int) -> list[Case]:
-    """Products of so many rows, of float8 (`a8`) and of 16 bits (`a16`)."""
+    """Linear layers with these numbers of rows, in float8 (`a8`) and in 16 bits (`a16`)."""
     return [
         _fp8_linear(f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too)
         for rows_too in (True, False)
@@ -221,7 +222,7 @@ def _quantize_groups(width: int) -> Case:
 
 
 def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) -> Case:
-    """Draws from two rows, by the programs that steps with and without filters have."""
+    """Draws from two rows; `programs` has the arguments `draws` and `filters` of `sample`."""
 
     def launch() -> None:
         logits = Rows(151_936).logits(2, _DTYPE)
@@ -279,18 +280,18 @@ CASES = (
         "d192_128", _DECODE, _CHUNK,
         num_heads=16, num_kv_heads=16, key_width=192, value_width=128,
     ),
-    # Nobody's: widths that are padded, and everything that a model may ask for
+    # No real model: padded widths and all attention features
     _attention(
         "d80_40_all", _PLAN, _DECODE, _MERGE, _CHUNK,
         num_heads=8, num_kv_heads=1, key_width=80, value_width=40,
         sliding_window=700, softcap=3.0, sinks=True,
     ),
     _attention("d64_fp8", _DECODE, _CHUNK, fp8=True, **_D64),
-    # Without gpt-oss's window and sinks
+    # gpt-oss's shape without window and sinks
     _attention("d64_g8", _DECODE, num_heads=64, num_kv_heads=8, key_width=64),
     _attention("d64_g8_fp8", _DECODE, fp8=True, num_heads=64, num_kv_heads=8, key_width=64),
     _attention("d256_fp8", _DECODE, _CHUNK, fp8=True, **_D256),
-    # Phi-3-mini, and the narrowest: widths that are padded
+    # Phi-3-mini, and the narrowest heads: padded widths
     _attention("d96_fp8", _DECODE, _CHUNK, fp8=True, num_heads=32, num_kv_heads=32, key_width=96),
     _attention("d16_fp8", _DECODE, _CHUNK, fp8=True, num_heads=8, num_kv_heads=1, key_width=16),
     _shared("shared_d128", _PLAN, _SHARED, **_D128),

@@ -1,7 +1,8 @@
-"""Compiles Triton kernels for NVIDIA GPUs that are not there, by calling their wrappers."""
+"""Compiles Triton kernels for NVIDIA GPUs on a machine without one, by calling their wrappers."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import hashlib
 import re
@@ -24,15 +25,15 @@ from triton.runtime.jit import JITFunction
 from batchinfer.kernels import fp8, launch
 
 COMPILED = Path(__file__).resolve().parent / "compiled.csv"
-"""What the kernels compile to, by fingerprint, so that none is compiled again unchanged."""
+"""Table of compiled kernels; a kernel with an unchanged fingerprint is not compiled again."""
 _CONVERTS_FP8 = 89
-"""From this compute capability on there are instructions for float8."""
+"""The lowest compute capability with float8 instructions."""
 _IMPORTED = re.compile(r"^from (batchinfer\.kernels\.\w+) import", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of one case, compiled for one target; counts as in `Compiled`."""
+    """A kernel of one case, compiled for one target; counts are those of `Compiled`."""
 
     triton: str
     target: str
@@ -40,7 +41,7 @@ class Row:
     kernel: str
     num_warps: int
     num_stages: int
-    shared_bytes: int  # of a program
+    shared_bytes: int  # shared memory of a program
     registers: int
     stack: int
     tensor_core: int
@@ -50,7 +51,7 @@ class Row:
     loop: int
     issued: float  # instructions that all warps of a program issue in the main loop, per `unit`
     unit: str
-    fingerprint: str  # of the source and the launch
+    fingerprint: str  # hash of source and launch arguments
 
     @property
     def name(self) -> str:
@@ -59,7 +60,7 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a CSV file; none where there is no such file."""
+    """Read the rows of a CSV file; return none if the file does not exist."""
     if not path.exists():
         return []
     parse = {
@@ -72,7 +73,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows, in order of their columns."""
+    """Write rows, sorted by their columns."""
     with path.open("w", newline="") as file:
         names = [field.name for field in fields(Row)]
         writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -81,8 +82,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
-    """A line for each kernel that is worse than the kept one: more than a tenth more instructions,
-    a larger stack, or no products on tensor cores or copies of 16 bytes where it had some."""
+    """Return one line per regression from the stored rows: over 10 % more instructions, a larger
+    stack, or no more tensor core instructions or 16-byte copies."""
     before = {(row.triton, row.name): row for row in kept}
     lines = []
     for row in rows:
@@ -102,7 +103,7 @@ def regressions(rows: Iterable[Row], kept: Iterable[Row]) -> list[str]:
 
 
 class _Target:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -111,7 +112,7 @@ class _Target:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        # Triton keeps compiled kernels by device: another number for another target.
+        # Triton caches compiled kernels by device number, so each target needs its own.
         return self._capability
 
     def get_current_stream(self, device: int) -> int:
@@ -119,11 +120,10 @@ class _Target:
 
 
 class Compiler:
-    """Stands in for Triton's launches: kernels are compiled, none is run.
+    """Replaces Triton's launches: compiles kernels without running them.
 
     Args:
-        known: rows of kernels that need not be compiled again if they are as they were, of this
-            and of other versions of Triton.
+        known: rows for all Triton versions; kernels with equal fingerprints are not compiled again.
     """
 
     def __init__(self, known: list[Row]) -> None:
@@ -137,10 +137,10 @@ class Compiler:
         launch.INTERPRETED = True  # lets CPU tensors through; their pointers are never followed
 
     def rows(self, case: Case, capability: int) -> Iterator[Row]:
-        """Rows of a case's kernels, of other versions of Triton those that are known.
+        """Yield the rows of a case's kernels; for other versions of Triton, the known ones.
 
         Raises:
-            ValueError: the case does not launch a kernel that it names.
+            ValueError: the case does not launch all kernels that it names.
         """
         driver.set_active(_Target(capability))
         fp8.converts_fp8 = lambda device: capability >= _CONVERTS_FP8
@@ -148,8 +148,8 @@ class Compiler:
         case.launch()
         if missing := set(case.kernels) - set(self._rows):
             raise ValueError(f"{case.name} does not launch {', '.join(sorted(missing))}")
-        for found in self._rows.values():
-            yield from found
+        for rows in self._rows.values():
+            yield from rows
 
     def _launched(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
         assert self._case is not None
@@ -158,12 +158,12 @@ class Compiler:
             return
         arguments = kwargs | dict(zip(function.arg_names, args, strict=False))
         mark = _fingerprint(function, arguments, self._capability)
-        rows = [self._known.get((version, self._case.name, mark)) for version in self._versions]
-        found = self._rows[name] = [row for row in rows if row is not None]
-        if all(row.triton != triton.__version__ for row in found):
+        known = [self._known.get((version, self._case.name, mark)) for version in self._versions]
+        rows = self._rows[name] = [row for row in known if row is not None]
+        if all(row.triton != triton.__version__ for row in rows):
             kernel = self._compile(function, *args, **kwargs | {"warmup": True})
             target = f"sm_{self._capability}"
-            found.append(_row(target, self._case.name, name, kernel, arguments, mark))
+            rows.append(_row(target, self._case.name, name, kernel, arguments, mark))
 
 
 def _row(
@@ -195,7 +195,7 @@ def _read(cubin: bytes) -> Compiled:
 
 
 def _work(arguments: dict[str, Any]) -> tuple[float, str]:
-    """What one turn of a kernel's main loop gets done, and in which unit."""
+    """Return the work of one iteration of a kernel's main loop, and its unit."""
     if {"OUTPUTS_BLOCK", "BLOCK"} <= arguments.keys():
         return _linear_work(arguments["ROWS"], arguments["OUTPUTS_BLOCK"], arguments["BLOCK"])
     if "TILE" not in arguments:
@@ -212,22 +212,23 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
 
 
 def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
-    """Few rows take the time that reading the weights takes, many that of multiplying."""
+    """Return the work of a linear layer: with few rows, reading weights limits it, with many rows,
+    multiplying."""
     if rows <= 64:
         return outputs * width / 1024, "KiB of weight"
     return rows * outputs * width / 128**3, "128 x 128 x 128"
 
 
 def _fingerprint(function: Any, arguments: dict[str, Any], capability: int) -> str:
-    """Of all that decides what a kernel compiles to, but for the version of Triton."""
+    """Hash everything that determines the compiled code, except Triton's version."""
     launched = {name: _described(value) for name, value in arguments.items() if name != "grid"}
-    told = (
+    inputs = (
         function.fn.__name__,
         capability,
         sorted(launched.items()),
-        _sources(function.fn.__module__),
+        _source_hash(function.fn.__module__),
     )
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 def _described(value: Any) -> Any:
@@ -237,12 +238,25 @@ def _described(value: Any) -> Any:
 
 
 @cache
-def _sources(module: str) -> str:
-    """A hash of a module of kernels and those that it imports."""
-    waiting, texts = [module], {}
+def _source_hash(module: str) -> str:
+    """Hash the code, without comments and docstrings, of a kernel module and its imports."""
+    waiting, codes = [module], {}
     while waiting:
         name = waiting.pop()
-        if name not in texts:
-            texts[name] = Path(str(sys.modules[name].__file__)).read_text()
-            waiting += _IMPORTED.findall(texts[name])
-    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+        if name not in codes:
+            text = Path(str(sys.modules[name].__file__)).read_text()
+            codes[name] = _without_docstrings(text)
+            waiting += _IMPORTED.findall(text)
+    return hashlib.sha256(repr(sorted(codes.items())).encode()).hexdigest()
+
+
+def _without_docstrings(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_docstring(each)]
+    return ast.dump(tree)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

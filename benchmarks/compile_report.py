@@ -1,12 +1,12 @@
-"""Compiles every kernel at its real shapes, on a machine without a GPU, and reports on the code.
+"""Compiles all kernels at real shapes, on a machine without a GPU, and reports on the code.
 
-python benchmarks/compile_report.py                      # a table, for sm_80 and sm_90
-python benchmarks/compile_report.py --cases d128 d256    # some of it
-python benchmarks/compile_report.py --update             # the table, and keep it in compiled.csv
-python benchmarks/compile_report.py --check              # fail where one is worse than there
-PYTHONPATH=FOLDER python benchmarks/compile_report.py    # with the Triton that lies in FOLDER
+python benchmarks/compile_report.py                      # print a table for sm_80 and sm_90
+python benchmarks/compile_report.py --cases d128 d256    # only these cases
+python benchmarks/compile_report.py --update             # store the table in compiled.csv
+python benchmarks/compile_report.py --check              # fail if a kernel got worse
+PYTHONPATH=FOLDER python benchmarks/compile_report.py    # use the Triton package in FOLDER
 
-What compiled.csv has of a kernel is not compiled again while its source and launch are the same.
+Kernels whose code and launch arguments are the same as in compiled.csv are not compiled again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
-os.environ["OMP_NUM_THREADS"] = "1"  # and this with torch; its tensors here are small
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it at import
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it at import; tensors are small here
 
 from compile_cases import CASES  # noqa: E402
 from compile_kernels import COMPILED, Compiler, Row, read, regressions, write  # noqa: E402
@@ -31,8 +31,12 @@ _HEAD = (
 
 
 def report(targets: list[int], names: list[str], *, fresh: bool = False) -> list[Row]:
-    """Rows of cases (all where `names` is empty) for compute capabilities, compiled where they are
-    not known or `fresh`; of other versions of Triton those that are known."""
+    """Return the rows of cases for compute capabilities; for other Triton versions, known rows.
+
+    Args:
+        names: cases; empty: all.
+        fresh: compile kernels even if compiled.csv has them.
+    """
     compiler = Compiler([] if fresh else read(COMPILED))
     rows = []
     for target in targets:
@@ -64,10 +68,10 @@ def _print(rows: list[Row], against: list[Row]) -> None:
 
 
 def _keep(rows: list[Row], *, all_cases: bool) -> None:
-    """Put rows into compiled.csv, for those of the same name there."""
+    """Replace rows of compiled.csv by new rows with the same name."""
     kept = {(row.triton, row.name): row for row in [*read(COMPILED), *rows]}
-    there = {row.name for row in rows}
-    write(COMPILED, [row for row in kept.values() if not all_cases or row.name in there])
+    names = {row.name for row in rows}
+    write(COMPILED, [row for row in kept.values() if not all_cases or row.name in names])
 
 
 def main() -> None:
@@ -76,11 +80,11 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="*", choices=[case.name for case in CASES], default=[])
     parser.add_argument("--targets", nargs="*", type=int, choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--fresh", action="store_true", help="compile what is known as well")
-    parser.add_argument("--update", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--against", type=Path, help="an earlier report, to say what has changed")
-    parser.add_argument("--out", type=Path, help="also write the rows there, as CSV")
+    parser.add_argument("--fresh", action="store_true", help="compile all kernels again")
+    parser.add_argument("--update", action="store_true", help="store the table in compiled.csv")
+    parser.add_argument("--check", action="store_true", help="fail if a kernel got worse")
+    parser.add_argument("--against", type=Path, help="CSV of an earlier report to compare with")
+    parser.add_argument("--out", type=Path, help="CSV file to write")
     args = parser.parse_args()
     rows = report(args.targets, args.cases, fresh=args.fresh)
     _print(rows, read(args.against) if args.against else [])

@@ -1,7 +1,7 @@
-"""What a compiled CUDA kernel is made of: its registers, and the instructions of its main loop.
+"""Reads a compiled CUDA kernel: its registers, and the instructions of its main loop.
 
-Read from NVIDIA's own tools, of which Triton's wheel has copies: resource usage from ``cuobjdump``,
-SASS (a multiprocessor's instructions) from ``nvdisasm``.
+Uses NVIDIA's tools from Triton's wheel: ``cuobjdump`` prints the resource usage, ``nvdisasm`` the
+SASS (machine instructions).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ACCESS_16 = re.compile(r"(LDG|STG)\b\S*\.128")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of SASS: ``LDGSTS.E.BYPASS.128`` and its operands."""
+    """One line of SASS: the name, such as ``LDGSTS.E.BYPASS.128``, and its operands."""
 
     name: str
     operands: str
@@ -34,33 +34,33 @@ class Compiled:
     """Counts of one kernel."""
 
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     stack: int
-    """Bytes of a thread's local memory: what registers are spilled to."""
+    """Bytes of local memory per thread, which spilled registers use."""
     tensor_core: int
     """Instructions that multiply matrices (HMMA, HGMMA)."""
     copies_16: int
-    """Instructions that copy 16 bytes a thread from global to shared memory, asynchronously."""
+    """Instructions that copy 16 bytes per thread from global to shared memory, asynchronously."""
     accesses_16: int
-    """Instructions that load or store 16 bytes a thread of global memory."""
+    """Instructions that load or store 16 bytes per thread of global memory."""
     instructions: int
     loop: int
-    """Instructions of one turn of the main loop, which every warp runs; 0 without a loop."""
+    """Instructions in one iteration of the main loop; 0 if there is no loop."""
 
 
 def read_cubin(path: Path, cuobjdump: str, nvdisasm: str) -> Compiled:
-    """Read a file of compiled code that holds one kernel.
+    """Read a cubin file with one kernel.
 
     Raises:
-        ValueError: the tools print something unknown.
+        ValueError: the output of the tools cannot be parsed.
         subprocess.CalledProcessError: a tool failed.
     """
     usage = _USAGE.search(_output_of(cuobjdump, "--dump-resource-usage", str(path)))
     if usage is None:
-        raise ValueError(f"{path}: cuobjdump names no registers")
+        raise ValueError(f"{path}: the output of cuobjdump has no register count")
     instructions, labels = parse(_output_of(nvdisasm, "-c", "-ndf", str(path)))
     if not instructions:
-        raise ValueError(f"{path}: nvdisasm shows no instructions")
+        raise ValueError(f"{path}: the output of nvdisasm has no instructions")
     return Compiled(
         registers=int(usage[1]),
         stack=int(usage[2]),
@@ -73,7 +73,7 @@ def read_cubin(path: Path, cuobjdump: str, nvdisasm: str) -> Compiled:
 
 
 def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a disassembly, and before which of them each label stands."""
+    """Parse SASS into instructions and, for each label, the index of the next instruction."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -85,11 +85,10 @@ def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def main_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[Instruction]:
-    """The loop in which a kernel spends its time.
+    """Return the loop in which a kernel spends most of its time.
 
-    Of the loops without another inside those that multiply on tensor cores, and of these the
-    shortest: attention has the same loop again with masks, for the last tiles. Without tensor
-    cores the longest.
+    This is the shortest innermost loop with tensor core instructions (attention has a longer copy
+    of the loop, with masks, for the last tiles), or else the longest innermost loop.
     """
     spans = []
     for at, instruction in enumerate(instructions):
@@ -104,9 +103,9 @@ def main_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> li
         )
     ]
     loops = [list(instructions[start:end]) for start, end in inner]
-    products = [loop for loop in loops if _count(_TENSOR_CORE, loop)]
-    if products:
-        return min(products, key=len)
+    gemm_loops = [loop for loop in loops if _count(_TENSOR_CORE, loop)]
+    if gemm_loops:
+        return min(gemm_loops, key=len)
     return max(loops, key=len, default=[])
 
 

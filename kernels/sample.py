@@ -35,7 +35,7 @@ from batchinfer.kernels.sampling_weights import (
     weigh,
 )
 from batchinfer.kernels.top_k_top_p import (
-    Found,
+    Candidates,
     add_up,
     find_in_one_pass,
     first_low,
@@ -53,7 +53,7 @@ _OPTIONS = {"enable_fp_fusion": False}
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
 _SUMS_AT_A_TIME = tl.constexpr(1024)
-_FOUND = 256  # most candidates that one pass stores per segment
+_CANDIDATES = 256  # most candidates that one pass stores per segment
 
 
 class Distributions(NamedTuple):
@@ -90,8 +90,8 @@ class _Scratch(NamedTuple):
     """Data that the first launch passes to the second."""
 
     tile_sums: torch.Tensor  # [D, NUM_TILES] int64
-    found_values: torch.Tensor  # [D, SEGMENTS, FOUND] float32
-    found_ids: torch.Tensor  # [D, SEGMENTS, FOUND] int32
+    candidate_logits: torch.Tensor  # [D, SEGMENTS, CANDIDATES] float32
+    candidate_ids: torch.Tensor  # [D, SEGMENTS, CANDIDATES] int32
     top: torch.Tensor  # [D] float32, the largest edited logit
     left_low: torch.Tensor  # [D] int32: lower end of the interval of a flat row; else LOWEST_KEY
     left_masses: torch.Tensor  # [D, 2] int64: sum of weights in that interval, and of all weights
@@ -130,9 +130,9 @@ def sample(
     num_tiles = triton.cdiv(vocab, tile)
     at_a_time = _LOGITS_AT_A_TIME if edits is None else _LOGITS_AT_A_TIME // 2
     segments = min(at_a_time // tile, triton.next_power_of_2(num_tiles))
-    found = _FOUND if filters and draws else 0
+    candidates = _CANDIDATES if filters and draws else 0
     shape = (
-        *(vocab, _readable(logits), segments, tile, found),
+        *(vocab, _readable(logits), segments, tile, candidates),
         _unused_bits(logits.dtype) if edits is None else 0,
     )
 
@@ -147,8 +147,8 @@ def sample(
         Draws(starts, samples, seed, stream, sample_index, position, given),
         _Scratch(
             tile_sums=scratch(num_tiles, dtype=torch.int64),
-            found_values=scratch(segments * found, dtype=torch.float32),
-            found_ids=scratch(segments * found, dtype=torch.int32),
+            candidate_logits=scratch(segments * candidates, dtype=torch.float32),
+            candidate_ids=scratch(segments * candidates, dtype=torch.int32),
             top=scratch(dtype=torch.float32),
             left_low=scratch(dtype=torch.int32),
             left_masses=scratch(2, dtype=torch.int64),
@@ -162,7 +162,7 @@ def sample(
     grid = (num_distributions,)
     warps = _WARPS if edits is None else _FEWER_WARPS
     _sample_kernel[grid](*arguments, num_warps=warps, **_OPTIONS)
-    if found:
+    if candidates:
         _sample_rest_kernel[grid](*arguments, num_warps=_FEWER_WARPS, **_OPTIONS)
 
 
@@ -207,13 +207,13 @@ def _top_k_of(distribution, distributions, shape):
 
 
 @triton.jit
-def _found_of(distribution, scratch, shape):
-    offset = distribution * (shape.SEGMENTS * shape.FOUND)
+def _candidates_of(distribution, scratch, shape):
+    offset = distribution * (shape.SEGMENTS * shape.CANDIDATES)
     num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
-    return Found(
+    return Candidates(
         scratch.tile_sums + distribution * num_tiles,
-        scratch.found_values + offset,
-        scratch.found_ids + offset,
+        scratch.candidate_logits + offset,
+        scratch.candidate_ids + offset,
     )
 
 
@@ -306,7 +306,7 @@ def _write_samples(
     maximum,  # of the model's logits
     max_logprob,
     keys,  # Draws
-    found,  # Found
+    candidates,  # Candidates
     outputs,  # Samples
     shape,  # RowShape
     DRAWS: tl.constexpr,
@@ -319,7 +319,7 @@ def _write_samples(
         if DRAWS:  # noqa: SIM102 - a compile-time condition, unlike the next one
             if draws:
                 bits = _random_bits(keys, sample)
-                token = _draw(row, scale, cut, last, bits, found.tile_sums, shape)
+                token = _draw(row, scale, cut, last, bits, candidates.tile_sums, shape)
         if keys.given is not None:
             given = tl.load(keys.given + sample)
             token = tl.where(given >= 0, given, token)
@@ -355,7 +355,7 @@ def _sample_kernel(
             edits.present + distribution * ((shape.VOCAB + 31) // 32),
             tl.load(edits.restricted + distribution) != 0,
         )
-    maximum, max_logprob, best, likeliest = _statistics(row, shape, 4 if shape.FOUND else 1)
+    maximum, max_logprob, best, likeliest = _statistics(row, shape, 4 if shape.CANDIDATES else 1)
     tl.store(maximum_ptr + at, maximum)
     tl.store(max_logprob_ptr + at, max_logprob)
     top = tl.max(best)
@@ -365,13 +365,13 @@ def _sample_kernel(
     cut, last = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     scale = (top, top, top, top)
     draws, done = failure < 0, failure >= 0
-    found = _found_of(distribution, scratch, shape)
+    candidates = _candidates_of(distribution, scratch, shape)
     if DRAWS:
         draws = (tl.load(distributions.temperature + distribution) > 0) & (failure == 0)
         scale = _scale_of(distribution, top, draws, distributions)
-        if shape.FOUND == 0:
+        if shape.CANDIDATES == 0:
             if draws:
-                add_up(row, scale, cut, last, cut, cut, found, shape)
+                add_up(row, scale, cut, last, cut, cut, candidates, shape)
         else:
             low = cut
             if draws:
@@ -386,7 +386,7 @@ def _sample_kernel(
                     tl.load(distributions.top_p + distribution),
                     low,
                     top_key,
-                    found,
+                    candidates,
                     shape,
                 )
                 tl.store(scratch.left_masses + 2 * distribution, inside)
@@ -396,7 +396,7 @@ def _sample_kernel(
     if done:
         _write_samples(
             distribution, row, scale, cut, last, draws, likeliest, failure, maximum, max_logprob,
-            keys, found, outputs, shape, DRAWS,
+            keys, candidates, outputs, shape, DRAWS,
         )  # fmt: skip
 
 
@@ -428,14 +428,14 @@ def _sample_rest_kernel(
             )
         top = tl.load(scratch.top + distribution)
         scale = _scale_of(distribution, top, top == top, distributions)
-        found = _found_of(distribution, scratch, shape)
+        candidates = _candidates_of(distribution, scratch, shape)
         cut, last = search_last_kept(
             row, scale, _top_k_of(distribution, distributions, shape),
             tl.load(distributions.top_p + distribution), low, sort_keys(top, shape.SHIFT),
-            scratch.left_masses + 2 * distribution, found, shape,
+            scratch.left_masses + 2 * distribution, candidates, shape,
         )  # fmt: skip
         _write_samples(
             distribution, row, scale, cut, last, True, cut, cut * 0,
             tl.load(maximum_ptr + at), tl.load(max_logprob_ptr + at),
-            keys, found, outputs, shape, DRAWS,
+            keys, candidates, outputs, shape, DRAWS,
         )  # fmt: skip

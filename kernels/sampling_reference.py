@@ -64,8 +64,8 @@ def edited_row(raw: torch.Tensor, edits: EditedLogits, d: int) -> torch.Tensor:
     """Return a row [V] with the edits of distribution `d`."""
     ids = torch.arange(len(raw))
     present = (edits.present[d].cpu()[ids // 32] >> (ids % 32)) & 1 == 1
-    others = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
-    return torch.where(present.to(raw.device), edits.logits[d], others)
+    rest = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
+    return torch.where(present.to(raw.device), edits.logits[d], rest)
 
 
 def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:
@@ -149,18 +149,18 @@ def apply_penalties(
     for d, row in enumerate(rows.tolist()):
         x = logits[row].cpu().to(torch.float32, copy=True)
 
-        def own(ids: torch.Tensor, starts: torch.Tensor, d: int = d) -> list[int]:
+        def part_of(ids: torch.Tensor, starts: torch.Tensor, d: int = d) -> list[int]:
             return ids[starts[d] : starts[d + 1]].tolist()
 
-        bias, allowed = own(bias_ids, bias_starts), own(allowed_ids, allowed_starts)
-        prompt, output = own(prompt_ids, prompt_starts), own(output_ids, output_starts)
-        for token, value in zip(bias, own(bias_values, bias_starts), strict=True):
+        bias, allowed = part_of(bias_ids, bias_starts), part_of(allowed_ids, allowed_starts)
+        prompt, output = part_of(prompt_ids, prompt_starts), part_of(output_ids, output_starts)
+        for token, value in zip(bias, part_of(bias_values, bias_starts), strict=True):
             x[token] += value
         restricted[d] = len(allowed) > 0
         if allowed:
-            others = torch.ones(vocab, dtype=torch.bool)
-            others[allowed] = False
-            x[others] = -torch.inf
+            forbidden = torch.ones(vocab, dtype=torch.bool)
+            forbidden[allowed] = False
+            x[forbidden] = -torch.inf
         for token in {*prompt, *output}:
             positive = x[token] > 0
             x[token] = x[token] / repetition[d] if positive else x[token] * repetition[d]

@@ -35,7 +35,7 @@ class RowShape(NamedTuple):
     READABLE: Any  # elements of a row that may be read
     SEGMENTS: Any
     WIDTH: Any
-    FOUND: Any  # most candidates that a pass stores per segment; 0: no filters
+    CANDIDATES: Any  # most candidates that a pass stores per segment; 0: no filters
     SHIFT: Any  # number of low bits that keys omit
 
 

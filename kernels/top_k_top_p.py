@@ -48,12 +48,12 @@ _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 
-class Found(NamedTuple):
-    """The output of a pass over a row: sums of tiles, and the interval's tokens by segment."""
+class Candidates(NamedTuple):
+    """The output of a pass over a row: sums of tiles, and the tokens of an interval by segment."""
 
     tile_sums: torch.Tensor  # [NUM_TILES] int64: sum of each tile's weights above the interval
-    logits: torch.Tensor  # [SEGMENTS, FOUND] float32
-    ids: torch.Tensor  # [SEGMENTS, FOUND] int32
+    logits: torch.Tensor  # [SEGMENTS, CANDIDATES] float32
+    ids: torch.Tensor  # [SEGMENTS, CANDIDATES] int32
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def add_up(
     last,  # id of the last token kept so far
     low,  # first key of the interval
     high,  # last key of the interval
-    found,  # Found
+    candidates,  # Candidates
     shape,  # RowShape; without filters, all tokens are above the interval
     STAGES: tl.constexpr = 1,  # loads in flight
 ):
@@ -72,14 +72,14 @@ def add_up(
     it for each segment, and the sums of weights above, inside and of all kept tokens."""
     segments = tl.arange(0, shape.SEGMENTS)
     tokens_above = tl.zeros([shape.SEGMENTS], tl.int32)
-    num_found = tl.zeros([shape.SEGMENTS], tl.int32)
+    num_candidates = tl.zeros([shape.SEGMENTS], tl.int32)
     above = tl.zeros([shape.SEGMENTS], tl.int64)
     inside = tl.zeros([shape.SEGMENTS], tl.int64)
     every = tl.zeros([shape.SEGMENTS], tl.int64)
     for start in tl.range(0, shape.VOCAB, shape.SEGMENTS * shape.WIDTH, num_stages=STAGES):
         columns = start + segments[:, None] * shape.WIDTH + tl.arange(0, shape.WIDTH)[None]
         _, x = load_logits(row, columns, shape)
-        if shape.FOUND == 0:
+        if shape.CANDIDATES == 0:
             sums = tl.sum(weigh(x, scale), 1)
         else:
             keys = sort_keys(x, shape.SHIFT)
@@ -87,11 +87,11 @@ def add_up(
             is_above = kept & (keys > high)
             is_inside = kept & (keys >= low) & (keys <= high)
             count = is_inside.to(tl.int32)
-            place = num_found[:, None] + tl.cumsum(count, 1) - 1
-            at = segments[:, None] * shape.FOUND + place
-            tl.store(found.logits + at, x, mask=is_inside & (place < shape.FOUND))
-            tl.store(found.ids + at, columns, mask=is_inside & (place < shape.FOUND))
-            num_found += tl.sum(count, 1)
+            place = num_candidates[:, None] + tl.cumsum(count, 1) - 1
+            at = segments[:, None] * shape.CANDIDATES + place
+            tl.store(candidates.logits + at, x, mask=is_inside & (place < shape.CANDIDATES))
+            tl.store(candidates.ids + at, columns, mask=is_inside & (place < shape.CANDIDATES))
+            num_candidates += tl.sum(count, 1)
             tokens_above += tl.sum(is_above.to(tl.int32), 1)
             weights = weigh(x, scale)
             nothing = tl.zeros_like(weights)
@@ -100,9 +100,9 @@ def add_up(
             every += tl.sum(tl.where(kept, weights, nothing), 1)
         above += sums
         tiles = start // shape.WIDTH + segments
-        tl.store(found.tile_sums + tiles, sums, mask=tiles * shape.WIDTH < shape.VOCAB)
+        tl.store(candidates.tile_sums + tiles, sums, mask=tiles * shape.WIDTH < shape.VOCAB)
     tl.debug_barrier()  # below, threads read values that other threads have written
-    return tl.sum(tokens_above), num_found, tl.sum(above), tl.sum(inside), tl.sum(every)
+    return tl.sum(tokens_above), num_candidates, tl.sum(above), tl.sum(inside), tl.sum(every)
 
 
 @triton.jit
@@ -144,13 +144,14 @@ def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_found(scale, cut, last, num_found, found, shape):
-    """Return the candidates' keys, ids and weights, [SEGMENTS, FOUND], and a mask of valid ones."""
-    places = tl.arange(0, shape.FOUND)[None]
-    valid = places < num_found[:, None]
-    at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.FOUND + places
-    x = tl.load(found.logits + at, mask=valid, other=float("-inf"))
-    ids = tl.load(found.ids + at, mask=valid, other=0)
+def load_candidates(scale, cut, last, num_candidates, candidates, shape):
+    """Return the candidates' keys, ids and weights, [SEGMENTS, CANDIDATES], and a mask of valid
+    ones."""
+    places = tl.arange(0, shape.CANDIDATES)[None]
+    valid = places < num_candidates[:, None]
+    at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.CANDIDATES + places
+    x = tl.load(candidates.logits + at, mask=valid, other=float("-inf"))
+    ids = tl.load(candidates.ids + at, mask=valid, other=0)
     keys = sort_keys(x, shape.SHIFT)
     weights = weigh(x, scale)
     valid = valid & is_kept(keys, ids, cut, last)
@@ -158,7 +159,7 @@ def load_found(scale, cut, last, num_found, found, shape):
 
 
 @triton.jit
-def keep_found(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
+def keep_candidates(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
     """Add the weights of the kept candidates to the sums of their tiles."""
     kept = is_kept(keys, ids, cut, last)  # entries that are no candidates weigh 0
     tl.atomic_add(tile_sums_ptr + ids // WIDTH, weights, mask=kept)
@@ -173,7 +174,7 @@ def find_in_one_pass(
     top_p,
     low,  # first key of the interval, from `first_low`
     top_key,  # last key of the interval, and of the row
-    found,  # Found; sums of tiles become sums of kept weights
+    candidates,  # Candidates; sums of tiles become sums of kept weights
     shape,  # RowShape
 ):
     """Return key and id of the last token that top-k and then top-p keep, whether it was found, and
@@ -183,10 +184,14 @@ def find_in_one_pass(
     filtered = (k > 0) | (top_p < 1.0)
     # Without filters, the interval is below all tokens.
     low, high = tl.where(filtered, low, lowest), tl.where(filtered, top_key, lowest)
-    _, num_found, _, inside, every = add_up(row, scale, cut, last, low, high, found, shape, _STAGES)
+    _, num_candidates, _, inside, every = add_up(
+        row, scale, cut, last, low, high, candidates, shape, _STAGES
+    )
     done = ~filtered
-    if filtered & (tl.max(num_found) <= shape.FOUND):
-        keys, ids, weights, valid = load_found(scale, cut, last, num_found, found, shape)
+    if filtered & (tl.max(num_candidates) <= shape.CANDIDATES):
+        keys, ids, weights, valid = load_candidates(
+            scale, cut, last, num_candidates, candidates, shape
+        )
         mass = every
         if k > 0:
             cut, last = end_inside(
@@ -198,7 +203,7 @@ def find_in_one_pass(
         done = (k > 0) | (inside >= goal)
         if done:
             cut, last = end_inside(keys, ids, weights, goal, low, high, shape.VOCAB)
-            keep_found(keys, ids, weights, cut, last, found.tile_sums, shape.WIDTH)
+            keep_candidates(keys, ids, weights, cut, last, candidates.tile_sums, shape.WIDTH)
     return cut, last, done, inside, every
 
 
@@ -264,10 +269,10 @@ def _interval_by_sample(
 
 
 @triton.jit
-def _mass_kept(row, scale, cut, last, found, shape):
+def _mass_kept(row, scale, cut, last, candidates, shape):
     """Return the sum of kept weights, and write the sum of each tile."""
     lowest = tl.full([], LOWEST_KEY, tl.int32)
-    _, _, every, _, _ = add_up(row, scale, cut, last, lowest, lowest, found, shape)
+    _, _, every, _, _ = add_up(row, scale, cut, last, lowest, lowest, candidates, shape)
     return every
 
 
@@ -280,7 +285,7 @@ def search_last_kept(
     first_low,  # first key of the interval of `find_in_one_pass`
     top_key,  # last key of that interval, and of the row
     masses_ptr,  # [2] int64: sums of weights in that interval and of all tokens
-    found,  # Found; sums of tiles become sums of kept weights
+    candidates,  # Candidates; sums of tiles become sums of kept weights
     shape,  # RowShape
 ):
     """Return key and id of the last token that top-k and then top-p keep."""
@@ -296,7 +301,7 @@ def search_last_kept(
         if by_mass == 1:
             inside, every = tl.load(masses_ptr), tl.load(masses_ptr + 1)
             if k > 0:
-                floor, every = cut, _mass_kept(row, scale, cut, last, found, shape)
+                floor, every = cut, _mass_kept(row, scale, cut, last, candidates, shape)
             goal, measured = goal_of_share(top_p, every), every
             if (k == 0) & (inside < goal):
                 floor, ceiling = lowest, first_low - 1
@@ -305,7 +310,9 @@ def search_last_kept(
             # Add 0 that the compiler cannot see to the addresses: it would keep constant addresses
             # in registers through all passes, and there are too few registers.
             nothing = tl.minimum(passes, 0)
-            here = Found(found.tile_sums, found.logits + nothing, found.ids + nothing)
+            here = Candidates(
+                candidates.tile_sums, candidates.logits + nothing, candidates.ids + nothing
+            )
             low = (floor.to(tl.int64) + (ceiling.to(tl.int64) - floor + 1) // 2).to(tl.int32)
             high = ceiling
             if passes < _PASSES_BY_SAMPLE:
@@ -313,11 +320,11 @@ def search_last_kept(
                     row, scale, cut, last, by_mass == 1, known, known_above, goal, measured,
                     floor, ceiling, shape,
                 )  # fmt: skip
-            tokens, num_found, mass, mass_inside, _ = add_up(
+            tokens, num_candidates, mass, mass_inside, _ = add_up(
                 row, scale, cut, last, low, high, here, shape
             )
             passes += 1
-            above, through = tokens.to(tl.int64), (tokens + tl.sum(num_found)).to(tl.int64)
+            above, through = tokens.to(tl.int64), (tokens + tl.sum(num_candidates)).to(tl.int64)
             if by_mass == 1:
                 above, through = mass, mass + mass_inside
             known, known_above = high, above
@@ -325,12 +332,16 @@ def search_last_kept(
                 floor = high + 1
             elif through < goal:
                 ceiling, known, known_above = low - 1, low - 1, through
-            elif tl.max(num_found) <= shape.FOUND:
-                keys, ids, weights, valid = load_found(scale, cut, last, num_found, here, shape)
+            elif tl.max(num_candidates) <= shape.CANDIDATES:
+                keys, ids, weights, valid = load_candidates(
+                    scale, cut, last, num_candidates, here, shape
+                )
                 measures = tl.where(by_mass == 1, weights, valid.to(tl.int64))
                 cut, last = end_inside(keys, ids, measures, goal - above, low, high, shape.VOCAB)
                 if by_mass == 1:
-                    keep_found(keys, ids, weights, cut, last, found.tile_sums, shape.WIDTH)
+                    keep_candidates(
+                        keys, ids, weights, cut, last, candidates.tile_sums, shape.WIDTH
+                    )
                 searching, summed = k < 0, by_mass == 1
             elif low == high:
                 each = tl.full([], 1, tl.int64)
@@ -342,5 +353,5 @@ def search_last_kept(
             else:
                 floor, ceiling = low, high
     if not summed:
-        _mass_kept(row, scale, cut, last, found, shape)
+        _mass_kept(row, scale, cut, last, candidates, shape)
     return cut, last

@@ -21,26 +21,24 @@ def batch_invariant_arguments(
     splits: bool = True,
 ) -> dict[str, Any]:
     """Arguments of `batch_invariant_attention`, from those of `paged_attention`."""
-    given = {name: value for name, value in arguments.items() if name in _TAKEN}
-    query, starts = given["query"], given["query_starts"]
+    kept = {name: value for name, value in arguments.items() if name in _TAKEN}
+    query, starts = kept["query"], kept["query_starts"]
     chunk_lens = torch.diff(starts.cpu())
     chunk_lens = chunk_lens[chunk_lens > 1]
     work = plan_batch_invariant(
         starts,
-        given["context_lens"],
-        tokens=batch_invariant_query_tile(
-            Heads.of(query, given["key_cache"], given["value_cache"])
-        ),
+        kept["context_lens"],
+        tokens=batch_invariant_query_tile(Heads.of(query, kept["key_cache"], kept["value_cache"])),
         num_tokens=int(chunk_lens.sum()),
         max_chunks=len(chunk_lens),
         num_heads=query.shape[1],
-        value_width=given["value_cache"].shape[3],
+        value_width=kept["value_cache"].shape[3],
         max_context_len=max_context_len or arguments["max_context_len"],
-        sliding_window=given.get("sliding_window", 0),
+        sliding_window=kept.get("sliding_window", 0),
         piece=piece,
         splits=splits,
     )
-    return given | {"work": work}
+    return kept | {"work": work}
 
 
 _TAKEN = (

@@ -1,8 +1,8 @@
-"""The inputs that the kernels and their references are compared on: odd shapes on purpose.
+"""Inputs for comparing attention and cache kernels with their references, with odd shapes.
 
-A case is a shape; `build_*` makes its tensors from a seed, on a device, in a dtype. What a kernel
-may not read is made to show: stale cache contents are NaN, table entries past a sequence's blocks
-lie outside the pool, and outputs hold NaN before the call.
+A case is a shape; `build_*` makes its tensors from a seed, on a device, in a dtype. Memory that a
+kernel must not read holds NaN: stale cache contents, and outputs before the call. Table entries
+after a sequence's last block point outside the pool.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from batchinfer.kernels.decode_plan import plan_decode
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.paged_attention import paged_attention
 
-# No pool has a slot of this number.
-GARBAGE_BLOCK = 2**30
+GARBAGE_BLOCK = 2**30  # larger than the number of slots of any pool
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A step: `lens` holds (query_len, context_len) of every sequence."""
+    """A step; `lens` has (query_len, context_len) for every sequence."""
 
     name: str
     lens: tuple[tuple[int, int], ...]
     num_heads: int = 4
     num_kv_heads: int = 2
     key_width: int = 16
-    value_width: int = 0  # 0: as the key's
+    value_width: int = 0  # 0: equal to the key's width
     block_size: int = 16
     sliding_window: int = 0
     softcap: float = 0.0
@@ -50,14 +50,14 @@ class AttentionInputs:
     arguments: dict[str, Any]
 
     def with_fresh_out(self) -> dict[str, Any]:
-        """The arguments with an `out` of NaN."""
+        """Return the arguments with `out` filled with NaN."""
         return self.arguments | {"out": torch.full_like(self.arguments["out"], float("nan"))}
 
 
 _DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 257))
 _MIXED = ((7, 7), (1, 33), (64, 64), (1, 257), (7, 40), (1, 1), (64, 100))
 
-# Small and nasty: also run in Triton's interpreter, which takes milliseconds a program.
+# Small cases, also run in Triton's interpreter, which takes milliseconds per program.
 INTERPRETED_ATTENTION_CASES = (
     AttentionCase("decodes", _DECODES, num_heads=4, num_kv_heads=1, key_width=40),
     AttentionCase("decodes_split", _DECODES, num_heads=3, num_kv_heads=1, num_splits=3),
@@ -94,8 +94,8 @@ _GROUPS = ((1, 1), (8, 8), (3, 1), (12, 4), (8, 2), (8, 1), (16, 2), (71, 1), (1
 _WIDTHS = ((16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 _LONG = ((1, 4097), (1, 1), (1, 511), (1, 512), (1, 513), (1, 1025), (300, 1111), (2, 700))
 
-# The rest, for a GPU: each group with two of the widths, and the features at real lengths. Not all
-# combinations, since each is compiled.
+# Cases for a GPU: each group with two of the widths, and all features at real lengths. Each shape
+# is compiled, so not all combinations are tested.
 ATTENTION_CASES = (
     *INTERPRETED_ATTENTION_CASES,
     *(
@@ -135,7 +135,7 @@ def build_attention(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionInputs:
-    """Make the tensors of a case. The caches are the second layer's part of a two-layer pool."""
+    """Make the tensors of a case. The caches are the second layer of a two-layer pool."""
     generator = torch.Generator().manual_seed(case.seed)
     value_width = case.value_width or case.key_width
     query_lens, context_lens = zip(*case.lens, strict=True)
@@ -156,7 +156,7 @@ def build_attention(
         num_slots, case.num_kv_heads, case.block_size, value_width
     )
     for row, (query_len, context_len) in enumerate(case.lens):
-        # What lies before the window of the first query token has been given up.
+        # Blocks before the window of the first query token have been freed.
         begin = context_len - query_len + 1 - case.sliding_window if case.sliding_window else 0
         positions = torch.arange(min(max(0, begin), context_len), context_len)
         for block in sorted(set((positions // case.block_size).tolist())):
@@ -170,7 +170,7 @@ def build_attention(
     pool = pool.to(device, cache_dtype or dtype)
     values = pool.as_strided(value_cache.shape, value_cache.stride(), value_cache.storage_offset())
     if cache_dtype == FP8:
-        numbers = values.float().nan_to_num(448.0)  # none is NaN there, and what is dead is large
+        numbers = values.float().nan_to_num(448.0)  # float8 values are never NaN
         values = transposed(values)
         values.copy_(numbers.to(FP8))
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
@@ -232,15 +232,25 @@ def reference_attention(**arguments: Any) -> None:
     reference.paged_attention(**without_launch_options(arguments))
 
 
+def check_attention(inputs: AttentionInputs) -> None:
+    """Check that `paged_attention` gives the reference's output, which is finite."""
+    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    attend_paged(**got)
+    reference_attention(**expected)
+    assert expected["out"].isfinite().all()
+    tolerance = TOLERANCE[got["out"].dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+
+
 def transposed(values: torch.Tensor) -> torch.Tensor:
-    """The memory of values as float8 lies in its blocks: by columns."""
+    """Return a view of `values` stored by columns, like float8 values on a GPU."""
     strides = (*values.stride()[:2], 1, values.shape[2])
     return values.as_strided(values.shape, strides, values.storage_offset())
 
 
 @dataclass(frozen=True)
 class WriteCase:
-    """Write `num_tokens` tokens; every third one is skipped where `skips` is set."""
+    """Write `num_tokens` tokens; with `skips`, skip every third one."""
 
     name: str
     num_tokens: int
@@ -272,9 +282,9 @@ def build_write(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Make the pool, full of NaN, and the arguments of `kv_write`, by name.
+    """Return a pool of NaN, and the arguments of `kv_write`.
 
-    Key and value are slices of one row, as a merged q/k/v product hands them out.
+    Key and value are slices of one row, like outputs of a merged q/k/v projection.
     """
     generator = torch.Generator().manual_seed(case.seed)
     heads, num_slots = case.num_kv_heads, case.num_tokens // case.block_size + 3
@@ -325,7 +335,7 @@ COPY_CASES = (
 def build_copy(
     case: CopyCase, device: torch.device | str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Make the arguments of `block_copy`, by name. Sources may repeat; some elements are NaN."""
+    """Return the arguments of `block_copy`. Sources may repeat; some elements are NaN."""
     generator = torch.Generator().manual_seed(case.seed)
     pool = torch.randn(case.num_slots, case.slot_elems, generator=generator)
     pool[:, ::7] = float("nan")
@@ -338,7 +348,7 @@ def build_copy(
 
 @dataclass(frozen=True)
 class TablesCase:
-    """Block tables of a step, and the room there is for larger ones."""
+    """Shape of a step's block tables, and of the larger tables that they are copied to."""
 
     name: str
     groups: int

@@ -1,8 +1,7 @@
-"""Where the kernels' tests run: in Triton's interpreter, or on a GPU under the marker `gpu`.
+"""Fixtures of the kernels' tests, which run in Triton's interpreter or, marked `gpu`, on a GPU.
 
-Triton decides about the interpreter when it is imported, so the variable is set here, before any
-test module of this folder is. A module elsewhere that imports Triton first has to be preceded by
-the same two lines: `tests/conftest.py`.
+Triton reads TRITON_INTERPRET when it is imported, so it is set here, before any test module of this
+folder is imported. `tests/conftest.py` does the same for modules elsewhere.
 """
 
 import os
@@ -16,9 +15,9 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def interpreter() -> str:
-    """The device to make tensors on for a kernel that is interpreted."""
+    """The device of tensors for interpreted kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("a GPU is here: run -m gpu, or set TRITON_INTERPRET=1 to interpret instead")
+        pytest.skip("this machine has a GPU: run -m gpu, or set TRITON_INTERPRET=1")
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -29,15 +28,23 @@ def interpreter() -> str:
 
 @pytest.fixture
 def gpu() -> str:
-    """The device to make tensors on for a kernel that is compiled."""
+    """The device of tensors for compiled kernels."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("TRITON_INTERPRET=1 is set, which is silently wrong in bfloat16")
+        pytest.skip("TRITON_INTERPRET=1 is set, which computes bfloat16 wrongly")
     return "cuda"
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """The device of a test that is `on_both`."""
+    """The device of a test decorated by `on_both` or `on_both_devices`."""
     return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut contexts into pieces of 64 tokens, so that short contexts have several."""
+    from batchinfer.kernels import decode_plan
+
+    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)

@@ -1,4 +1,4 @@
-"""The C matrix product beside one in float64."""
+"""Checks of the C GEMM against GEMMs in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT8_CASES = [
     (33, (47, 66), 32),
     (300, (70, 34), 34),
 ]
-"""Rows, outputs and inputs, and columns of a block."""
+"""(rows, (outputs, inputs), columns of a block)"""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
@@ -31,18 +31,18 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def check_product(dtype: torch.dtype, rows: int, width: int, outputs: int) -> None:
-    """With a bias, without, and onto what is there."""
+    """Check products with and without a bias, and products added to the output."""
     torch.manual_seed(0)
-    x, weight, bias, there = (
+    x, weight, bias, previous = (
         torch.randn(*s).to(dtype)
         for s in ((rows, width), (outputs, width), (outputs,), (rows, outputs))
     )
     expected = x.double() @ weight.double().T
-    for given, more in ((None, 0), (bias, bias.double())):
-        assert_close(product(x, weight, given), expected + more)
-    onto = there.clone()
+    assert_close(product(x, weight, None), expected)
+    assert_close(product(x, weight, bias), expected + bias.double())
+    onto = previous.clone()
     gemm.gemm(x, gemm.pack(weight), bias, out=onto, adds=True)
-    assert_close(onto, there.double() + expected + bias.double())
+    assert_close(onto, previous.double() + expected + bias.double())
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,20 +61,20 @@ def check_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
 
 
 def check_many_rows(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all instructions there are, on one thread and more: the bits of each row alone."""
+    """Check, for all instructions and 1 and 3 threads, that each row has the bits it has alone."""
     torch.manual_seed(0)
     x, weight = torch.randn(rows, 66).to(dtype), torch.randn(100, 66).to(dtype)
     packed = [gemm.pack(weight, name) for name in gemm.available(dtype)]
     for low_bit in (Int8Weight.rounded(weight), Int4Weight.rounded(weight, 32)):
         names = gemm.available_low_bit(type(low_bit))
         packed += [gemm.pack_low_bit(low_bit, name) for name in names]
-    for one in packed:
+    for each in packed:
         outs = [torch.empty(rows, 100, dtype=dtype) for _ in range(3)]
         for threads, out in zip((1, 3), outs, strict=False):
             monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-            gemm.gemm(x, one, None, out=out)
+            gemm.gemm(x, each, None, out=out)
         for row in range(rows):
-            gemm.gemm(x[row : row + 1], one, None, out=outs[2][row : row + 1])
+            gemm.gemm(x[row : row + 1], each, None, out=outs[2][row : row + 1])
         assert torch.equal(outs[0], outs[2])
         assert torch.equal(outs[1], outs[2])
 
@@ -85,7 +85,7 @@ def check_low_bit(
     bias: torch.Tensor | None = None,
     onto: torch.Tensor | None = None,
 ) -> None:
-    """By all instructions there are: the bits of the reference, and a row's wherever it stands."""
+    """Check, for all instructions, that all rows have the bits of the reference."""
     expected = low_bit_product(x, weight, bias, onto)
     for name in gemm.available_low_bit(type(weight)):
         packed = gemm.pack_low_bit(weight, name)
@@ -97,7 +97,7 @@ def check_low_bit(
 
 
 def check_float8(dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int) -> None:
-    """The bits of a product by what the codes stand for: every code, scales in blocks."""
+    """Check that the product has the bits of one by the dequantized weight."""
     random = torch.Generator().manual_seed(0)
     outputs, width = shape
     every = torch.arange(256, dtype=torch.uint8)
@@ -105,14 +105,14 @@ def check_float8(dtype: torch.dtype, rows: int, shape: tuple[int, int], block: i
     codes = every[torch.randint(len(every), shape, generator=random)].view(torch.float8_e4m3fn)
     scales = torch.rand(-(-outputs // 48), -(-width // block), generator=random) + 0.01
     weight = Float8GroupedWeight.of_blocks(codes, scales, (48, block))
-    x, bias, there = (
+    x, bias, previous = (
         torch.randn(*s, generator=random).to(dtype)
         for s in ((rows, width), (outputs,), (rows, outputs))
     )
     plain = gemm.pack(weight.dequantized().to(dtype), gemm.vector_instructions(dtype))
-    expected, onto = there.clone(), there.clone()
+    expected, onto = previous.clone(), previous.clone()
     gemm.gemm(x, plain, bias, out=expected, adds=True)
     packed = gemm.pack_float8(weight, dtype)
-    assert packed.numel() <= 1.3 * codes.numel() + 64 * 200, "a byte each, scales, whole panels"
+    assert packed.numel() <= 1.3 * codes.numel() + 64 * 200, "codes, scales and padding of panels"
     gemm.gemm(x, packed, bias, out=onto, adds=True)
     assert torch.equal(onto, expected)

@@ -1,4 +1,4 @@
-"""Encoder layers in C next to the same in float64, layer by layer as BERT has it."""
+"""Inputs and checks of encoder layers in C, with a float64 reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer.kernels.cpu.encoder_layers import (
     product_args,
 )
 
-_EPS = 0.1  # so much that it shows
+_EPS = 0.1  # large enough to affect the results
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 _ACTIVATIONS = {
     "gelu": gelu,
@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class EncoderCase:
-    """A shape of layers, and lengths of the sequences of a step."""
+    """Shapes of layers, and lengths of a step's sequences."""
 
     name: str
     heads: int
@@ -40,7 +40,7 @@ class EncoderCase:
     activation: str = "gelu"
     num_layers: int = 2
     up_std: float = 1.0
-    """Of what the activation is computed of, about."""
+    """Standard deviation of the weights of `up`, which scales the inputs of the activation."""
 
     def __str__(self) -> str:
         return self.name
@@ -143,10 +143,10 @@ class EncoderLayers:
 
 
 def check_encoder_layers(case: EncoderCase, dtype: torch.dtype) -> None:
-    """As near to float64 as the dtype allows."""
+    """Compare with float64, up to rounding."""
     layers = EncoderLayers(case, dtype)
-    found, expected = layers.run(layers.hidden, case.lengths), layers.expected()
-    assert (found - expected).norm() < _TOLERANCE[dtype] * expected.norm()
+    got, expected = layers.run(layers.hidden, case.lengths), layers.expected()
+    assert (got - expected).norm() < _TOLERANCE[dtype] * expected.norm()
 
 
 def check_bits_of_a_sequence(
@@ -154,7 +154,7 @@ def check_bits_of_a_sequence(
     monkeypatch: pytest.MonkeyPatch,
     pack: Callable[[torch.Tensor], torch.Tensor] = gemm.pack,
 ) -> None:
-    """Equal alone, in a step of one task and in one of many, on one thread and on three."""
+    """Compare sequences alone, in steps with one task and with many, on 1 and on 3 threads."""
     case = EncoderCase("", 2, 16, 32, 48, (60, *(30,) * 18, *(9,) * 20))
     layers = EncoderLayers(case, dtype, pack)
     together = layers.run(layers.hidden, case.lengths).split(case.lengths)

@@ -1,4 +1,4 @@
-"""Inputs that the kernels of float8 products and their references are compared on."""
+"""Inputs for comparing float8 linear layers with their references."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchinfer.kernels.reference import quantize_groups
 
 @dataclass(frozen=True)
 class LinearCase:
-    """So many rows by a weight [outputs, width]."""
+    """`num_rows` rows times a weight [outputs, width]."""
 
     name: str
     num_rows: int
     outputs: int
     width: int
     padding: int = 0
-    """Elements between one row of x and the next."""
+    """Elements between the rows of x."""
     bias: bool = False
     adds: bool = False
     pieces: int | None = None
@@ -50,13 +50,13 @@ BIG_LINEAR_CASES = (
 def build_linear(
     case: LinearCase, device: torch.device | str, dtype: torch.dtype, *, rows_too: bool
 ) -> dict[str, Any]:
-    """Arguments of `fp8_linear`, by name.
+    """Return the arguments of `fp8_linear`.
 
-    Blocks and groups are of very different sizes, what lies between rows is NaN, and so is `out`
-    unless it is added to.
+    Blocks and groups have very different magnitudes. The padding between rows is NaN, and so is
+    `out` unless the product is added to it.
 
     Args:
-        rows_too: x is of float8 as well.
+        rows_too: x is float8 too.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -93,7 +93,7 @@ def build_linear(
 
 
 def build_groups(x: torch.Tensor) -> dict[str, Any]:
-    """Arguments of `quantize_groups` for rows, by name; what is to be written is NaN."""
+    """Return the arguments of `quantize_groups`, with outputs filled with NaN."""
     num_rows, width = x.shape
     nan = torch.full((num_rows, width), torch.nan, device=x.device)
     return {

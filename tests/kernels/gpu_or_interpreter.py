@@ -1,4 +1,4 @@
-"""Where a test of a Triton kernel runs, and in which dtypes."""
+"""Decorators that run a test of a Triton kernel in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-INTERPRETED = (torch.float32, torch.float16)  # Triton's interpreter is wrong in bfloat16
+INTERPRETED = (torch.float32, torch.float16)  # Triton's interpreter computes bfloat16 wrongly
 COMPILED = (torch.bfloat16, torch.float16, torch.float32)
+
+on_both_devices = pytest.mark.parametrize(
+    "device", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True
+)
 
 
 def on_both(
     interpreted: Sequence[torch.dtype] = INTERPRETED, compiled: Sequence[torch.dtype] = COMPILED
 ) -> pytest.MarkDecorator:
-    """Run a test of `device` and `dtype` in the interpreter, and under the marker `gpu`."""
+    """Parametrize `device` and `dtype`; cases on a GPU have the marker `gpu`."""
     places = [
         *(pytest.param("interpreter", dtype, id=f"{dtype}") for dtype in interpreted),
         *(

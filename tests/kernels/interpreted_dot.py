@@ -1,7 +1,6 @@
-"""Products of matrices in Triton's interpreter that sum every row alike, as a GPU's do.
+"""Makes `tl.dot` in Triton's interpreter sum all rows in the same order, as on a GPU.
 
-The interpreter has NumPy multiply, whose BLAS sums the rows of one product in different orders,
-each by where it lies. On a GPU each element of a product is summed by the same instructions.
+The interpreter uses NumPy, whose BLAS sums a row in an order that depends on its position.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def sum_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it so until the test ends."""
+    """Replace the interpreter's `tl.dot` until the test ends."""
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
 
 

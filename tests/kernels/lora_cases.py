@@ -1,4 +1,4 @@
-"""Inputs that the kernels of adapters and their references are compared on."""
+"""Inputs for comparing LoRA kernels with their references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.kernels.lora import num_splits
 
 @dataclass(frozen=True)
 class LoraCase:
-    """So many rows of each adapter, in a step of ``num_rows``."""
+    """A step of ``num_rows`` rows, of which ``counts`` rows use each adapter."""
 
     name: str
     counts: tuple[int, ...]
@@ -21,7 +21,7 @@ class LoraCase:
     width: int
     out_width: int
     missing: int = 0
-    """Adapters, the last ones, that the layer has no factors of."""
+    """Number of adapters, the last ones, for which the layer has no factors."""
 
     def __str__(self) -> str:
         return self.name
@@ -40,17 +40,16 @@ LORA_CASES = (
 def build_lora(
     case: LoraCase, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the arguments of `lora_shrink` and of `lora_expand`, by name.
+    """Return the arguments of `lora_shrink` and of `lora_expand`.
 
-    Places behind the adapters' rows are padding, what is not to be written holds NaN, and so do the
-    rows of x that no adapter takes.
+    `rows` has padding at its end. Outputs and rows of x that no adapter uses hold NaN.
     """
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    # With no adapter missing, there is one that no row may take.
+    # If no adapter is missing, one more than `counts` has factors.
     adapters = len(case.counts) - case.missing if case.missing else len(case.counts) + 1
     used = sum(case.counts)
     order = torch.randperm(case.num_rows, generator=generator)

@@ -1,4 +1,4 @@
-"""The inputs that attention to latents and its reference are compared on."""
+"""Inputs of attention to latents (MLA), and its reference implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MLACase:
         return self.name
 
 
-INTERPRETED_LATENT_CASES = (
+INTERPRETED_MLA_CASES = (
     MLACase("mixed", _MIXED, num_heads=6),
     MLACase("several_head_tiles", _MIXED, num_heads=80, block_size=32),
     MLACase("heads_of_no_power_of_two", ((1, 70), (9, 20)), num_heads=20),
@@ -42,8 +42,8 @@ INTERPRETED_LATENT_CASES = (
     MLACase("no_query_and_padding", ((0, 9), (1, 0), (5, 20), (0, 0), (1, 3)), num_heads=4),
     MLACase("blocks_of_24", ((1, 100), (5, 60)), num_heads=4, block_size=24),
 )
-LATENT_CASES = (
-    *INTERPRETED_LATENT_CASES,
+MLA_CASES = (
+    *INTERPRETED_MLA_CASES,
     *(
         MLACase(f"deepseek_{heads}", (*_MIXED, (1, 4097), (300, 1111)), heads, 512, 64)
         for heads in (16, 20, 40, 64, 128)
@@ -52,7 +52,7 @@ LATENT_CASES = (
 
 
 def build_mla(case: MLACase, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `mla_attention`, by name, its work lists apart."""
+    """Return the arguments of `mla_attention` except its work lists."""
     shape = AttentionCase(
         case.name,
         case.lens,
@@ -69,7 +69,7 @@ def build_mla(case: MLACase, device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def work_lists(case: MLACase, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the kernel is told of its work."""
+    """Return the work lists for `mla_attention`."""
     query_lens, context_lens = zip(*case.lens, strict=True)
     starts, heads = arguments["query_starts"], case.num_heads
     decodes = plan_decode(
@@ -87,7 +87,7 @@ def work_lists(case: MLACase, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"work": decodes, "chunks": chunks if has_chunks else None}
 
 
-def latent_reference(cache: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
-    """`mla_attention` by its definition: keys are latents, and values what they begin with."""
+def mla_reference(cache: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
+    """Reference implementation: values are the first elements of the latents."""
     values = cache[..., : out.shape[2]]
     reference.paged_attention(key_cache=cache, value_cache=values, out=out, **arguments)

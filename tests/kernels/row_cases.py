@@ -1,4 +1,4 @@
-"""Inputs of the row-wise kernels and their references: odd shapes on purpose."""
+"""Inputs for comparing row-wise kernels with their references, with odd shapes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from tests.kernels.cases import transposed
 
 @dataclass(frozen=True)
 class RowCase:
-    """`num_rows` of `width`, with `padding` elements between one row and the next."""
+    """`num_rows` rows of `width` elements, with `padding` elements between rows."""
 
     name: str
     num_rows: int
@@ -34,7 +34,7 @@ ROW_CASES = (
 
 
 def build_rms_norm(case: RowCase, device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `rms_norm`, by name; `out` holds NaN."""
+    """Return the arguments of `rms_norm`; `out` holds NaN."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(case.num_rows, case.width + case.padding, generator=generator)
     weight = torch.randn(case.width, generator=generator)
@@ -48,7 +48,7 @@ def build_rms_norm(case: RowCase, device: torch.device | str, dtype: torch.dtype
 
 
 def build_silu_mul(case: RowCase, device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `silu_mul`, by name; gates far from zero are among them."""
+    """Return the arguments of `silu_mul`; some gates are far from zero."""
     generator = torch.Generator().manual_seed(0)
     rows = 20 * torch.randn(case.num_rows, 2 * case.width + case.padding, generator=generator)
     return {
@@ -59,7 +59,7 @@ def build_silu_mul(case: RowCase, device: torch.device | str, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class RotaryCase:
-    """A step's tokens; `rotary_width` 0 is the whole width of a head."""
+    """A step's tokens; a `rotary_width` of 0 means the whole width of a head."""
 
     name: str
     num_tokens: int
@@ -94,7 +94,7 @@ def build_rotary_write(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The pool, full of NaN, and the arguments of `rotary_write`, by name."""
+    """Return a pool of NaN, and the arguments of `rotary_write`."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def build_rotary_write(
 def build_row_stats(
     num_rows: int, width: int, device: torch.device | str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of `row_stats`, by name: with -inf and ties, in rows longer than `width`."""
+    """Return the arguments of `row_stats`, with -inf and ties, and with padding between rows."""
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(num_rows, width + 3, generator=generator)
     logits[:, 1::5] = float("-inf")

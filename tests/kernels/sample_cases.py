@@ -1,4 +1,4 @@
-"""The inputs that the sampling kernels and their references are compared on."""
+"""Inputs for comparing the sampling kernels with their references."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KINDS = {
     "a low temperature": {"temperature": 1e-3, "top_p": 0.99},
     "a high temperature": {"temperature": 1e4, "top_p": 0.7},
 }
-"""Parameters of distributions; what is not named filters nothing."""
+"""Parameters of distributions; parameters that are not named have no effect."""
 
 SAMPLES_EACH = 3
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of logits: normal numbers times `scale`, every `apart`th -inf, `padding` behind each."""
+    """Rows of normal random logits times `scale`; every `apart`-th logit is -inf."""
 
     vocab: int
     scale: float = 3.0
@@ -49,9 +49,9 @@ class Rows:
 def build_sample(
     logits: torch.Tensor, kinds: list[dict[str, float]], device: str = "cpu"
 ) -> dict[str, Any]:
-    """Arguments of `sample`: one distribution for each kind, rows in turn, outputs poisoned.
+    """Return the arguments of `sample`: one distribution per kind, which use the rows in turn.
 
-    What samples get lies where others' would: the last comes first.
+    Samples are in reverse order. Outputs hold invalid values.
     """
     count, samples = len(kinds), len(kinds) * SAMPLES_EACH
     generator = torch.Generator().manual_seed(1)
@@ -86,17 +86,17 @@ def build_sample(
 def build_edits(
     logits: torch.Tensor, lists: list[dict[str, Any]], device: str = "cpu"
 ) -> dict[str, Any]:
-    """Arguments of `apply_penalties`: one distribution for each of the lists, rows in turn."""
+    """Return the arguments of `apply_penalties`: one distribution per list of edits."""
     tensors: dict[str, torch.Tensor] = {
         "rows": torch.arange(len(lists), dtype=torch.int32) % len(logits)
     }
     for name in ("bias", "allowed", "prompt", "output"):
-        each = [list(one.get(name, ())) for one in lists]
+        each = [list(edits.get(name, ())) for edits in lists]
         starts = torch.tensor([0, *map(len, each)]).cumsum(0)
         tensors[f"{name}_starts"] = starts.int()
         tensors[f"{name}_ids"] = torch.tensor([i for ids in each for i in ids], dtype=torch.int32)
-    values = [value for one in lists for value in one.get("bias", {}).values()]
+    values = [value for edits in lists for value in edits.get("bias", {}).values()]
     tensors["bias_values"] = torch.tensor(values, dtype=torch.float32)
     for name, default in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0)):
-        tensors[name] = torch.tensor([float(one.get(name, default)) for one in lists])
+        tensors[name] = torch.tensor([float(edits.get(name, default)) for edits in lists])
     return {"logits": logits} | {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Steps whose sequences have prefixes in common, as inputs of attention."""
+"""Inputs of attention for steps whose sequences share prefixes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,7 @@ from tests.kernels.cases import AttentionCase, AttentionInputs, build_attention
 
 @dataclass(frozen=True)
 class SharedCase:
-    """A step, and what its sequences share, as `plan_decode` takes it.
-
-    `shared_lens` are multiples of the block size, and end before the query tokens of both.
-    """
+    """A step, and the arguments `order` and `shared_lens` of `plan_decode`."""
 
     attention: AttentionCase
     order: tuple[int, ...]
@@ -24,7 +21,7 @@ class SharedCase:
 
 
 def _samples(name: str, rows: int, samples: int, **shape: Any) -> SharedCase:
-    """Rows below a prefix of 64 tokens, `samples` of each below its prompt of 192."""
+    """All rows share a prefix of 64 tokens; the `samples` of each row share a prompt of 192."""
     count = rows * samples
     lens = tuple((1, 200 + 7 * i % 60) for i in range(count))
     shared = tuple(0 if i == 0 else 192 if i % samples else 64 for i in range(count))
@@ -33,7 +30,7 @@ def _samples(name: str, rows: int, samples: int, **shape: Any) -> SharedCase:
 
 _LENS = ((1, 300), (1, 130), (7, 200), (1, 129), (0, 140), (1, 400), (1, 1), (1, 300))
 
-# For pieces of 64 tokens.
+# For pieces of 64 tokens
 INTERPRETED_SHARED_CASES = (
     SharedCase(AttentionCase("pair", ((1, 129), (1, 200))), (1, 0), (0, 128)),
     SharedCase(
@@ -49,7 +46,7 @@ INTERPRETED_SHARED_CASES = (
     _samples("window", 1, 3, sliding_window=300),
 )
 
-# For pieces of the usual length, on a GPU.
+# For pieces of the normal length, on a GPU
 LONG_SHARED_CASES = (
     SharedCase(
         AttentionCase(
@@ -72,7 +69,7 @@ def build_shared(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionInputs:
-    """Make the tensors of a case: neighbours of the order have the blocks of what they share."""
+    """Make the tensors of a case: adjacent sequences of the order share blocks."""
     inputs = build_attention(case.attention, device, dtype, cache_dtype)
     tables, block_size = inputs.arguments["block_tables"], case.attention.block_size
     for place in range(1, len(case.order)):

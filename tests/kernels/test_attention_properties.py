@@ -1,6 +1,6 @@
-"""Attention on random shapes and random trees of prefixes, against its reference.
+"""Attention on random shapes and random trees of prefixes equals its reference.
 
-Apart from the other tests, which a machine with a GPU runs without Hypothesis.
+These tests have their own file because the other tests must run without Hypothesis on GPU machines.
 """
 
 from __future__ import annotations
@@ -12,17 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.kernels import decode_plan
-from tests.kernels import test_paged_attention as paged
-from tests.kernels import test_shared_attention as shared
-from tests.kernels.cases import AttentionCase
-from tests.kernels.shared_cases import SharedCase
-
-
-@pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
+from tests.kernels.cases import AttentionCase, build_attention, check_attention
+from tests.kernels.shared_cases import SharedCase, build_shared
 
 
 @st.composite
@@ -47,11 +38,11 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
 
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_reference_on_random_shapes() -> None:
+def test_paged_attention_equals_reference_on_random_shapes() -> None:
     @settings(deadline=None, max_examples=25, derandomize=True)
     @given(attention_cases())
     def compare(case: AttentionCase) -> None:
-        paged.check(case, "cpu", torch.float32)
+        check_attention(build_attention(case, "cpu", torch.float32))
 
     compare()
 
@@ -63,8 +54,8 @@ def trees(draw: st.DrawFn) -> SharedCase:
     before = [draw(st.integers(min_value=0, max_value=300)) for _ in query_lens]
     order = draw(st.permutations(range(len(query_lens))))
     lens = [0]
-    for one, other in pairwise(order):
-        most = min(before[one], before[other]) // block_size
+    for left, right in pairwise(order):
+        most = min(before[left], before[right]) // block_size
         blocks = draw(st.one_of(st.just(most), st.integers(min_value=0, max_value=most)))
         lens.append(blocks * block_size)
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 20)]))
@@ -85,10 +76,10 @@ def trees(draw: st.DrawFn) -> SharedCase:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_reference_on_random_trees() -> None:
+def test_shared_prefixes_equal_reference_on_random_trees() -> None:
     @settings(deadline=None, max_examples=25, derandomize=True)
     @given(trees())
     def compare(case: SharedCase) -> None:
-        shared.check(case, "cpu", torch.float32)
+        check_attention(build_shared(case, "cpu", torch.float32))
 
     compare()

@@ -1,4 +1,5 @@
-"""Attention in a fixed order: equal to its reference, with bits of a token's own context alone."""
+"""Batch-invariant attention equals its reference, and a token's bits depend on its context
+alone."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import (
     ATTENTION_CASES,
     INTERPRETED_ATTENTION_CASES,
+    TOLERANCE,
     AttentionCase,
     build_attention,
     reference_attention,
 )
 from tests.kernels.interpreted_dot import sum_rows_alike
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-SHORT = 64  # a piece of a few tiles
+SHORT = 64  # positions of a piece with a few tiles
 FEW = ("no_query_and_padding", "window_within_chunk", "sinks", "everything", "key_wider_than_value")
 FEW_CASES = [case for case in INTERPRETED_ATTENTION_CASES if case.name in FEW]
-# On a GPU each is compiled: not all that `paged_attention` is tried on.
+# Fewer cases than for `paged_attention`, because each is compiled
 LONG_CASES = [
     case
     for case in ATTENTION_CASES
@@ -34,7 +35,6 @@ LONG_CASES = [
 
 
 def check(case: AttentionCase, device: str, dtype: torch.dtype, piece: int | None = None) -> None:
-    """The output is the reference's, and finite, whatever the dead parts of the cache hold."""
     inputs = build_attention(case, device, dtype)
     expected = inputs.with_fresh_out()
     reference_attention(**expected)
@@ -45,32 +45,33 @@ def check(case: AttentionCase, device: str, dtype: torch.dtype, piece: int | Non
 
 
 @pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_equals_its_reference(case: AttentionCase, interpreter: str) -> None:
+def test_batch_invariant_attention_equals_reference(case: AttentionCase, interpreter: str) -> None:
     check(case, interpreter, torch.float16, SHORT)
 
 
-def test_equals_its_reference_in_float32(interpreter: str) -> None:
+def test_batch_invariant_attention_equals_reference_in_float32(interpreter: str) -> None:
     check(AttentionCase("float32", ((7, 30), (1, 70))), interpreter, torch.float32, SHORT)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*INTERPRETED_ATTENTION_CASES, *LONG_CASES], ids=str)
-def test_equals_its_reference_on_a_gpu(case: AttentionCase, gpu: str) -> None:
+def test_batch_invariant_attention_equals_reference_on_gpu(case: AttentionCase, gpu: str) -> None:
     check(case, gpu, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", FEW_CASES, ids=str)
-def test_short_pieces_on_a_gpu(case: AttentionCase, dtype: torch.dtype, gpu: str) -> None:
+def test_batch_invariant_short_pieces_on_gpu(
+    case: AttentionCase, dtype: torch.dtype, gpu: str
+) -> None:
     check(case, gpu, dtype, SHORT)
 
 
 def attend_spans(
     arguments: dict[str, Any], spans: list[tuple[int, int]], **plan: Any
 ) -> torch.Tensor:
-    """The output of every token of the one sequence there is, which is computed in spans of its
-    positions, all of them side by side in one step."""
+    """Compute spans of one sequence's positions in one step, and return the outputs by position."""
     order = [position for span in spans for position in range(*span)]
     lens, ends = [stop - start for start, stop in spans], [stop for _, stop in spans]
     query = arguments["query"]
@@ -95,7 +96,7 @@ VARIANTS = {
     "window_and_sinks": {**PLAIN, "sliding_window": 70, "sinks": True},
     "everything": {**PLAIN, "sliding_window": 20, "softcap": 3.0, "sinks": True, "block_size": 24},
 }
-# How the sequence may be computed: in chunks that begin and end anywhere, by decodes, in any order.
+# Spans of positions that one step computes
 SPANS = {
     "chunks": [(start, min(start + 33, CONTEXT)) for start in range(0, CONTEXT, 33)],
     "backwards": [(131, 140), (130, 131), (64, 130), (1, 64), (0, 1)],
@@ -115,7 +116,7 @@ def check_spans(shape: dict[str, Any], device: str, dtype: torch.dtype, fp8: boo
 
 
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
-def test_bits_do_not_depend_on_the_chunk(
+def test_bits_do_not_depend_on_chunks(
     shape: dict[str, Any], interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sum_rows_alike(monkeypatch)
@@ -125,7 +126,7 @@ def test_bits_do_not_depend_on_the_chunk(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", VARIANTS.values(), ids=VARIANTS.keys())
-def test_bits_do_not_depend_on_the_chunk_on_a_gpu(
+def test_bits_do_not_depend_on_chunks_on_gpu(
     shape: dict[str, Any], dtype: torch.dtype, gpu: str
 ) -> None:
     check_spans(shape, gpu, dtype)
@@ -133,11 +134,13 @@ def test_bits_do_not_depend_on_the_chunk_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_bits_do_not_depend_on_the_chunk_beside_float8_on_a_gpu(gpu: str) -> None:
+def test_bits_do_not_depend_on_chunks_with_float8_cache_on_gpu(gpu: str) -> None:
     check_spans({**PLAIN, "key_width": 128}, gpu, torch.bfloat16, fp8=True)
 
 
-def test_decodes_are_split_as_far_as_the_workspace_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_are_not_split_if_the_workspace_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = AttentionCase("decodes", ((1, 257), (1, 20)))
     arguments = build_attention(case, "cpu", torch.float32).arguments
     assert batch_invariant_arguments(arguments, piece=SHORT)["work"].max_pieces == 5

@@ -1,4 +1,4 @@
-"""Copied blocks: the kernel leaves the pool as its reference does."""
+"""Copying of KV blocks equals its reference."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.gpu_or_interpreter import on_both
 
 @on_both()
 @pytest.mark.parametrize("case", COPY_CASES, ids=str)
-def test_equals_its_reference_bit_for_bit(case: CopyCase, dtype: torch.dtype, device: str) -> None:
+def test_block_copy_equals_reference(case: CopyCase, dtype: torch.dtype, device: str) -> None:
     got, expected = build_copy(case, device, dtype), build_copy(case, device, dtype)
     block_copy.block_copy(**got)
     reference.block_copy(**expected)
@@ -18,7 +18,7 @@ def test_equals_its_reference_bit_for_bit(case: CopyCase, dtype: torch.dtype, de
 
 
 @pytest.mark.gpu
-def test_copies_past_two_to_the_31_elements(gpu: str) -> None:
+def test_block_copy_uses_int64_offsets_on_gpu(gpu: str) -> None:
     pool = torch.zeros(2**15 + 2, 2**16, dtype=torch.uint8, device=gpu)
     pool[-1] = 7
     pairs = torch.tensor([[2**15 + 1, 0], [2**15 + 1, 2**15]], dtype=torch.int32, device=gpu)
@@ -26,8 +26,7 @@ def test_copies_past_two_to_the_31_elements(gpu: str) -> None:
     assert pool.any(dim=1).nonzero().flatten().tolist() == [0, 2**15, 2**15 + 1]
 
 
-def test_copies_a_block_of_several_rows(interpreter: str) -> None:
-    # [layer, slot, elements], by slots
+def test_block_copy_of_a_layer_major_pool(interpreter: str) -> None:
     pool = torch.randn(3, 5, 5000, device=interpreter)
     expected = pool.clone()
     pairs = torch.tensor([[4, 0], [2, 3]], dtype=torch.int32)
@@ -36,7 +35,7 @@ def test_copies_a_block_of_several_rows(interpreter: str) -> None:
     assert torch.equal(pool, expected)
 
 
-def test_refuses_elements_with_gaps(interpreter: str) -> None:
+def test_block_copy_refuses_elements_with_gaps(interpreter: str) -> None:
     pool = torch.zeros(4, 32, device=interpreter)[:, ::2]
     with pytest.raises(ValueError, match="contiguous"):
         block_copy.block_copy(pool, torch.zeros(1, 2, dtype=torch.int32))

@@ -1,7 +1,8 @@
-"""Kernels compiled for GPUs that are not here: bfloat16, which cannot be interpreted, among them.
+"""Compiles all kernels for GPUs on machines without one, also in bfloat16, which Triton's
+interpreter computes wrongly.
 
-`benchmarks/compiled.csv` has what they compile to, and only kernels whose source has changed since
-are compiled here; `benchmarks/README.md` says how to bring it up to date.
+Only kernels that differ from `benchmarks/compiled.csv` are compiled; `benchmarks/README.md` says
+how to update that table.
 """
 
 from __future__ import annotations
@@ -21,21 +22,28 @@ from batchinfer.kernels import launch
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make setup` puts it there if it can
+TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make setup` tries to install it there
 sys.path.insert(0, str(BENCHMARKS))
 
 from compile_cases import CASES, Case  # noqa: E402
-from compile_kernels import COMPILED, Row, read, regressions, write  # noqa: E402
+from compile_kernels import (  # noqa: E402
+    COMPILED,
+    Row,
+    _without_docstrings,
+    read,
+    regressions,
+    write,
+)
 from sass import main_loop, parse  # noqa: E402
 
-# Shared memory that one program may have, in bytes: A100 and H100 or H200.
+# Most bytes of shared memory per program: A100, and H100 or H200.
 SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
-# A few bytes, in the second launch, which has work for flat rows alone.
+# A few bytes, in the second launch, which only processes flat rows.
 KNOWN_SPILLS = {"sm_80 sample_filters sample_rest", "sm_90 sample_filters sample_rest"}
 
 
 def report(cache: Path, *options: str, path: Path = ROOT) -> None:
-    """Run the script with the Triton that is found in `path`, else the installed one."""
+    """Run the script with the Triton package in `path`, or else the installed one."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{path}:{ROOT}"}
     command = [sys.executable, str(BENCHMARKS / "compile_report.py"), *options]
     done = subprocess.run(
@@ -58,7 +66,7 @@ def test_every_kernel_refuses_the_cpu_without_the_interpreter(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """What all kernels compile to, none of it worse than it was."""
+    """Rows of all kernels, after checking that no kernel got worse."""
     folder = tmp_path_factory.mktemp("compiled")
     report(folder, "--check", "--out", str(folder / "rows.csv"))
     return read(folder / "rows.csv")
@@ -80,9 +88,9 @@ def test_every_kernel_compiles_fits_and_spills_no_registers(compiled: list[Row])
 
 
 @pytest.mark.long
-def test_float8_products_run_on_warp_groups_where_the_device_has_them(compiled: list[Row]) -> None:
-    """A warp group multiplies 64 rows by 128 columns of float8 in four instructions, a warp 16 rows
-    by 8 and 32 columns."""
+def test_float8_linears_use_warp_group_instructions_on_sm_90(compiled: list[Row]) -> None:
+    """A warp group multiplies 64 rows by 128 columns of float8 in four instructions; a single warp
+    would need many more."""
     products = [row for row in compiled if row.kernel == "_fp8_linear_kernel"]
     wide = [row for row in products if row.target == "sm_90"]
     assert {row.tensor_core for row in wide if "_a8_" in row.case} == {4}
@@ -91,7 +99,7 @@ def test_float8_products_run_on_warp_groups_where_the_device_has_them(compiled: 
 
 
 def check_kept(version: str, path: Path, folder: Path) -> None:
-    """Compile some kernels, and compare with what is kept of them."""
+    """Compile some kernels again, and compare them with the stored table."""
     chosen = ["--cases", "d64", "rotary_d128_norms", "--targets", "90"]
     report(folder, "--fresh", *chosen, "--out", str(folder / "rows.csv"), path=path)
     rows = read(folder / "rows.csv")
@@ -102,16 +110,16 @@ def check_kept(version: str, path: Path, folder: Path) -> None:
             assert kept[version, row.name] == row
 
 
-def test_the_kept_table_has_what_the_compiler_gives(tmp_path: Path) -> None:
+def test_stored_table_equals_fresh_compilation(tmp_path: Path) -> None:
     if triton.__version__ not in {row.triton for row in read(COMPILED)}:
-        pytest.skip(f"compiled.csv has nothing of Triton {triton.__version__}: --update")
+        pytest.skip(f"compiled.csv has no rows for Triton {triton.__version__}: --update")
     check_kept(triton.__version__, ROOT, tmp_path)
 
 
 @pytest.mark.long
 def test_triton_3_6_compiles_every_kernel(tmp_path: Path) -> None:
     if not TRITON_3_6.exists():
-        pytest.skip(f"no {TRITON_3_6}")
+        pytest.skip(f"{TRITON_3_6} is not installed")
     report(tmp_path, "--check", path=TRITON_3_6)
     check_kept("3.6.0", TRITON_3_6, tmp_path)
 
@@ -122,7 +130,14 @@ ROW = Row(
 )  # fmt: skip
 
 
-def test_a_kernel_that_became_worse_is_named_with_its_numbers() -> None:
+def test_comments_and_docstrings_do_not_change_the_fingerprint() -> None:
+    source = '"""Module."""\n\ndef kernel(x):\n    """Double."""\n    return 2 * x\n'
+    other = "def kernel(x):\n    return 2 * x  # doubled\n"
+    assert _without_docstrings(source) == _without_docstrings(other)
+    assert _without_docstrings(source) != _without_docstrings(other.replace("2", "3"))
+
+
+def test_regressions_name_kernel_and_numbers() -> None:
     assert regressions([replace(ROW, issued=85.0), replace(ROW, case="new")], [ROW]) == []
     assert regressions([replace(ROW, issued=90.0, stack=8, copies_16=0)], [ROW]) == [
         "sm_90 d128 decode (Triton 3.9.0): issues 90 per KiB of KV, 80.8 before",
@@ -131,7 +146,7 @@ def test_a_kernel_that_became_worse_is_named_with_its_numbers() -> None:
     ]
 
 
-def test_a_table_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_table_round_trips_through_csv(tmp_path: Path) -> None:
     write(tmp_path / "table.csv", [ROW])
     assert read(tmp_path / "table.csv") == [ROW]
     assert read(tmp_path / "other.csv") == []
@@ -169,5 +184,5 @@ NO_PRODUCTS = re.sub(r"HG?MMA\S*", "FMUL", SASS)
     ],
     ids=["shortest_with_products", "longest_without_products", "no_loop"],
 )
-def test_the_main_loop_is_an_inner_one(sass: str, loop: list[str]) -> None:
+def test_main_loop_is_an_innermost_loop(sass: str, loop: list[str]) -> None:
     assert [each.name for each in main_loop(*parse(sass))] == loop

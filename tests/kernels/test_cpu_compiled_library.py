@@ -1,4 +1,4 @@
-"""The C kernels are compiled once, where nobody else can put a library of theirs."""
+"""Compilation of the C kernels, and the cache of compiled libraries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ echo "compiler 1.0"
 compiled = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 
 
-def test_without_a_compiler_there_are_no_kernels(
+def test_missing_compiler_disables_the_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiled_library, "_why_not", "")
@@ -35,20 +35,20 @@ def test_without_a_compiler_there_are_no_kernels(
 
 @compiled
 @pytest.mark.parametrize(("flag", "tiles"), [("-mavx512bf16", "1"), ("-mno-avx512bf16", "0")])
-def test_there_are_no_tiles_without_vectors_for_the_same_pool(flag: str, tiles: str) -> None:
-    """Linux may refuse a process leave to use them."""
+def test_amx_needs_bf16_vectors_for_the_same_pool(flag: str, tiles: str) -> None:
+    """Linux may refuse a process the permission to use AMX."""
     header = Path(compiled_library.__file__).with_name("amx_tiles.h")
     compiler = os.environ.get("CC", "cc")
     command = [compiler, "-march=sapphirerapids", flag, "-include", str(header), "-E", "-P", "-"]
     ran = subprocess.run(command, input="HAS_TILES", capture_output=True, text=True)
     if ran.returncode:
-        pytest.skip("the compiler makes nothing for such processors")
+        pytest.skip("the compiler does not support such processors")
     assert ran.stdout.split()[-1] == tiles
 
 
 @pytest.fixture
 def fast_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler, which leaves code as it is: it need not be fast to be loaded."""
+    """Compile without optimization, to save time."""
     compiler = tmp_path / "fast-cc"
     compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0\n')
     compiler.chmod(0o755)
@@ -57,11 +57,11 @@ def fast_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @compiled
 @pytest.mark.usefixtures("fast_compiler")
-def test_the_library_is_built_once_and_that_is_said(
+def test_library_is_compiled_once_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    caplog.set_level(logging.WARNING, "batchinfer")  # `run --quiet` in this process may have cut it
+    caplog.set_level(logging.WARNING, "batchinfer")  # an earlier `run --quiet` may have changed it
     assert compiled_library.load.__wrapped__() is not None
     (built,) = (tmp_path / "batchinfer").iterdir()
     built_at = built.stat().st_mtime_ns
@@ -73,7 +73,7 @@ def test_the_library_is_built_once_and_that_is_said(
 
 @compiled
 @pytest.mark.usefixtures("fast_compiler")
-def test_a_cache_that_others_can_write_to_is_not_used(
+def test_cache_folder_that_other_users_can_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache" / "batchinfer").mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(
     assert not list((tmp_path / "cache" / "batchinfer").iterdir())
 
 
-def test_a_compiler_of_another_path_builds_a_library_of_its_own(
+def test_each_compiler_path_has_its_own_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -97,7 +97,7 @@ def test_a_compiler_of_another_path_builds_a_library_of_its_own(
     assert len(built) == 2
 
 
-def test_a_compiler_that_fails_is_named(
+def test_compiler_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = tmp_path / "cc"
@@ -116,10 +116,10 @@ def test_a_compiler_that_fails_is_named(
     assert compiled_library.why_not() == f"they cannot be compiled by {compiler}: x.c: error: no"
 
 
-def test_a_compiler_that_takes_too_long_is_said_to(
+def test_compiler_timeout_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The reason is not lost behind the compiler's long command."""
+    """The message has the reason but not the compiler's long command."""
     compiler = tmp_path / "slow-cc"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec tail -f /dev/null\n')
     compiler.chmod(0o755)

@@ -1,33 +1,40 @@
-"""Products, attention and encoder layers in a program without Python: here, and on an emulated Arm
+"""GEMMs, attention and encoder layers in a C program (``cpu_driver.c``), also on an emulated Arm
 processor."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from batchinfer.kernels.cpu import compiled_library
-from tests.kernels.cpu_driver import run_driver
 
+_SOURCES = (
+    *("encoder_layers.c", "gemm.c", "gemm_groups.c", "gemm_int8.c"),
+    *("paged_attention.c", "row_ops.c", "gemm_rows.c", "amx_tiles.c"),
+)
+_NOT_KNOWN = "unrecognized", "unknown value", "cannot find -l"
+_PER_BUILD = ("-O3", "-fPIC", "-shared")
 _BUILDS = {
     "all": (),
     "tiles": ("-DEMULATE_TILES",),
     "avx_vnni": ("-mno-amx-tile", "-mno-avx512f"),
-    "sanitised": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "sanitized": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 _ARM = {
     "neon": ("-march=armv8-a", "cortex-a57", "NEON"),
     "neon_bf16": ("-march=armv8.6-a", "max", "NEON BF16"),
 }
-# What an emulator of AMX made of the same products and attention (Bochs, Sapphire Rapids).
+# Hashes of results on an emulator of AMX (Bochs, Sapphire Rapids)
 _PRODUCT_BY_AMX = "product bf16 df64cfa1c3df5115 AMX"
 _ATTENTION_BY_AMX = "attention bf16 3e7ee88e25d42624 AMX"
-# Attention adds up weights in an order that the compiler chooses; there it was this one.
+# The compiler chooses the order in which attention sums weights; the hash above is for this order.
 _ATTENTION_IN_THAT_ORDER = "attention f32 6b4c7bf3638cb261 AVX-512"
-# The same on all processors.
-_OF_LOW_BIT = {
+# The same on all processors
+_LOW_BIT_HASHES = {
     "product int8 f32 eec8962f27e7848d",
     "product int8 bf16 0246a73641ca2c98",
     "product int4 f32 5f4fc77f4c99e4f5",
@@ -35,6 +42,30 @@ _OF_LOW_BIT = {
     "product int8-groups f32 f7a1c61fa654bdd6",
     "product int8-groups bf16 8f4db4082b9461d7",
 }
+
+
+def run_driver(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = ()) -> str:
+    """Build the program, run it and return its output; skip the test if a tool is missing."""
+    for tool in (compiler, *emulator[:1]):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    kernels, program = Path(compiled_library.__file__).parent, folder / "driver"
+    sources = [Path(__file__).with_name("cpu_driver.c"), *(kernels / name for name in _SOURCES)]
+    shared = [flag for flag in compiled_library.FLAGS if flag not in _PER_BUILD]
+    command = [compiler, "-O2", *shared, *flags, f"-I{kernels}", *map(str, sources)]
+    built = subprocess.run([*command, "-o", str(program), "-lm"], capture_output=True, text=True)
+    if any(words in built.stderr for words in _NOT_KNOWN):
+        pytest.skip(f"{compiler} does not support {' '.join(flags)}")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run(
+        [*emulator, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 @pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
@@ -45,11 +76,11 @@ _OF_LOW_BIT = {
         for name, flags in _BUILDS.items()
     ],
 )
-def test_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_driver_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
     compiler = os.environ.get("CC", "cc")
-    said = run_driver(tmp_path, compiler, *compiled_library.for_this_processor(), *flags)
-    assert low_bit_products(said) == _OF_LOW_BIT
-    lines = said.splitlines()
+    output = run_driver(tmp_path, compiler, *compiled_library.for_this_processor(), *flags)
+    assert low_bit_products(output) == _LOW_BIT_HASHES
+    lines = output.splitlines()
     by_amx = [line for line in lines if " bf16 " in line and line.endswith(" AMX")]
     products = [line for line in by_amx if line.startswith("product bf16")]
     assert products == [_PRODUCT_BY_AMX] or (not products and flags != _BUILDS["tiles"])
@@ -61,14 +92,15 @@ def test_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("flag", "processor", "name"), _ARM.values(), ids=_ARM.keys())
-def test_on_arm(flag: str, processor: str, name: str, tmp_path: Path) -> None:
+def test_driver_on_emulated_arm(flag: str, processor: str, name: str, tmp_path: Path) -> None:
     emulator = ("qemu-aarch64", "-cpu", processor)
-    said = run_driver(tmp_path, "aarch64-linux-gnu-gcc", flag, "-static", emulator=emulator)
+    output = run_driver(tmp_path, "aarch64-linux-gnu-gcc", flag, "-static", emulator=emulator)
     assert any(
-        line.startswith("product bf16") and line.endswith(f" {name}") for line in said.splitlines()
+        line.startswith("product bf16") and line.endswith(f" {name}")
+        for line in output.splitlines()
     )
-    assert low_bit_products(said) == _OF_LOW_BIT
+    assert low_bit_products(output) == _LOW_BIT_HASHES
 
 
-def low_bit_products(said: str) -> set[str]:
-    return {" ".join(x.split()[:4]) for x in said.splitlines() if x.startswith("product int")}
+def low_bit_products(output: str) -> set[str]:
+    return {" ".join(x.split()[:4]) for x in output.splitlines() if x.startswith("product int")}

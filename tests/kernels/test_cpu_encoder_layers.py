@@ -1,4 +1,4 @@
-"""Encoder layers in C: equal to float64 up to rounding, and the same bits in any company."""
+"""Encoder layers in C equal float64, and a sequence's bits do not depend on other sequences."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @dtypes
 @pytest.mark.parametrize("case", ENCODER_CASES, ids=str)
-def test_layers_equal_those_in_float64(case: EncoderCase, dtype: torch.dtype) -> None:
+def test_encoder_layers_equal_float64(case: EncoderCase, dtype: torch.dtype) -> None:
     check_encoder_layers(case, dtype)
 
 
 @dtypes
-def test_a_sequence_has_the_same_bits_in_any_company(
+def test_sequence_bits_do_not_depend_on_other_sequences(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_bits_of_a_sequence(dtype, monkeypatch)
@@ -39,31 +39,30 @@ def test_a_sequence_has_the_same_bits_in_any_company(
 
 @dtypes
 @pytest.mark.parametrize("rounded", [Int8Weight.rounded, partial(Int4Weight.rounded, group_size=8)])
-def test_weights_of_few_bits_are_multiplied_within_tasks(
+def test_low_bit_weights_give_the_same_bits_for_all_tasks(
     rounded: Callable[[torch.Tensor], LowBitWeight],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A task rounds all of its rows itself, though other threads compute theirs."""
+    """Each task rounds its own rows while other threads compute."""
     check_bits_of_a_sequence(dtype, monkeypatch, lambda weight: gemm.pack_low_bit(rounded(weight)))
 
 
 @dtypes
-def test_scores_that_overflow_leave_no_number(dtype: torch.dtype) -> None:
-    """As softmax has it, also where all that a token sees is -inf."""
+def test_overflowing_scores_give_nan(dtype: torch.dtype) -> None:
     case = EncoderCase("", 1, 16, 32, 48, (1,) * 12)
     layers = EncoderLayers(case, dtype)
     assert layers.run(layers.hidden * 1e25, case.lengths).isnan().all()
 
 
 @dtypes
-def test_a_sequence_that_is_not_finite_spoils_no_other(dtype: torch.dtype) -> None:
+def test_nan_in_one_sequence_does_not_affect_other_sequences(dtype: torch.dtype) -> None:
     case = ENCODER_CASES[1]
     layers = EncoderLayers(case, dtype)
     expected = layers.run(layers.hidden, case.lengths)
-    spoilt = layers.hidden.clone()
-    spoilt[3] = torch.nan
-    found = layers.run(spoilt, case.lengths)
+    with_nan = layers.hidden.clone()
+    with_nan[3] = torch.nan
+    got = layers.run(with_nan, case.lengths)
     first = case.lengths[0]
-    assert found[:first].isnan().all()
-    assert torch.equal(found[first:], expected[first:])
+    assert got[:first].isnan().all()
+    assert torch.equal(got[first:], expected[first:])

@@ -1,4 +1,4 @@
-"""The C matrix product: right for any shape, with rows that do not depend on each other."""
+"""The C GEMM equals float64 for all shapes, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @dtypes
 @pytest.mark.parametrize("rows", [0, 1, 13, 14, 15, 29, 100])
 @pytest.mark.parametrize(("width", "outputs"), [(2, 1), (34, 31), (100, 33), (768, 96)])
-def test_equals_a_product_in_float64(
-    dtype: torch.dtype, rows: int, width: int, outputs: int
-) -> None:
+def test_gemm_equals_float64(dtype: torch.dtype, rows: int, width: int, outputs: int) -> None:
     check_product(dtype, rows, width, outputs)
 
 
 @dtypes
-def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+def test_gemm_row_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     check_rows_do_not_depend_on_each_other(dtype)
 
 
 @dtypes
 @pytest.mark.parametrize("rows", [257, 289])
-def test_rows_beyond_those_taken_at_once_have_the_same_bits(
+def test_gemm_row_bits_are_the_same_for_many_rows(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_many_rows(dtype, rows, monkeypatch)
 
 
 @dtypes
-def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None:
+def test_gemm_takes_rows_with_gaps_and_keeps_nan_in_its_row(dtype: torch.dtype) -> None:
     wide = torch.randn(20, 96).to(dtype)
     weight = torch.randn(40, 64).to(dtype)
     wide[7, 3] = torch.nan
@@ -55,8 +53,7 @@ def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None
 
 @dtypes
 @pytest.mark.parametrize("rows", [1, 20])
-def test_numbers_of_a_row_may_lie_apart(dtype: torch.dtype, rows: int) -> None:
-    """As models hand them on: turned, or every second one."""
+def test_gemm_takes_rows_that_are_not_contiguous(dtype: torch.dtype, rows: int) -> None:
     turned, wide = torch.randn(64, rows).to(dtype).T, torch.randn(rows, 128).to(dtype)
     weight = torch.randn(40, 64).to(dtype)
     for x in (turned, wide[:, ::2]):
@@ -65,19 +62,19 @@ def test_numbers_of_a_row_may_lie_apart(dtype: torch.dtype, rows: int) -> None:
 
 @dtypes
 @pytest.mark.parametrize(("rows", "shape", "block"), FLOAT8_CASES)
-def test_float8_is_multiplied_as_the_numbers_it_stands_for(
+def test_float8_gemm_has_the_bits_of_the_dequantized_weight(
     dtype: torch.dtype, rows: int, shape: tuple[int, int], block: int
 ) -> None:
     check_float8(dtype, rows, shape, block)
 
 
-def test_16_bit_weights_of_odd_width_are_left_to_others() -> None:
+def test_gemm_does_not_support_16_bit_weights_of_odd_width() -> None:
     assert not gemm.supports(torch.empty(4, 3, dtype=torch.bfloat16))
     assert not gemm.supports(torch.empty(4, 4, dtype=torch.float16))
 
 
 @dtypes
-def test_a_packed_weight_tells_by_what_it_is_multiplied(dtype: torch.dtype) -> None:
+def test_packed_weight_names_its_instructions(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 64).to(dtype), torch.randn(40, 64).to(dtype)
     names = gemm.available(dtype)
     assert gemm.instructions(dtype) == names[0]
@@ -89,6 +86,6 @@ def test_a_packed_weight_tells_by_what_it_is_multiplied(dtype: torch.dtype) -> N
         torch.testing.assert_close(out, x @ weight.T, rtol=1e-2, atol=2e-2)
 
 
-def test_instructions_that_are_not_here_are_refused() -> None:
+def test_pack_refuses_unavailable_instructions() -> None:
     with pytest.raises(ValueError, match="AMX cannot be used here"):
         gemm.pack(torch.empty(2, 2), "AMX")

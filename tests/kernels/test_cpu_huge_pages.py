@@ -1,4 +1,4 @@
-"""Memory that packed weights lie in: side by side, aligned, given back."""
+"""Memory of packed weights: alignment, separate tensors, and release."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer.kernels.cpu.huge_pages import HugePages
 MIB = 1 << 20
 
 
-def test_tensors_lie_beside_each_other_at_cache_lines() -> None:
+def test_small_tensors_are_adjacent_and_aligned() -> None:
     memory = HugePages()
     first, second = memory.empty(33, torch.bfloat16), memory.empty(100, torch.float32)
     assert [first.shape, second.shape] == [(33,), (100,)]
@@ -27,7 +27,7 @@ def test_tensors_lie_beside_each_other_at_cache_lines() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 9 * MIB, 1), (3 * MIB,) * 12, (0, 5, 0, 7)], ids=str)
-def test_no_tensor_shares_a_byte_with_another(sizes: tuple[int, ...]) -> None:
+def test_tensors_do_not_overlap(sizes: tuple[int, ...]) -> None:
     memory = HugePages()
     tensors = [memory.empty(size, torch.uint8).fill_(at) for at, size in enumerate(sizes)]
     for at, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -35,8 +35,8 @@ def test_no_tensor_shares_a_byte_with_another(sizes: tuple[int, ...]) -> None:
         assert (tensor == at).all()
 
 
-def test_threads_get_no_byte_of_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One takes memory while another is about to get its own."""
+def test_threads_get_separate_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread allocates while the first one is in the middle of an allocation."""
     memory, taken = HugePages(), list[torch.Tensor]()
     other = threading.Thread(target=lambda: taken.append(memory.empty(10, torch.uint8)))
     part = huge_pages._part
@@ -44,7 +44,7 @@ def test_threads_get_no_byte_of_each_others(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*arguments: Any) -> torch.Tensor:
         monkeypatch.setattr(huge_pages, "_part", part)
         other.start()
-        other.join(0.1)  # it may wait for this one
+        other.join(0.1)  # it may wait for this thread
         return part(*arguments)
 
     monkeypatch.setattr(huge_pages, "_part", interrupted)
@@ -53,7 +53,7 @@ def test_threads_get_no_byte_of_each_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert abs(taken[0].data_ptr() - taken[1].data_ptr()) >= 10
 
 
-def test_memory_goes_with_the_last_tensor_in_it() -> None:
+def test_memory_is_freed_with_its_last_tensor() -> None:
     memory = HugePages()
     tensors = [memory.empty(10, torch.uint8) for _ in range(2)]
     assert memory._chunk is not None
@@ -67,16 +67,16 @@ def test_memory_goes_with_the_last_tensor_in_it() -> None:
     assert len(memory.empty(10, torch.uint8)) == 10
 
 
-def test_memory_is_given_where_huge_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20, raising=False)  # no such advice
+def test_memory_is_allocated_without_huge_page_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20, raising=False)  # an unknown advice
     with pytest.raises(OSError, match="Invalid argument"):
         mmap.mmap(-1, 4096).madvise(mmap.MADV_HUGEPAGE)
     for size in (10, 9 * MIB):
         assert HugePages().empty(size, torch.uint8).fill_(7).sum() == 7 * size
 
 
-def test_want_of_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of NumPy's: an OSError would be taken for one of files."""
+def test_failed_allocation_raises_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run would report an OSError as a problem with files."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")

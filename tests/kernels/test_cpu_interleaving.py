@@ -1,5 +1,5 @@
-"""Threads of the C kernels wait for each other where they must: each runs as far as it is let
-before the next one begins (``interleaving.c``)."""
+"""Threads of the C kernels synchronize correctly under extreme interleaving: each thread runs until
+it must wait before the next thread starts (``interleaving.c``)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.worker.fusion import test_native_layers
 
 pytestmark = [
     pytest.mark.long,  # it compiles all kernels
-    pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here"),
-    pytest.mark.skipif(platform.system() != "Linux", reason="as GCC links on Linux"),
-    pytest.mark.usefixtures("turns"),
+    pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler"),
+    pytest.mark.skipif(platform.system() != "Linux", reason="uses linker flags of GCC on Linux"),
+    pytest.mark.usefixtures("interleaved"),
 ]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(scope="module")
-def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels over threads that take turns."""
+def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Load kernels whose threads run one after the other."""
     folder: Path = tmp_path_factory.mktemp("build")
-    compiler, own = shutil.which("cc"), folder / "turns.o"
+    compiler, threads = shutil.which("cc"), folder / "interleaving.o"
     source = Path(__file__).with_name("interleaving.c")
     assert compiler is not None
-    subprocess.run([compiler, "-O1", "-fPIC", "-c", str(source), "-o", str(own)], check=True)
+    subprocess.run([compiler, "-O1", "-fPIC", "-c", str(source), "-o", str(threads)], check=True)
     wrapper = folder / "cc"
-    wrapper.write_text(f'#!/bin/sh\nexec {compiler} {own} "$@" -O1 -Wl,-Bsymbolic -lpthread\n')
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} {threads} "$@" -O1 -Wl,-Bsymbolic -lpthread\n')
     wrapper.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", str(wrapper))
@@ -60,17 +60,21 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @dtypes
 @pytest.mark.parametrize("method", ["", "int8", "int4"])
-def test_decoder_layers(dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_layers_under_interleaving(
+    dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     test_native_layers.test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
         dtype, method, 3, monkeypatch
     )
 
 
 @dtypes
-def test_encoder_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_layers_under_interleaving(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_bits_of_a_sequence(dtype, monkeypatch)
 
 
 @dtypes
-def test_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemm_under_interleaving(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     check_many_rows(dtype, 257, monkeypatch)

@@ -1,4 +1,4 @@
-"""The C kernels: equal to their references, with bits that depend on a row's own context alone."""
+"""Attention in C equals its reference, and a row's bits depend on its own context alone."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from tests.kernels.cases import WRITE_CASES, AttentionCase, WriteCase, build_wri
 from tests.kernels.cpu_attention_cases import (
     CASES,
     CPU_CASES,
+    MLA_CASES,
     ODD_CASES,
     TOLERANCE,
     check_attention,
     check_attention_over_fp8,
+    check_mla,
+    store,
 )
-from tests.kernels.cpu_kv_pool import store
+from tests.kernels.mla_cases import MLACase
 
-DTYPES = tuple(TOLERANCE)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+pytestmark = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 
-compiled = pytest.mark.skipif(compiled_library.load() is None, reason="no C compiler here")
 
-
-@compiled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_equals_its_reference(case: AttentionCase, dtype: torch.dtype) -> None:
+def test_cpu_attention_equals_reference(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
 
 
-@compiled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("case", [*CPU_CASES[::3], *ODD_CASES], ids=str)
-def test_attention_over_a_pool_of_float8_equals_its_reference(
+def test_cpu_attention_over_float8_equals_reference(
     case: AttentionCase, dtype: torch.dtype
 ) -> None:
     check_attention_over_fp8(case, dtype)
 
 
-@compiled
 @pytest.mark.parametrize("width", [3, 16, 40])
-def test_every_number_of_float8_is_widened_exactly(width: int) -> None:
-    """A token that sees one position gets its value, whatever the key's score."""
+def test_cpu_attention_converts_every_float8_exactly(width: int) -> None:
+    """If a token sees one position, its output is the value there."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     values = codes[:, None, None, None].expand(256, 1, 1, width).contiguous()
     table = torch.arange(256, dtype=torch.int32)[:, None]
@@ -59,36 +58,34 @@ def test_every_number_of_float8_is_widened_exactly(width: int) -> None:
     assert (out.isnan() == values[:, 0].float().isnan()).all()
 
 
-@compiled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize(
     "case", [*WRITE_CASES, WriteCase("odd_widths_and_blocks", 7, 3, 13, 11, 3)], ids=str
 )
-def test_write_equals_its_reference(case: WriteCase, dtype: torch.dtype) -> None:
+def test_cpu_kv_write_equals_reference(case: WriteCase, dtype: torch.dtype) -> None:
     got, arguments = build_write(case, "cpu", dtype)
     cpu_attention.kv_write(**arguments)
-    expected, other = build_write(case, "cpu", dtype)
-    reference.kv_write(**other)
+    expected, wanted = build_write(case, "cpu", dtype)
+    reference.kv_write(**wanted)
     for name, read in (
         ("key_cache", cpu_attention.read_keys),
         ("value_cache", cpu_attention.read_values),
     ):
         torch.testing.assert_close(
-            read(arguments[name]), other[name], rtol=0, atol=0, equal_nan=True
+            read(arguments[name]), wanted[name], rtol=0, atol=0, equal_nan=True
         )
-        arguments[name].copy_(other[name])
+        arguments[name].copy_(wanted[name])
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@compiled
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 64)])
-def test_a_token_has_the_same_bits_however_it_is_computed(
+def test_token_bits_do_not_depend_on_chunks(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
-    """One pass over a prompt, chunks of any size, single tokens, and each token as a sequence."""
+    """Compare a whole prompt, chunks, single tokens, and a step with each token as a sequence."""
     torch.manual_seed(0)
     length, num_heads, num_kv_heads = 300, 6, 2
     blocks = -(-length // block_size)
@@ -114,7 +111,7 @@ def test_a_token_has_the_same_bits_however_it_is_computed(
             )
         return out
 
-    def attend_side_by_side() -> torch.Tensor:
+    def attend_as_sequences() -> torch.Tensor:
         out = torch.empty_like(query)
         cpu_attention.paged_attention(
             query,
@@ -132,15 +129,15 @@ def test_a_token_has_the_same_bits_however_it_is_computed(
     whole = attend(length)
     for chunk in (1, 7, 64):
         assert torch.equal(attend(chunk), whole)
-    assert torch.equal(attend_side_by_side(), whole)
+    assert torch.equal(attend_as_sequences(), whole)
 
 
 @dataclass(frozen=True)
 class Branches:
-    """Sequences under prefixes of prefixes, in the order of their tree."""
+    """Sequences in the order of their tree of shared prefixes."""
 
     tokens: tuple[tuple[int, int], ...]  # (query tokens, context) of each sequence
-    shared: tuple[int, ...]  # with the one before it
+    shared: tuple[int, ...]  # tokens shared with the previous sequence
     softcap: float = 0.0
     window: int = 0
     sinks: bool = False
@@ -159,16 +156,15 @@ BRANCHES = {
 }
 
 
-@compiled
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("width", [64, 24])
 @pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES.keys())
-def test_shared_prefixes_change_no_bit(
+def test_shared_prefixes_change_no_bits(
     branches: Branches, width: int, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences that share blocks, told so and not, and standing elsewhere in the step."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # large tasks, that many share
+    """Compare runs with and without `order`, and with the sequences reversed."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # so that tasks are large
     torch.manual_seed(0)
     block_size, num_heads, num_kv_heads = 16, 6, 2
     query_lens, context_lens = (list(x) for x in zip(*branches.tokens, strict=True))
@@ -178,7 +174,7 @@ def test_shared_prefixes_change_no_bit(
     queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
 
     def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:
-        """Outputs by sequence; ``order`` is how they stand in the step."""
+        """Return outputs by sequence; ``order`` is their order in the step."""
         query = torch.cat([queries[at] for at in order])
         lens = [query_lens[at] for at in order]
         out = torch.full_like(query, torch.nan)
@@ -209,7 +205,7 @@ def test_shared_prefixes_change_no_bit(
 
 
 def tables_of(branches: Branches, block_size: int) -> torch.Tensor:
-    """[S, longest] block tables that share as many blocks as ``branches`` says."""
+    """Return block tables [S, width] that share the blocks of ``branches``."""
     longest = max(context for _, context in branches.tokens)
     width = -(-longest // block_size)
     tables = torch.arange(len(branches.tokens) * width, dtype=torch.int32).view(-1, width)
@@ -219,10 +215,8 @@ def tables_of(branches: Branches, block_size: int) -> torch.Tensor:
     return tables
 
 
-@compiled
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
-    """Not even with NaN in the same block."""
+@dtypes
+def test_nan_in_later_tokens_does_not_affect_earlier_tokens(dtype: torch.dtype) -> None:
     pool = torch.randn(1, 2, 1, 16, 64).to(dtype)
     pool[:, :, :, 9:] = torch.nan
     store(pool[:, 0], pool[:, 1])
@@ -236,9 +230,14 @@ def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
     assert out[9:].isnan().all()
 
 
-@compiled
-def test_attention_by_each_of_the_instructions_there_are() -> None:
+def test_cpu_attention_with_all_available_instructions() -> None:
     for name in cpu_attention.available(torch.bfloat16):
         check_attention(CASES[0], torch.bfloat16, cpu_attention.kernel_of(torch.bfloat16, name))
     with pytest.raises(ValueError, match="slide rule cannot be used here"):
         cpu_attention.kernel_of(torch.bfloat16, "slide rule")
+
+
+@dtypes
+@pytest.mark.parametrize("case", MLA_CASES, ids=str)
+def test_cpu_attention_over_latents_equals_reference(case: MLACase, dtype: torch.dtype) -> None:
+    check_mla(case, dtype)

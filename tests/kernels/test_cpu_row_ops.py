@@ -1,4 +1,4 @@
-"""The row-wise C kernels: equal to their references, with bits that depend on the row alone."""
+"""The row-wise C kernels equal their references, and a row's bits depend on that row alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @dtypes
 @pytest.mark.parametrize("case", ROW_CASES, ids=str)
-def test_rms_norm(case: RowCase, dtype: torch.dtype) -> None:
+def test_cpu_rms_norm_equals_reference(case: RowCase, dtype: torch.dtype) -> None:
     got, expected = (build_rms_norm(case, "cpu", dtype) for _ in range(2))
     row_ops.rms_norm(**got)
     reference.rms_norm(**expected)
@@ -40,7 +40,7 @@ def test_rms_norm(case: RowCase, dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("case", ROW_CASES, ids=str)
-def test_silu_mul(case: RowCase, dtype: torch.dtype) -> None:
+def test_cpu_silu_mul_equals_reference(case: RowCase, dtype: torch.dtype) -> None:
     got, expected = (build_silu_mul(case, "cpu", dtype) for _ in range(2))
     row_ops.silu_mul(**got)
     reference.silu_mul(**expected)
@@ -49,7 +49,7 @@ def test_silu_mul(case: RowCase, dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
-def test_rotary_write(case: RotaryCase, dtype: torch.dtype) -> None:
+def test_cpu_rotary_write_equals_reference(case: RotaryCase, dtype: torch.dtype) -> None:
     _, got = build_rotary_write(case, "cpu", dtype)
     row_ops.rotary_write(**got)
     _, expected = build_rotary_write(case, "cpu", dtype)
@@ -60,25 +60,25 @@ def test_rotary_write(case: RotaryCase, dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
-    """With a width that leaves no vector whole, at every offset in memory."""
+def test_row_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """The width is odd, so that rows have all alignments."""
     case = RowCase("odd", 50, 331)
     for build, function, name in (
         (build_rms_norm, row_ops.rms_norm, "x"),
         (build_silu_mul, row_ops.silu_mul, "gate_up"),
     ):
-        combined_output = build(case, "cpu", dtype)
-        function(**combined_output)
+        whole = build(case, "cpu", dtype)
+        function(**whole)
         for row in range(50):
-            alone = combined_output | {
-                name: combined_output[name][row : row + 1].clone(),
-                "out": torch.empty_like(combined_output["out"][:1]),
+            alone = whole | {
+                name: whole[name][row : row + 1].clone(),
+                "out": torch.empty_like(whole["out"][:1]),
             }
             function(**alone)
-            assert torch.equal(alone["out"][0], combined_output["out"][row]), (name, row)
+            assert torch.equal(alone["out"][0], whole["out"][row]), (name, row)
 
 
-def test_nan_and_infinity_stay_in_their_row() -> None:
+def test_nan_and_infinity_do_not_affect_other_rows() -> None:
     arguments = build_silu_mul(RowCase("three", 3, 40), "cpu", torch.float32)
     arguments["gate_up"][1, 7] = torch.nan
     arguments["gate_up"][2, 3] = torch.inf
@@ -90,7 +90,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
 
 @dtypes
 @pytest.mark.parametrize("width", [1, 31, 32, 1000])
-def test_row_stats(dtype: torch.dtype, width: int) -> None:
+def test_cpu_row_stats_equal_torch(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(9, 2 * width) * 5).round().to(dtype)[:, :width]  # with ties
     logits[3, 0] = -torch.inf
@@ -107,7 +107,9 @@ def test_row_stats(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 40, 99])
-def test_row_stats_tell_rows_that_are_not_usable(value: float, place: int) -> None:
+def test_cpu_row_stats_of_rows_with_nan_or_infinity_are_not_finite(
+    value: float, place: int
+) -> None:
     logits = torch.zeros(3, 100)
     logits[1, place] = value
     maximum, max_logprob = torch.zeros(2, 3)
@@ -117,7 +119,7 @@ def test_row_stats_tell_rows_that_are_not_usable(value: float, place: int) -> No
 
 
 @dtypes
-def test_norms_go_where_rows_lie_apart(dtype: torch.dtype) -> None:
+def test_rms_norm_writes_rows_with_gaps(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 64).to(dtype), torch.randn(64).to(dtype)
     wide, expected = torch.zeros(5, 80, dtype=dtype), torch.empty(5, 64, dtype=dtype)
     row_ops.rms_norm(x, weight, eps=1e-5, out=wide[:, :64])

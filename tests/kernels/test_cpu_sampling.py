@@ -1,4 +1,4 @@
-"""Drawing in C: what the torch operations of the sampler draw, for any filters."""
+"""Drawing in C gives the tokens of the sampler's torch operations, for all filters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[int]:
-    """Tokens of samples that all draw from the one row."""
+    """Return the tokens of samples that draw from one row."""
     out = torch.zeros(len(bits), dtype=torch.int64)
     sampling.draw(
         logits[None],
@@ -50,7 +50,7 @@ def expected(
     top_p: float,
     top_k: int,
 ) -> tuple[list[int], list[int]]:
-    """By torch operations, with the random numbers a little smaller, and a little larger."""
+    """Return tokens drawn by torch, with slightly smaller and slightly larger random numbers."""
     relative = ((logits - logits.amax()) / temperature).exp()
     weights = torch.where(relative < min_p, 0.0, relative).mul(2.0**40).long()[None]
     removed = left_out(
@@ -77,7 +77,7 @@ def expected(
     top_p=st.sampled_from([0.01, 0.5, 0.99, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 50, 400, 6000]),
 )
-def test_draws_what_torch_operations_draw(
+def test_cpu_draws_equal_torch(
     seed: int,
     vocab: int,
     scale: float,
@@ -87,7 +87,7 @@ def test_draws_what_torch_operations_draw(
     top_p: float,
     top_k: int,
 ) -> None:
-    """Up to the last bit of ``exp``: between what a slightly smaller and larger number gives."""
+    """Results may differ in the last bit of ``exp``, so compare with neighboring random numbers."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocab, generator=generator) * scale
     if rounded:
@@ -98,21 +98,21 @@ def test_draws_what_torch_operations_draw(
     assert all(a <= token <= b for a, token, b in zip(low, got, high, strict=True))
 
 
-def test_first_and_last_random_number() -> None:
+def test_smallest_and_largest_random_numbers() -> None:
     logits = torch.tensor([-torch.inf, 0.0, 0.0, -torch.inf])
     assert drawn(logits, [0, 2**RANDOM_BITS - 1]) == [1, 2]
     assert drawn(logits, [0, 2**RANDOM_BITS - 1], top_k=3) == [1, 2]
     assert drawn(logits, [0, 2**RANDOM_BITS - 1], top_k=1) == [1, 1]
 
 
-def test_a_row_without_a_finite_maximum_is_skipped() -> None:
+def test_row_without_finite_maximum_is_skipped() -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         assert drawn(torch.tensor([value, value]), [5]) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_is_drawn_from_alone_as_in_company(dtype: torch.dtype) -> None:
-    """Wherever it is, and bfloat16 as the float32 that it is."""
+def test_draws_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """bfloat16 logits give the tokens of equal float32 logits."""
     torch.manual_seed(0)
     logits = torch.randn(45, 700).to(dtype)
     rows = torch.randperm(45)[:40]
@@ -133,6 +133,5 @@ def test_a_row_is_drawn_from_alone_as_in_company(dtype: torch.dtype) -> None:
     )
     for at, row in enumerate(rows.tolist()):
         pair = slice(2 * at, 2 * at + 2)
-        own = logits[row].float()
-        alone = drawn(own, bits[pair].tolist(), top_p=float(top_p[at]), top_k=at)
+        alone = drawn(logits[row].float(), bits[pair].tolist(), top_p=float(top_p[at]), top_k=at)
         assert out[pair].tolist() == alone

@@ -1,4 +1,4 @@
-"""A cache of float8: what is written, and what attention reads of it."""
+"""A float8 KV cache: conversions, writes, and attention."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from batchinfer.kernels.rotary_write import rotary_write
 from tests.kernels.cases import (
     COPY_CASES,
     INTERPRETED_ATTENTION_CASES,
+    TOLERANCE,
     WRITE_CASES,
     AttentionCase,
+    AttentionInputs,
     WriteCase,
     attend_paged,
     build_attention,
     build_copy,
     build_write,
-    reference_attention,
+    check_attention,
     transposed,
 )
-from tests.kernels.gpu_or_interpreter import on_both
+from tests.kernels.gpu_or_interpreter import on_both, on_both_devices
 from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
 from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ATTENTION_CASES = [
     case
     for case in INTERPRETED_ATTENTION_CASES
@@ -39,13 +40,10 @@ ATTENTION_CASES = [
 ]
 SHARED = INTERPRETED_SHARED_CASES[1]
 SIXTEEN_BIT = [torch.float16, torch.bfloat16]
-places = on_both(compiled=SIXTEEN_BIT)
+float16_on_both = on_both(compiled=SIXTEEN_BIT)
 
 
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_plan, "DECODE_PIECE", 64)
+pytestmark = pytest.mark.usefixtures("short_pieces")
 
 
 @triton.jit
@@ -56,8 +54,9 @@ def _there_and_back(x_ptr, code_ptr, back_ptr, SIZE: tl.constexpr):  # noqa: N80
     tl.store(back_ptr + places, widen(code, tl.float32))
 
 
-def check_formula(device: str) -> None:
-    """Every float16, and the middles between neighbours of the format, in float32."""
+@on_both_devices
+def test_float8_conversion_rounds_like_torch_and_saturates(device: str) -> None:
+    """All float16 numbers, and midpoints between adjacent float8 numbers, in float32."""
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     middles = torch.stack([(codes[1:] + codes[:-1]) / 2 * (1 + e) for e in (-1e-6, 0.0, 1e-6)])
@@ -72,13 +71,14 @@ def check_formula(device: str) -> None:
     torch.testing.assert_close(back, expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rounds_as_torch_does_and_saturates(interpreter: str) -> None:
-    check_formula(interpreter)
-
-
-@pytest.mark.gpu
-def test_rounds_as_torch_does_and_saturates_on_a_gpu(gpu: str) -> None:
-    check_formula(gpu)
+def rows_of_many_sizes() -> torch.Tensor:
+    """Return bfloat16 numbers as float32 [16, 16], with a row of 0, a NaN and an infinity."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 16, generator=generator)
+    x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
+    x *= 2.0 ** torch.arange(-104, 104, 13)[:, None]  # from row to row
+    x[3], x[4, 5], x[5, 6] = 0, torch.nan, -torch.inf
+    return x.bfloat16().float()
 
 
 @triton.jit
@@ -88,13 +88,8 @@ def _through_float16(x_ptr, back_ptr, SIZE: tl.constexpr):  # noqa: N803
     tl.store(back_ptr + places, half.to(tl.float32) * down[:, None])
 
 
-def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interpreter: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 16, generator=generator)
-    x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
-    x *= 2.0 ** torch.arange(-104, 104, 13)[:, None]  # from row to row
-    x[3], x[4, 5], x[5, 6] = 0, torch.nan, -torch.inf
-    x = x.bfloat16().float().to(interpreter)
+def test_bfloat16_query_in_float16_is_exact_relative_to_its_row_maximum(interpreter: str) -> None:
+    x = rows_of_many_sizes().to(interpreter)
     back = torch.empty_like(x)
     _through_float16[(1,)](x, back, SIZE=16)
     finite = x.isfinite().all(1)
@@ -114,13 +109,11 @@ def _through_split(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr
     tl.store(back_ptr + SIZE * SIZE, widen(lower, tl.float32) * down[:, None])
 
 
-def check_split(device: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 16, generator=generator)
-    x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
-    x *= 2.0 ** torch.arange(-104, 104, 13)[:, None]  # from row to row
-    x[3], x[4, 5], x[5, 6] = 0, torch.nan, -torch.inf
-    x = x.bfloat16().float().to(device)
+@on_both_devices
+def test_bfloat16_query_is_a_sum_of_two_float8(device: str) -> None:
+    if device == "cuda" and not converts_fp8(torch.device(device)):
+        pytest.skip("the device has no float8")
+    x = rows_of_many_sizes().to(device)
     back = torch.full((32, 16), torch.nan, device=device)
     stored = tl.float8e4nv if device == "cuda" else tl.uint8
     _through_split[(1,)](x, back, CACHE_TYPE=stored, SIZE=16)
@@ -134,20 +127,11 @@ def check_split(device: str) -> None:
     assert total[5].isnan().all()
 
 
-def test_a_bfloat16_query_is_the_sum_of_two_of_float8(interpreter: str) -> None:
-    check_split(interpreter)
-
-
-@pytest.mark.gpu
-def test_a_bfloat16_query_is_the_sum_of_two_of_float8_on_a_gpu(gpu: str) -> None:
-    if not converts_fp8(torch.device(gpu)):
-        pytest.skip("the device has no float8")
-    check_split(gpu)
-
-
-@places
+@float16_on_both
 @pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_kv_write(case: WriteCase, dtype: torch.dtype, device: str) -> None:
+def test_kv_write_to_float8_equals_reference(
+    case: WriteCase, dtype: torch.dtype, device: str
+) -> None:
     pools = []
     for write in (kv_write, reference.kv_write):
         pool, arguments = build_write(case, device, dtype, FP8)
@@ -159,57 +143,56 @@ def test_kv_write(case: WriteCase, dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
 
 
-@places
+@float16_on_both
 @pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
-def test_rotary_write(case: RotaryCase, dtype: torch.dtype, device: str) -> None:
+def test_rotary_write_to_float8_equals_reference(
+    case: RotaryCase, dtype: torch.dtype, device: str
+) -> None:
     pool, got = build_rotary_write(case, device, dtype, FP8)
     expected_pool, expected = build_rotary_write(case, device, dtype, FP8)
     for arguments in (got, expected):
-        arguments["qkv"][1::2, -3] = torch.nan  # of the last head's value
+        arguments["qkv"][1::2, -3] = torch.nan  # in the last head's value
     rotary_write(**got)
     reference.rotary_write(**expected)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
         got["qkv"], expected["qkv"], rtol=tolerance, atol=tolerance, equal_nan=True
     )
-    # Sums that differ in their last bit may round to neighbours.
+    # Sums that differ in their last bit may round to adjacent float8 numbers.
     pool, expected_pool = pool.float(), expected_pool.float()
     torch.testing.assert_close(pool, expected_pool, rtol=0.126, atol=2**-9, equal_nan=True)
     assert (pool != expected_pool).sum() - pool.isnan().sum() <= 1e-3 * pool.numel()
 
 
-def check_attention(case: AttentionCase | SharedCase, device: str, dtype: torch.dtype) -> None:
+def build_inputs(
+    case: AttentionCase | SharedCase, device: str, dtype: torch.dtype
+) -> AttentionInputs:
     if isinstance(case, AttentionCase):
-        inputs = build_attention(case, device, dtype, FP8)
-    else:
-        inputs = build_shared(case, device, dtype, FP8)
-    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    attend_paged(**got)
-    reference_attention(**expected)
-    assert expected["out"].isfinite().all()
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+        return build_attention(case, device, dtype, FP8)
+    return build_shared(case, device, dtype, FP8)
 
 
 @on_both(compiled=())
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
-def test_attention(case: AttentionCase | SharedCase, dtype: torch.dtype, device: str) -> None:
-    check_attention(case, device, dtype)
+def test_attention_over_float8_equals_reference(
+    case: AttentionCase | SharedCase, dtype: torch.dtype, device: str
+) -> None:
+    check_attention(build_inputs(case, device, dtype))
 
 
 @on_both(interpreted=(), compiled=SIXTEEN_BIT)
 @pytest.mark.parametrize("case", [*INTERPRETED_ATTENTION_CASES, *INTERPRETED_SHARED_CASES], ids=str)
-def test_attention_on_a_gpu(
+def test_attention_over_float8_equals_reference_on_gpu(
     case: AttentionCase | SharedCase, dtype: torch.dtype, device: str
 ) -> None:
-    check_attention(case, device, dtype)
+    check_attention(build_inputs(case, device, dtype))
 
 
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
-def test_decodes_of_split_queries(
+def test_decodes_with_float8_gemms_equal_reference(
     case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are on an H100, with float16 for the bfloat16 that cannot be interpreted."""
+    """As on an H100, with float16 instead of bfloat16, which the interpreter computes wrongly."""
     seen, original = [], decode_attention.multiplies_float8
 
     def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
@@ -217,17 +200,10 @@ def test_decodes_of_split_queries(
         return seen[-1]
 
     monkeypatch.setattr(decode_attention, "multiplies_float8", multiplies_float8)
-    if isinstance(case, AttentionCase):
-        inputs = build_attention(case, interpreter, torch.float16, FP8)
-    else:
-        inputs = build_shared(case, interpreter, torch.float16, FP8)
+    inputs = build_inputs(case, interpreter, torch.float16)
     query = inputs.arguments["query"]
     query.copy_(query.bfloat16())
-    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    attend_paged(**got)
-    reference_attention(**expected)
-    tolerance = TOLERANCE[torch.float16]
-    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+    check_attention(inputs)
     assert seen == [True]
 
 
@@ -239,7 +215,7 @@ def split_at(
     num_splits: int | None = 1,
     block_size: int = 16,
 ) -> torch.Tensor:
-    """Output of one head whose scores and values of one column are these."""
+    """Return the output of one head with these scores, and values of one column."""
     num_slots = len(scores) // block_size
     by_blocks = (num_slots, 1, block_size, 1)
     key_cache = scores.view(by_blocks).repeat(1, 1, 1, 16) / 16
@@ -268,7 +244,7 @@ def split_at(
     ("tile", "block_size"),
     [(32, 16), (64, 16), (128, 16), (256, 16), (256, 8), (128, 2), (64, 24), (32, 128)],
 )
-def test_split_weights_meet_their_values_in_tiles_of(
+def test_float8_weights_match_their_values_for_all_tile_and_block_sizes(
     tile: int, block_size: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_plan, "DECODE_PIECE", tile)
@@ -281,12 +257,12 @@ def test_split_weights_meet_their_values_in_tiles_of(
 
 
 @pytest.mark.parametrize("first", [0.0, 12.0, 14.0, 104.0])
-def test_split_weights_keep_small_ones_beside_large_ones_of_another_tile(
+def test_float8_weights_keep_small_weights_if_another_tile_has_large_ones(
     first: float, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first token of a text often has nearly all of the weight, and many others the rest.
+    """The first token of a text often has nearly all weight.
 
-    Of a tile's weights what is below 2^-18 of its largest may be lost, half of it on both sides.
+    Weights below 2^-18 of a tile's largest may be lost, by rounding half of that.
     """
     lost = 64 * 2.0**-19
     scores, values = torch.zeros(512), torch.ones(512)
@@ -298,13 +274,15 @@ def test_split_weights_keep_small_ones_beside_large_ones_of_another_tile(
     torch.testing.assert_close(last, expected, rtol=2e-3, atol=lost)
 
 
-def test_a_split_query_sees_a_key_of_nan(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_gemms_propagate_nan_of_a_key(
+    interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = torch.zeros(128)
     scores[70] = torch.nan
     assert split_at(scores, torch.ones(128), interpreter, monkeypatch).isnan()
 
 
-def test_blocks_are_copied_bit_by_bit(interpreter: str) -> None:
+def test_block_copy_keeps_float8_bits(interpreter: str) -> None:
     arguments = build_copy(COPY_CASES[1], interpreter, FP8)
     expected = arguments["pool"].view(torch.uint8).clone()
     reference.block_copy(expected, arguments["pairs"])

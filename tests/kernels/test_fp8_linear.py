@@ -1,4 +1,4 @@
-"""Float8 products: equal to their references, whatever the tile, with the same bits every time."""
+"""Float8 linear layers and quantization equal their references."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.kernels.gpu_or_interpreter import on_both
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Half of the distance from 1 to the next number."""
+"""Half of the distance from 1 to the next number of the dtype."""
 TENSOR_CORES = 2**-12
-"""What adding up on a Hopper's tensor cores may lose of the sum of all sizes: a group of 128 is
-four additions, each of numbers cut to some 14 bits."""
+"""Error of sums on Hopper's tensor cores, relative to the sum of absolute values: a group of 128
+takes four additions, whose inputs are truncated to some 14 bits."""
 either = pytest.mark.parametrize("rows_too", [False, True], ids=["16_bit_rows", "float8_rows"])
 
 
 def tolerance(arguments: dict[str, Any], expected: torch.Tensor, sums: float) -> torch.Tensor:
-    """What rounding the result, and the sums on the way to it, may change each number."""
+    """Return the largest error that rounding the result and intermediate sums may cause."""
     sizes = {name: arguments[name] for name in ("weight_scales", "x_scales")}
     sizes |= {name: arguments[name].double().abs() for name in ("x", "weight")}
     total = torch.empty_like(expected)
@@ -48,7 +48,7 @@ def tolerance(arguments: dict[str, Any], expected: torch.Tensor, sums: float) ->
 def check(case: LinearCase, device: str, dtype: torch.dtype, *, rows_too: bool) -> None:
     got = build_linear(case, device, dtype, rows_too=rows_too)
     expected = got["out"].double()  # not rounded
-    # Products are exact in float32, of which a row adds up as many as it is wide.
+    # Products are exact in float32; a row sums `width` of them.
     sums = 2**-24 * (case.width**0.5 * 4 + 4)
     if device == "cuda" and rows_too:
         sums += TENSOR_CORES
@@ -62,7 +62,7 @@ def check(case: LinearCase, device: str, dtype: torch.dtype, *, rows_too: bool) 
 @either
 @on_both()
 @pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
-def test_equals_its_reference(
+def test_fp8_linear_equals_reference(
     case: LinearCase, dtype: torch.dtype, rows_too: bool, device: str
 ) -> None:
     check(case, device, dtype, rows_too=rows_too)
@@ -72,7 +72,7 @@ def test_equals_its_reference(
 @either
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", BIG_LINEAR_CASES, ids=str)
-def test_large_shapes_equal_the_reference_on_a_gpu(
+def test_fp8_linear_equals_reference_for_large_shapes_on_gpu(
     case: LinearCase, dtype: torch.dtype, rows_too: bool, gpu: str
 ) -> None:
     check(case, gpu, dtype, rows_too=rows_too)
@@ -80,7 +80,7 @@ def test_large_shapes_equal_the_reference_on_a_gpu(
 
 @pytest.mark.gpu
 @either
-def test_a_rows_bits_do_not_depend_on_those_beside_it_in_a_tile(rows_too: bool, gpu: str) -> None:
+def test_fp8_linear_row_bits_do_not_depend_on_other_rows_on_gpu(rows_too: bool, gpu: str) -> None:
     arguments = build_linear(BIG_LINEAR_CASES[1], gpu, torch.bfloat16, rows_too=rows_too)
     fewer = arguments | {"x": arguments["x"][:33], "out": arguments["out"][:33].clone()}
     if rows_too:
@@ -90,7 +90,7 @@ def test_a_rows_bits_do_not_depend_on_those_beside_it_in_a_tile(rows_too: bool, 
     assert torch.equal(arguments["out"][:33], fewer["out"])
 
 
-def test_pieces_keep_a_device_busy_and_none_is_empty() -> None:
+def test_default_pieces_are_never_empty() -> None:
     device = torch.device("cpu")
     assert num_pieces(1, 1024, 3072, device) > 1
     assert num_pieces(8192, 4096, 4096, device) == 1
@@ -111,7 +111,7 @@ def _widen_words(codes_ptr, wide_ptr, SIZE: tl.constexpr):  # noqa: N803
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_every_code_is_widened_by_words_on_a_gpu(dtype: torch.dtype, gpu: str) -> None:
+def test_widen_words_converts_every_code_on_gpu(dtype: torch.dtype, gpu: str) -> None:
     codes = (torch.arange(1024, device=gpu) % 256).to(torch.uint8)
     codes[codes.view(FP8).isnan()] = 0
     for stored in (codes, *([codes.view(FP8)] if converts_fp8(codes.device) else [])):
@@ -122,12 +122,12 @@ def test_every_code_is_widened_by_words_on_a_gpu(dtype: torch.dtype, gpu: str) -
 
 
 def awkward_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, large and small groups, NaN and infinity, and a last group that is short."""
+    """Return rows with zeros, large and small groups, NaN and infinity, and a short last group."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 300, generator=generator) * 2.0 ** torch.arange(-4, 5)[:, None]
     x[1], x[2, :128], x[3, 128:256] = 0, 0, 1e-7
     x[4, 3], x[5, 130], x[6, 299] = torch.nan, torch.inf, -torch.inf
-    x[7] = torch.arange(300) % 449  # halfway between neighbours, some of them
+    x[7] = torch.arange(300) % 449  # includes midpoints between float8 numbers
     x[7, ::128] = 448
     return x.to(dtype)
 
@@ -142,12 +142,12 @@ def check_groups(x: torch.Tensor) -> None:
 
 
 @on_both()
-def test_groups_are_rounded_as_by_the_reference(dtype: torch.dtype, device: str) -> None:
+def test_quantize_groups_equals_reference(dtype: torch.dtype, device: str) -> None:
     check_groups(awkward_rows(dtype).to(device))
     check_groups(torch.linspace(-3, 3, 2 * 1200).view(2, 1200).to(device, dtype)[:, :1100])
 
 
-def test_a_group_that_is_not_finite_makes_its_row_nan_alone(interpreter: str) -> None:
+def test_group_with_nan_or_infinity_makes_only_its_row_nan(interpreter: str) -> None:
     x = awkward_rows(torch.float32).to(interpreter)
     groups = build_groups(x)
     quantize_groups(**groups)
@@ -157,7 +157,7 @@ def test_a_group_that_is_not_finite_makes_its_row_nan_alone(interpreter: str) ->
     assert out.isnan().all(1).tolist() == [row in (4, 5, 6) for row in range(9)]
 
 
-def test_a_blocks_numbers_come_back_within_the_formats_rounding() -> None:
+def test_quantize_blocks_error_is_within_float8_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(300, 200, generator=generator)
     weight[:128, :128] *= 1e4
@@ -168,13 +168,13 @@ def test_a_blocks_numbers_come_back_within_the_formats_rounding() -> None:
     assert scales.shape == (3, 2)
     sizes = weight.bfloat16().float().abs()
     spread = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
-    # Half of the last of four bits; below 2^-6 numbers lie 2^-9 apart.
+    # Half of the last of four significant bits; below 2^-6 numbers are 2^-9 apart.
     allowed = (sizes * 2**-4).maximum(spread * 2**-10) * 1.001
     assert ((back - weight.bfloat16().float()).abs() <= allowed).all()
     assert torch.equal(*(fp8_blocks.quantize_blocks(w)[0].float() for w in (weight, 2 * weight)))
 
 
-def test_a_block_that_is_not_finite_is_nan_alone() -> None:
+def test_block_with_nan_or_infinity_becomes_nan() -> None:
     weight = torch.ones(130, 130)
     weight[3, 4], weight[129, 129] = torch.nan, torch.inf
     back = fp8_blocks.dequantize_blocks(*fp8_blocks.quantize_blocks(weight))
@@ -183,7 +183,7 @@ def test_a_block_that_is_not_finite_is_nan_alone() -> None:
     assert torch.equal(back[:128, 128:], torch.ones(128, 2))
 
 
-def test_scales_that_do_not_belong_are_refused(interpreter: str) -> None:
+def test_fp8_linear_refuses_scales_of_wrong_shape(interpreter: str) -> None:
     arguments = build_linear(LINEAR_CASES[2], interpreter, torch.float32, rows_too=True)
     with pytest.raises(ValueError, match=r"scales are \[3, 1\] .*and scales \[2, 1\]"):
         fp8_linear(**arguments | {"weight_scales": torch.ones(3, 1)})
@@ -194,7 +194,7 @@ def test_scales_that_do_not_belong_are_refused(interpreter: str) -> None:
         quantize_groups(**groups | {"scales": torch.ones(3, 2)})
 
 
-def test_tensors_that_do_not_lie_as_they_should_are_refused(interpreter: str) -> None:
+def test_fp8_linear_refuses_tensors_that_are_not_contiguous(interpreter: str) -> None:
     arguments = build_linear(LINEAR_CASES[2], interpreter, torch.float32, rows_too=False)
     x, out = arguments["x"], arguments["out"]
     with pytest.raises(ValueError, match="x is"):

@@ -1,4 +1,4 @@
-"""Float8 widened four codes at a time, by instructions that Triton's interpreter does not have."""
+"""Conversion of float8 to 16 bits; the inline PTX, which Triton cannot interpret, runs in NumPy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_to_16_bits import widen_cache
+from tests.kernels.gpu_or_interpreter import on_both_devices
 
 Words = np.ndarray
 
 
 def instructions() -> list[list[list[str]]]:
-    """Name and operands of the instructions of each piece of PTX in `widen_cache`."""
+    """Parse the PTX blocks of `widen_cache` into names and operands of instructions."""
     pieces = re.findall(r'"""\s*\{(.*?)\}\s*"""', inspect.getsource(widen_cache.fn), re.DOTALL)
-    found = [re.findall(r"^\s*(\w+)\.\w+ (.*);$", piece, re.MULTILINE) for piece in pieces]
-    return [[[name, *operands.split(", ")] for name, operands in piece] for piece in found]
+    parsed = [re.findall(r"^\s*(\w+)\.\w+ (.*);$", piece, re.MULTILINE) for piece in pieces]
+    return [[[name, *operands.split(", ")] for name, operands in piece] for piece in parsed]
 
 
 def permuted(word: Words, selector: int) -> Words:
-    """PTX's `prmt` of a word and 0: each byte one of the word's, or that one's sign."""
+    """Emulate PTX's `prmt` of a word and 0: each result byte is a byte of the word, or its sign."""
     out = np.zeros_like(word)
     for place in range(4):
         choice = selector >> (4 * place) & 15
@@ -37,33 +38,33 @@ def permuted(word: Words, selector: int) -> Words:
 
 
 def run(piece: list[list[str]], registers: dict[str, Words]) -> None:
-    """What instructions make of registers."""
+    """Run instructions on registers."""
     for name, to, *operands in piece:
-        a, *others = (registers[o] if o in registers else np.uint32(int(o, 0)) for o in operands)
+        a, *rest = (registers[o] if o in registers else np.uint32(int(o, 0)) for o in operands)
         if name == "prmt":
-            assert others[0] == 0
-            registers[to] = permuted(a, int(others[1]))
+            assert rest[0] == 0
+            registers[to] = permuted(a, int(rest[1]))
         elif name == "lop3":
-            assert others[2] == 0xEA
-            registers[to] = a & others[0] | others[1]
+            assert rest[2] == 0xEA
+            registers[to] = a & rest[0] | rest[1]
         else:
             do = {"shl": np.left_shift, "and": np.bitwise_and, "add": np.add}[name]
-            registers[to] = do(a, others[0])
+            registers[to] = do(a, rest[0])
 
 
 @pytest.mark.parametrize("nans", [False, True])
-def test_its_instructions_widen_every_code(nans: bool) -> None:
-    moves, mends = instructions()
+def test_inline_ptx_converts_every_float8_code(nans: bool) -> None:
+    convert, restore_nan = instructions()
     codes = np.random.default_rng(0).permutation(np.arange(2**10) % 256).astype(np.uint8)
     if not nans:
         codes[(codes & 0x7F) == 0x7F] = 0
     registers = {"$2": codes.view(np.uint32)}
-    run(moves, registers)
+    run(convert, registers)
     pairs = [registers["$0"], registers["$1"]]
     if nans:
         for at, pair in enumerate(pairs):
             registers = {"$1": pair}
-            run(mends, registers)
+            run(restore_nan, registers)
             pairs[at] = registers["$0"]
     wide = torch.from_numpy(np.stack(pairs, 1).ravel().view(np.float16)) * 256
     expected = torch.from_numpy(codes).view(FP8).to(torch.float16)
@@ -77,18 +78,10 @@ def _widen(codes_ptr, wide_ptr, SIZE: tl.constexpr):  # noqa: N803
     tl.store(wide_ptr + places, widen_cache(tl.load(codes_ptr + places), tl.float16, True))
 
 
-def check(device: str) -> None:
+@on_both_devices
+def test_widen_cache_converts_every_float8_code(device: str) -> None:
     codes = (torch.arange(1024, device=device) % 256).to(torch.uint8)
     wide = torch.empty(1024, dtype=torch.float16, device=device)
     _widen[(1,)](codes, wide, SIZE=1024)
     expected = codes.view(FP8).to(torch.float16)
     torch.testing.assert_close(wide, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_every_code_is_widened(interpreter: str) -> None:
-    check(interpreter)
-
-
-@pytest.mark.gpu
-def test_every_code_is_widened_on_a_gpu(gpu: str) -> None:
-    check(gpu)

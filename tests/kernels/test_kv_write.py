@@ -1,4 +1,4 @@
-"""Written keys and values: the kernel leaves the pool as its reference does."""
+"""Writing keys and values to the cache equals its reference."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.kernels.gpu_or_interpreter import on_both
 
 @on_both()
 @pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_equals_its_reference_bit_for_bit(case: WriteCase, dtype: torch.dtype, device: str) -> None:
+def test_kv_write_equals_reference(case: WriteCase, dtype: torch.dtype, device: str) -> None:
     got, arguments = build_write(case, device, dtype)
     kv_write.kv_write(**arguments)
     expected, arguments = build_write(case, device, dtype)

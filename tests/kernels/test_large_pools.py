@@ -1,4 +1,4 @@
-"""Pools of more elements than int32 counts, where nothing but the blocks in use has memory."""
+"""Pools with more than 2^31 elements, of which only the used blocks have memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.kernels.batch_invariant_cases import batch_invariant_arguments
 from tests.kernels.cases import AttentionCase, attend_paged, build_attention, reference_attention
 
 SLOT_ELEMENTS = 2**30
-MARGIN = 2**33  # bytes on both sides: what an overflow reads is zeros, and what it writes is lost
-NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+MARGIN = 2**33  # bytes on both sides, which overflowing offsets would access
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python defines from 3.13 on
 CASE = AttentionCase(
     "far_apart", ((1, 40), (9, 21), (1, 17)), num_heads=4, num_kv_heads=2, key_width=16
 )
 
 
 def far_apart(arguments: dict[str, Any], pool: torch.Tensor) -> dict[str, Any]:
-    """The same blocks in a pool where each lies 2^30 elements after the one before."""
+    """Copy the blocks to a pool in which they are 2^30 elements apart."""
     room = 2 * MARGIN + len(pool) * SLOT_ELEMENTS * pool.element_size()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = torch.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=pool.dtype)
@@ -40,10 +40,10 @@ def far_apart(arguments: dict[str, Any], pool: torch.Tensor) -> dict[str, Any]:
     return arguments | moved
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="maps what no memory is kept for")
+@pytest.mark.skipif(sys.platform != "linux", reason="maps more memory than the machine has")
 @pytest.mark.parametrize("rows_are_int64", [False, True], ids=["int32", "int64"])
 @pytest.mark.parametrize("kind", ["model", "float8", "split"])
-def test_tokens_are_written_and_read_past_int32(
+def test_kv_write_and_attention_use_int64_offsets(
     kind: str, rows_are_int64: bool, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows_are_int64:
@@ -51,11 +51,11 @@ def test_tokens_are_written_and_read_past_int32(
     monkeypatch.setattr(decode_attention, "multiplies_float8", lambda *_, **__: kind == "split")
     cache_dtype = None if kind == "model" else FP8
     inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
-    inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())  # whose halves are exact
+    inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())  # exact as two float8
     arguments = far_apart(inputs.arguments, inputs.pool)
     assert len(inputs.pool) * SLOT_ELEMENTS > 2**32
     rows, slots = torch.randn(2, 3, 2, 16).half(), arguments["block_tables"][[0, 1, 2], [2, 1, 1]]
-    mapping = slots.long() * 16 + torch.tensor([7, 4, 0])  # the last tokens
+    mapping = slots.long() * 16 + torch.tensor([7, 4, 0])  # the last token of each sequence
     for write, caches in ((kv_write, arguments), (reference.kv_write, inputs.arguments)):
         write(*rows, caches["key_cache"], caches["value_cache"], mapping)
     expected = inputs.with_fresh_out()

@@ -1,4 +1,4 @@
-"""Products of adapters: equal to their references, with bits that depend on no other row."""
+"""LoRA kernels equal their references, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @on_both()
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)
-def test_equals_its_reference(case: LoraCase, dtype: torch.dtype, device: str) -> None:
+def test_lora_equals_reference(case: LoraCase, dtype: torch.dtype, device: str) -> None:
     scale = TOLERANCE[dtype]
     got, expected = (build_lora(case, device, dtype)[0] for _ in range(2))
     lora.lora_shrink(**got)
@@ -34,19 +34,19 @@ def test_equals_its_reference(case: LoraCase, dtype: torch.dtype, device: str) -
     torch.testing.assert_close(
         got["out"], expected["out"], rtol=scale, atol=scale * case.ranks**0.5
     )
-    others = torch.ones(case.num_rows, dtype=torch.bool, device=device)
-    others[got["rows"][:used]] = False
-    assert torch.equal(got["out"][others], untouched[others])
+    unused = torch.ones(case.num_rows, dtype=torch.bool, device=device)
+    unused[got["rows"][:used]] = False
+    assert torch.equal(got["out"][unused], untouched[unused])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_rows_bits_do_not_depend_on_the_others(dtype: torch.dtype, gpu: str) -> None:
+def test_lora_row_bits_do_not_depend_on_other_rows_on_gpu(dtype: torch.dtype, gpu: str) -> None:
     shrink, expand = build_lora(LORA_CASES[3], gpu, dtype)
     out = expand["out"].clone()
     lora.lora_shrink(**shrink)
     lora.lora_expand(**expand | {"lowered": shrink["lowered"]})
-    place = 40  # of the third adapter, in its first tile
+    place = 40  # a row of the third adapter
     row, lowered = shrink["rows"][place], torch.empty_like(shrink["lowered"][:, :1])
     starts = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32, device=gpu)
     alone = {"rows": row[None], "starts": starts}

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: rounded closely, and multiplied to the bits of the reference."""
+"""Weights with 8 and 4 bits: quantization error, and GEMMs with the bits of their reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cases = st.builds(
     width=st.integers(1, 200).map(lambda half: 2 * half),
     outputs=st.integers(1, 80),
     group_size=st.sampled_from([0, 8, 32, 64, 128, 256]),
-    more=st.booleans(),
+    adds=st.booleans(),
     extreme=st.booleans(),
     seed=st.integers(0, 1000),
     table=st.booleans(),
@@ -41,11 +41,11 @@ cases = st.builds(
 
 @needs_compiler
 @given(case=cases, dtype=st.sampled_from(list(TOLERANCE)))
-@example(case=LowBitCase(130, 130, 31), dtype=torch.bfloat16)  # the threads round rows together
+@example(case=LowBitCase(130, 130, 31), dtype=torch.bfloat16)  # threads round rows together
 @example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
 @example(case=LowBitCase(7, 128, 70, 64, extreme=True, table=True), dtype=torch.float32)
 @settings(max_examples=60)
-def test_products_have_the_bits_of_their_reference(case: LowBitCase, dtype: torch.dtype) -> None:
+def test_low_bit_gemm_has_the_bits_of_its_reference(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
 
 
@@ -54,7 +54,7 @@ def test_products_have_the_bits_of_their_reference(case: LowBitCase, dtype: torc
 @pytest.mark.parametrize(
     ("group_size", "order", "bits"), [(0, False, 4), (32, False, 4), (32, True, 4), (32, True, 8)]
 )
-def test_rows_that_are_not_finite_stay_so_alone(
+def test_rows_with_nan_or_infinity_do_not_affect_other_rows(
     dtype: torch.dtype, group_size: int, order: bool, bits: int
 ) -> None:
     case = LowBitCase(6, 70, 40, group_size, order=order, bits=bits)
@@ -70,8 +70,8 @@ def test_rows_that_are_not_finite_stay_so_alone(
 
 @needs_compiler
 @pytest.mark.parametrize("code", [-128, 127, 15, 255])
-def test_the_largest_products_add_up_exactly(code: int) -> None:
-    """Of one sign all of them: whatever holds sums on the way is as full as it gets."""
+def test_sums_of_the_largest_codes_do_not_overflow(code: int) -> None:
+    """All products have the same sign, so intermediate sums are as large as possible."""
     x = torch.tensor([[1.0], [-1.0]]).expand(2, 256).contiguous()
     zeros, ones = torch.zeros(40, 2, dtype=torch.uint8), torch.ones(40, 2)
     weight: LowBitWeight
@@ -85,7 +85,7 @@ def test_the_largest_products_add_up_exactly(code: int) -> None:
 
 
 @needs_compiler
-def test_rows_may_lie_apart() -> None:
+def test_low_bit_gemm_takes_rows_with_gaps() -> None:
     x, weight, bias, onto = build_low_bit(LowBitCase(20, 96, 40), torch.bfloat16)
     wide = torch.zeros(20, 200, dtype=torch.bfloat16)
     wide[:, :96] = x
@@ -93,20 +93,20 @@ def test_rows_may_lie_apart() -> None:
 
 
 @needs_compiler
-def test_halves_of_a_row_are_rounded_to_even() -> None:
+def test_rows_are_rounded_half_to_even() -> None:
     halves = torch.arange(-126.5, 127)
     x = torch.cat((halves, torch.tensor([127.0, 0.0])))[None]  # its scale is 1
     check_low_bit(x, Int8Weight.rounded(torch.eye(x.shape[1])))
 
 
 @needs_compiler
-def test_instructions_that_are_not_here_are_refused() -> None:
+def test_pack_low_bit_refuses_unavailable_instructions() -> None:
     for weight in (Int8Weight.rounded(torch.ones(2, 8)), Int4Weight.rounded(torch.ones(2, 8), 8)):
         with pytest.raises(ValueError, match="SSE cannot be used here"):
             gemm.pack_low_bit(weight, "SSE")
 
 
-def test_rounding_leaves_at_most_half_a_step() -> None:
+def test_int8_quantization_error_is_at_most_half_a_step() -> None:
     weight = torch.randn(30, 100, generator=torch.Generator().manual_seed(0))
     int8 = Int8Weight.rounded(weight)
     assert int8.codes.abs().amax(1).tolist() == [127] * 30
@@ -116,7 +116,7 @@ def test_rounding_leaves_at_most_half_a_step() -> None:
     assert torch.equal(scales, int8.scales)
 
 
-def test_groups_are_cut_only_where_that_leaves_less_error() -> None:
+def test_int4_groups_are_clipped_only_if_that_reduces_the_error() -> None:
     weight = torch.randn(30, 100, generator=torch.Generator().manual_seed(0))
     int4 = Int4Weight.rounded(weight, 32)
     assert int4.scales.shape == int4.zeros.shape == (30, 4)
@@ -130,25 +130,24 @@ def test_groups_are_cut_only_where_that_leaves_less_error() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -2.0])
-def test_groups_of_one_value_keep_it(value: float) -> None:
+def test_quantization_keeps_groups_with_one_value(value: float) -> None:
     weight = torch.full((2, 40), value)
     for rounded in (Int4Weight.rounded(weight, 32), Int8Weight.rounded(weight)):
         torch.testing.assert_close(rounded.dequantized(), weight)
 
 
-def test_weights_are_joined_output_by_output() -> None:
-    one, other = torch.randn(2, 3, 64)
+def test_joined_weights_concatenate_outputs() -> None:
+    left, right = torch.randn(2, 3, 64)
     for rounded in (Int8Weight.rounded, lambda weight: Int4Weight.rounded(weight, 32)):
-        parts = [rounded(one), rounded(other)]
+        parts = [rounded(left), rounded(right)]
         joined = type(parts[0]).joined(parts)
         assert torch.equal(joined.dequantized(), torch.cat([p.dequantized() for p in parts]))
     with pytest.raises(ValueError, match=r"groups of \[32, 64\] columns cannot be joined"):
-        Int4Weight.joined([Int4Weight.rounded(one, 32), Int4Weight.rounded(one, 64)])
+        Int4Weight.joined([Int4Weight.rounded(left, 32), Int4Weight.rounded(left, 64)])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_columns_in_another_order_stand_for_the_same_weight(bits: int) -> None:
-    """The kernel's product by them is close to one by the plain weight; equal orders are joined."""
+def test_permuted_columns_represent_the_same_weight(bits: int) -> None:
     case = LowBitCase(5, 130, 70, 32, order=True, bits=bits)
     x, weight, _, _ = build_low_bit(case, torch.float32)
     assert isinstance(weight, GroupedWeight)
@@ -166,7 +165,7 @@ def test_columns_in_another_order_stand_for_the_same_weight(bits: int) -> None:
         dataclasses.replace(weight, order=torch.zeros_like(weight.order))
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_grouped_weights_refuse_wrong_shapes() -> None:
     codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
     zeros = torch.zeros(4, 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="group_size is 20; it must be a multiple of 8"):

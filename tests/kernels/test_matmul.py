@@ -1,4 +1,4 @@
-"""Products: equal to their reference, and a row's bits are the same at any number of rows."""
+"""Batch-invariant matmul equals its reference, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = (
 
 
 def build(case: MatmulCase, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `matmul`, parts of larger tensors that hold NaN beside them."""
+    """Return the arguments of `matmul`, as views of larger tensors that are NaN elsewhere."""
     generator = torch.Generator().manual_seed(0)
 
     def inside_of_nan(rows: int, width: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def build(case: MatmulCase, device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 @on_both()
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_its_reference(case: MatmulCase, dtype: torch.dtype, device: str) -> None:
+def test_matmul_equals_reference(case: MatmulCase, dtype: torch.dtype, device: str) -> None:
     arguments = build(case, device, dtype)
     expected = arguments["out"].clone()
     reference.matmul(**arguments | {"out": expected})
@@ -76,7 +76,7 @@ def test_equals_its_reference(case: MatmulCase, dtype: torch.dtype, device: str)
 def check_rows_apart(
     device: str, dtype: torch.dtype, *, rows: int, outputs: int, depth: int, counts: list[int]
 ) -> None:
-    """Compare the last rows of a product with products of them alone, beside NaN."""
+    """Compare the last rows of a product with products of these rows alone."""
     case = MatmulCase("rows", rows, outputs, depth, bias=True)
     arguments = build(case, device, dtype)
     matmul(**arguments)
@@ -87,7 +87,7 @@ def check_rows_apart(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_others(
+def test_matmul_row_bits_do_not_depend_on_other_rows(
     dtype: torch.dtype, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sum_rows_alike(monkeypatch)
@@ -98,7 +98,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("outputs", [1000, 6200])
-def test_a_rows_bits_do_not_depend_on_the_others_on_a_gpu(
+def test_matmul_row_bits_do_not_depend_on_other_rows_on_gpu(
     outputs: int, dtype: torch.dtype, gpu: str
 ) -> None:
     counts = [*range(1, 300), 512, 1000, 1024, 4096, 8191]

@@ -1,4 +1,4 @@
-"""Edited logits: those of the reference bit for bit, and nothing else is written."""
+"""Penalties, biases and allowed tokens equal their reference bit for bit."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def check(logits: torch.Tensor, lists: list[dict[str, Any]], device: str) -> Non
 
 @on_both()
 @pytest.mark.parametrize("vocab", [45, 33_000])
-def test_logits_are_those_of_the_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
+def test_penalties_equal_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
     check(Rows(vocab, padding=3).logits(3, dtype, device), LISTS, device)
 
 
-def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edited row is as large as a vocabulary: what is not edited costs nothing."""
+def test_penalties_write_values_of_edited_tokens_only(
+    interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = Rows(45).logits(2, torch.float32, interpreter)
     new_empty = torch.Tensor.new_empty
 
@@ -53,10 +54,10 @@ def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyP
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.fill_(-1)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    edits = penalties.apply_penalties(**build_edits(logits, LISTS, interpreter))
-    written = [(~row.isnan()).nonzero()[:, 0].tolist() for row in edits.logits]
+    edited = penalties.apply_penalties(**build_edits(logits, LISTS, interpreter))
+    written = [(~row.isnan()).nonzero()[:, 0].tolist() for row in edited.logits]
     assert written == [
-        sorted({*one.get("bias", ()), *one.get("allowed", ()), *one.get("prompt", ()),
-                *one.get("output", ())})
-        for one in LISTS
+        sorted({*edits.get("bias", ()), *edits.get("allowed", ()), *edits.get("prompt", ()),
+                *edits.get("output", ())})
+        for edits in LISTS
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The references define what is correct, so they are checked against torch and by hand."""
+"""Checks the reference implementations against torch and against plain Python."""
 
 import math
 
@@ -21,7 +21,7 @@ PLAIN_CASES = [case for case in INTERPRETED_ATTENTION_CASES if not (case.softcap
 
 
 def run(case: AttentionCase) -> dict[str, torch.Tensor]:
-    """The arguments of a case in float32 after the reference has filled `out`."""
+    """Run the reference on a case in float32, and return its arguments."""
     arguments = build_attention(case, "cpu", torch.float32).with_fresh_out()
     reference_attention(**arguments)
     return arguments
@@ -30,7 +30,7 @@ def run(case: AttentionCase) -> dict[str, torch.Tensor]:
 def contiguous(
     arguments: dict[str, torch.Tensor], name: str, sequence: int, begin: int
 ) -> torch.Tensor:  # [Hkv, K, D]
-    """Read a sequence's keys or values from `begin` on, token by token."""
+    """Return a sequence's keys or values from position `begin` on."""
     cache, table = arguments[name], arguments["block_tables"][sequence].tolist()
     block_size, end = cache.shape[2], int(arguments["context_lens"][sequence])
     tokens = [cache[table[p // block_size], :, p % block_size] for p in range(begin, end)]
@@ -38,7 +38,7 @@ def contiguous(
 
 
 @pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
-def test_attention_equals_torch(case: AttentionCase) -> None:
+def test_reference_attention_equals_torch(case: AttentionCase) -> None:
     arguments = run(case)
     starts = arguments["query_starts"].tolist()
     for sequence, (query_len, context_len) in enumerate(case.lens):
@@ -68,7 +68,9 @@ def test_attention_equals_torch(case: AttentionCase) -> None:
 @pytest.mark.parametrize("sliding_window", [0, 3])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_attention_by_hand(sliding_window: int, softcap: float, sinks: bool) -> None:
+def test_reference_attention_equals_plain_python(
+    sliding_window: int, softcap: float, sinks: bool
+) -> None:
     case = AttentionCase(
         "hand", ((3, 6), (1, 5)), num_heads=4, num_kv_heads=2, key_width=3, value_width=2,
         block_size=2, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
@@ -78,13 +80,13 @@ def test_attention_by_hand(sliding_window: int, softcap: float, sinks: bool) -> 
     for sequence, (query_len, context_len) in enumerate(case.lens):
         for position in range(context_len - query_len, context_len):
             for head in range(case.num_heads):
-                expected = attend_by_hand(arguments, case, sequence, position, row, head)
+                expected = attend_in_plain_python(arguments, case, sequence, position, row, head)
                 got = arguments["out"][row, head].tolist()
                 assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
             row += 1
 
 
-def attend_by_hand(
+def attend_in_plain_python(
     arguments: dict[str, torch.Tensor],
     case: AttentionCase,
     sequence: int,
@@ -92,7 +94,7 @@ def attend_by_hand(
     row: int,
     head: int,
 ) -> list[float]:
-    """One output row in plain Python floats, with the formula as it is written."""
+    """Compute one output row in Python floats."""
     window = case.sliding_window or position + 1
     numerator, denominator = [0.0] * case.value_width, 0.0
     for j in range(max(0, position - window + 1), position + 1):
@@ -110,14 +112,14 @@ def attend_by_hand(
     return [value / denominator for value in numerator]
 
 
-def test_attention_to_nothing_is_zero() -> None:
+def test_reference_attention_without_context_is_zero() -> None:
     out = run(AttentionCase("padding", ((1, 0), (1, 4), (0, 0)), sinks=True))["out"]
     assert (out[0] == 0).all()
     assert out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("case", WRITE_CASES, ids=str)
-def test_kv_write_puts_every_token_in_its_slot(case: WriteCase) -> None:
+def test_reference_kv_write_stores_every_token_in_its_slot(case: WriteCase) -> None:
     pool, arguments = build_write(case, "cpu", torch.float32)
     expected = pool.clone()
     reference.kv_write(**arguments)

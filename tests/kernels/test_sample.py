@@ -1,4 +1,4 @@
-"""Sampling: the kernel's tokens are its reference's, for any row, filter and edit."""
+"""The sampling kernel draws the tokens of its reference, for all filters and edits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(
     edits: EditedLogits | None = None,
     **options: Any,
 ) -> None:
-    """Same tokens and failures; statistics and log-probabilities up to rounding."""
+    """Check that tokens and failures are equal, and log-probabilities equal up to rounding."""
     got, expected = (build_sample(logits, kinds, device) | options for _ in range(2))
     sample.sample(**got, edits=edits)
     sampling_reference.sample(**expected, edits=edits)
@@ -44,18 +44,18 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_tokens_are_the_references(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
+def test_sample_equals_reference(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
     check(rows.logits(len(KINDS), dtype, interpreter), list(KINDS.values()), interpreter)
 
 
 @pytest.mark.parametrize("rows", FLAT, ids=str)
-def test_flat_rows_take_more_passes_and_give_the_same(rows: Rows, interpreter: str) -> None:
+def test_sample_of_flat_rows_equals_reference(rows: Rows, interpreter: str) -> None:
     kinds = [KINDS[name] for name in ("top-p", "top-k of most", "a high temperature")]
     check(rows.logits(3, torch.float16, interpreter), kinds, interpreter)
 
 
-def test_equals_beyond_what_is_found_in_a_pass(interpreter: str) -> None:
-    """The last token kept is one of thousands of equally likely, after some that are more so."""
+def test_sample_equals_reference_if_thousands_of_tokens_are_tied(interpreter: str) -> None:
+    """The last kept token is one of thousands of equally likely tokens."""
     logits = torch.zeros(4, 9000)
     logits[:, 100:2000:3] = 2.0
     kinds: list[dict[str, float]] = [
@@ -64,7 +64,7 @@ def test_equals_beyond_what_is_found_in_a_pass(interpreter: str) -> None:
     check(logits, kinds, interpreter)
 
 
-def test_a_whole_vocabulary(interpreter: str) -> None:
+def test_sample_from_a_vocabulary_of_real_size(interpreter: str) -> None:
     kinds = [KINDS[name] for name in ("temperature", "top-k", "top-p")]
     check(Rows(151_936).logits(3, torch.float16, interpreter), kinds, interpreter)
 
@@ -72,7 +72,9 @@ def test_a_whole_vocabulary(interpreter: str) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", ["greedy", "temperature", "top-p"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_bad_row_fails_alone(bad: float, kind: str, interpreter: str) -> None:
+def test_row_with_nan_or_infinity_fails_without_affecting_other_rows(
+    bad: float, kind: str, interpreter: str
+) -> None:
     logits = Rows(300).logits(3, torch.float32, interpreter)
     logits[1, slice(None) if bad == -torch.inf else 123] = bad
     arguments = build_sample(logits, [KINDS[kind]] * 3, interpreter)
@@ -85,7 +87,7 @@ def test_a_bad_row_fails_alone(bad: float, kind: str, interpreter: str) -> None:
 
 
 def edits_of(logits: torch.Tensor, restricted: list[int]) -> EditedLogits:
-    """Every fifth token one higher, and NaN wherever nothing may be read."""
+    """Return edits that add 1 to every fifth token, with NaN in values that must not be read."""
     present = torch.zeros(logits.shape[0], -(-logits.shape[1] // 32) * 32, dtype=torch.int64)
     present[:, : logits.shape[1] : 5] = 1
     words = (present.view(len(logits), -1, 32) << torch.arange(32)).sum(2)
@@ -99,16 +101,14 @@ def edits_of(logits: torch.Tensor, restricted: list[int]) -> EditedLogits:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [Rows(45), Rows(9001), Rows(9000, 0.1)], ids=str)
-def test_edited_logits_take_the_place_of_the_models(
-    rows: Rows, dtype: torch.dtype, interpreter: str
-) -> None:
+def test_sample_uses_edited_logits(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
     kinds = [KINDS[name] for name in ("greedy", "temperature", "top-k", "top-p")] * 2
     logits = rows.logits(len(kinds), dtype, interpreter)
     check(logits, kinds, interpreter, edits_of(logits, [0] * 4 + [1] * 4))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "temperature", "top-k"])
-def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
+def test_sample_fails_if_edits_forbid_all_tokens(kind: str, interpreter: str) -> None:
     logits = Rows(45).logits(2, torch.float32, interpreter)
     edits = edits_of(logits, [1, 1])
     edits.logits[0].fill_(-torch.inf)
@@ -118,8 +118,8 @@ def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
 
 
 @pytest.mark.long
-def test_a_number_at_the_border_of_two_tokens_takes_the_second(interpreter: str) -> None:
-    """Of 2^16 equally likely tokens, the upper 16 of the 24 random bits name one."""
+def test_random_number_at_the_border_of_two_tokens_selects_the_second(interpreter: str) -> None:
+    """With 2^16 equally likely tokens, the upper 16 of 24 random bits are the token id."""
     count = 600
     arguments = build_sample(torch.zeros(1, 2**16), [{}], interpreter)
     for name in ("seed", "stream", "sample_index", "position", "token_ids", "logprobs", "failures"):
@@ -137,20 +137,19 @@ def test_a_number_at_the_border_of_two_tokens_takes_the_second(interpreter: str)
     assert arguments["token_ids"].tolist() == [number >> 8 for number in bits]
 
 
-def test_given_tokens_are_not_drawn(interpreter: str) -> None:
+def test_given_tokens_replace_draws(interpreter: str) -> None:
     logits = Rows(45, apart=46).logits(2, torch.float32, interpreter)
     given_ids = torch.tensor([-1, 9, -1, 0, -1, 44], dtype=torch.int32)
     check(logits, [KINDS["top-p"], KINDS["greedy"]], interpreter, given=given_ids)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "temperature", "min-p"])
-def test_a_leaner_launch_gives_the_same(kind: str, interpreter: str) -> None:
-    """Where the host knows that nothing is filtered, or nothing drawn."""
+def test_launches_without_filters_or_draws_equal_reference(kind: str, interpreter: str) -> None:
     logits = Rows(9001).logits(2, torch.float16, interpreter)
     check(logits, [KINDS[kind]] * 2, interpreter, filters=False, draws=kind != "greedy")
 
 
-def test_no_distributions(interpreter: str) -> None:
+def test_sample_without_distributions(interpreter: str) -> None:
     check(Rows(45).logits(0, torch.float32, interpreter), [], interpreter)
 
 
@@ -161,8 +160,8 @@ def test_no_distributions(interpreter: str) -> None:
     [*ROWS, *FLAT, Rows(151_936), replace(ROWS[4], vocab=50_257, padding=15)],
     ids=str,
 )
-def test_tokens_are_the_references_on_a_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
-    """Whose sums are exact: the reference, on the CPU, has the same weights, up to one in 2^29."""
+def test_sample_equals_reference_on_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
+    """The reference, on the CPU, has the same integer weights except for one in 2^29."""
     logits = rows.logits(len(KINDS), dtype)
     got = build_sample(logits.to(gpu), list(KINDS.values()), gpu)
     expected = build_sample(logits, list(KINDS.values()))
@@ -173,7 +172,7 @@ def test_tokens_are_the_references_on_a_gpu(rows: Rows, dtype: torch.dtype, gpu:
 
 
 @pytest.mark.gpu
-def test_a_captured_launch_draws_for_what_its_inputs_then_hold(gpu: str) -> None:
+def test_captured_launch_reads_new_inputs_on_gpu(gpu: str) -> None:
     kinds = list(KINDS.values())
     first, second = (Rows(9001, scale).logits(len(kinds), torch.bfloat16, gpu) for scale in (3, 1))
     arguments = build_sample(first.clone(), kinds, gpu)

@@ -1,6 +1,6 @@
-"""Sampling and edits of logits against their references, for any rows, filters and lists.
+"""Sampling and penalties equal their references for random rows, filters and edits.
 
-Apart from the tests for a GPU, which run where Hypothesis may be missing.
+These tests have their own file because the other tests must run without Hypothesis on GPU machines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ IDS = st.lists(st.integers(0, 44), max_size=8)
         max_size=3,
     )
 )
-def test_any_lists(interpreter: str, lists: list[dict[str, Any]]) -> None:
+def test_penalties_equal_reference_for_random_edits(
+    interpreter: str, lists: list[dict[str, Any]]
+) -> None:
     test_penalties.check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
 
 
@@ -58,7 +60,7 @@ def test_any_lists(interpreter: str, lists: list[dict[str, Any]]) -> None:
         }
     ),
 )
-def test_any_row_and_any_filter(
+def test_sample_equals_reference_for_random_filters(
     seed: int,
     vocab: int,
     scale: float,
@@ -81,7 +83,7 @@ def _goal_kernel(share_ptr, mass_ptr, goal_ptr):
 @given(st.floats(0, 1, width=32), st.integers(1, 2**62))
 @example(0.5, 10)
 @example(1.0, 2**62 - 100)
-def test_the_goal_is_the_least_mass_that_float64_takes_for_enough(
+def test_goal_of_share_is_the_smallest_mass_that_reaches_it_in_float64(
     interpreter: str, share: float, mass: int
 ) -> None:
     goal = torch.zeros(1, dtype=torch.int64)

@@ -1,3 +1,5 @@
+"""Decodes that share prefixes equal the reference, and list each shared piece once."""
+
 from dataclasses import replace
 from typing import Any
 
@@ -5,10 +7,14 @@ import pytest
 import torch
 
 from batchinfer.kernels import decode_plan
-from batchinfer.kernels.attention_loop import Heads
 from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
-from batchinfer.kernels.shared_attention import shared_config
-from tests.kernels.cases import AttentionCase, attend_paged, reference_attention
+from tests.kernels.cases import (
+    TOLERANCE,
+    AttentionCase,
+    attend_paged,
+    check_attention,
+    reference_attention,
+)
 from tests.kernels.shared_cases import (
     INTERPRETED_SHARED_CASES,
     LONG_SHARED_CASES,
@@ -16,48 +22,32 @@ from tests.kernels.shared_cases import (
     build_shared,
 )
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 PIECE = 64
-
-
-@pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(decode_plan, "DECODE_PIECE", PIECE)
-
-
-def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
-    """The output is the reference's, which knows of no sharing, and finite."""
-    inputs = build_shared(case, device, dtype)
-    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
-    attend_paged(**got)
-    reference_attention(**expected)
-    assert expected["out"].isfinite().all()
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
 @pytest.mark.usefixtures("short_pieces")
-def test_equals_its_reference(case: SharedCase, dtype: torch.dtype, interpreter: str) -> None:
-    check(case, interpreter, dtype)
+def test_shared_prefixes_equal_reference(
+    case: SharedCase, dtype: torch.dtype, interpreter: str
+) -> None:
+    check_attention(build_shared(case, interpreter, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
 @pytest.mark.usefixtures("short_pieces")
-def test_short_pieces_on_a_gpu(case: SharedCase, gpu: str) -> None:
-    check(case, gpu, torch.bfloat16)
+def test_shared_short_pieces_equal_reference_on_gpu(case: SharedCase, gpu: str) -> None:
+    check_attention(build_shared(case, gpu, torch.bfloat16))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", LONG_SHARED_CASES, ids=str)
-def test_pieces_of_the_usual_length_on_a_gpu(
+def test_shared_prefixes_equal_reference_on_gpu(
     case: SharedCase, dtype: torch.dtype, gpu: str
 ) -> None:
-    check(case, gpu, dtype)
+    check_attention(build_shared(case, gpu, dtype))
 
 
 def plan(case: SharedCase, **options: Any) -> DecodeWork:
@@ -77,17 +67,16 @@ def plan(case: SharedCase, **options: Any) -> DecodeWork:
 
 
 def listed(work: DecodeWork) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Single items, (sequence, piece), and shared ones, (place in the order, piece)."""
+    """Return the single items (sequence, piece), and the shared items (place, piece)."""
     (num_single, *taken), (num_shared, *taken_shared) = work.counters.tolist()
     assert taken == taken_shared == [0, 0]
-    items = [(int(one), int(piece)) for one, piece in work.items[: num_single + num_shared]]
+    items = [(int(first), int(piece)) for first, piece in work.items[: num_single + num_shared]]
     return items[:num_single], items[num_single:]
 
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_a_shared_piece_is_listed_once_a_tile() -> None:
-    # Groups of 20 heads: 3 sequences a tile. Sequences 3, 1, 2, 0 begin with two pieces of their
-    # own tree, 4 is alone.
+def test_shared_piece_is_listed_once_per_tile() -> None:
+    # With groups of 20 heads, a tile has 3 sequences. Sequences 3, 1, 2 and 0 share pieces.
     lens = ((1, 150), (1, 200), (1, 150), (1, 129), (1, 70))
     attention = AttentionCase("x", lens, num_heads=20, num_kv_heads=1)
     single, shared = listed(plan(SharedCase(attention, (3, 1, 2, 0, 4), (0, 128, 128, 64, 0))))
@@ -97,8 +86,10 @@ def test_a_shared_piece_is_listed_once_a_tile() -> None:
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
 @pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
-def test_every_piece_is_computed_once(case: SharedCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_plan, "SEQUENCES_AT_ONCE", 4)  # in several rounds
+def test_single_and_shared_items_cover_every_piece_once(
+    case: SharedCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_plan, "SEQUENCES_AT_ONCE", 4)
     window, splits = case.attention.sliding_window, case.attention.num_splits
     work = plan(case, sliding_window=window, num_splits=splits)
     single, shared = listed(work)
@@ -116,8 +107,7 @@ def test_every_piece_is_computed_once(case: SharedCase, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_the_list_is_made_from_what_lies_on_the_device() -> None:
-    # As in a captured step: the same tensors, filled anew, and nothing else told.
+def test_work_list_follows_tensor_contents_as_in_a_captured_step() -> None:
     first = INTERPRETED_SHARED_CASES[3]
     second = replace(first, order=first.order[::-1], shared_lens=(0, 64, 0, 192, 160, 32))
     held = build_shared(first, "cpu", torch.float32)
@@ -134,26 +124,16 @@ def test_the_list_is_made_from_what_lies_on_the_device() -> None:
         torch.testing.assert_close(got["out"], expected["out"], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of a maximum of NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN in a maximum
 @pytest.mark.usefixtures("short_pieces")
-def test_a_nan_of_one_sequence_stays_there(interpreter: str) -> None:
+def test_nan_in_one_sequence_does_not_affect_sequences_that_share_its_prefix(
+    interpreter: str,
+) -> None:
     inputs = build_shared(INTERPRETED_SHARED_CASES[3], interpreter, torch.float32)
     arguments = inputs.with_fresh_out()
-    slot = int(arguments["block_tables"][4, 6])  # past what it shares
+    slot = int(arguments["block_tables"][4, 6])  # after the shared prefix
     arguments["value_cache"][slot] = float("nan")
     arguments["query"][1] = float("nan")
     attend_paged(**arguments)
     assert arguments["out"].isnan().flatten(1).all(1).tolist() == [i in (1, 4) for i in range(6)]
     assert arguments["out"][[0, 2, 3, 5]].isfinite().all()
-
-
-@pytest.mark.parametrize("element_bytes", [1, 2, 4])
-@pytest.mark.parametrize("widths", [32, 256, 512])
-@pytest.mark.parametrize("group", [1, 5, 71, 128])
-def test_tiles_hold_whole_groups_and_divide_pieces(
-    group: int, widths: int, element_bytes: int
-) -> None:
-    config = shared_config(Heads(group, widths, max(2, element_bytes), element_bytes, 90))
-    assert config.rows >= group
-    assert config.rows & (config.rows - 1) == 0
-    assert decode_plan.DECODE_PIECE % config.tile == 0

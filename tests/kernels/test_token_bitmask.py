@@ -1,4 +1,4 @@
-"""Masks over logits: the kernel equals its reference, and leaves all other logits alone."""
+"""Token bitmasks: the kernel equals its reference and changes no other logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.kernels.sample_cases import Rows
 @pytest.mark.parametrize(
     ("vocab", "words"), [(1, 1), (31, 1), (45, 2), (45, 1), (45, 4), (9001, 282), (9001, 0)]
 )
-def test_equals_its_reference(vocab: int, words: int, dtype: torch.dtype, device: str) -> None:
+def test_token_bitmask_equals_reference(
+    vocab: int, words: int, dtype: torch.dtype, device: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
     masks = torch.randint(-(2**31), 2**31, (3, words), generator=generator).int().to(device)
     rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
@@ -27,7 +29,7 @@ def test_equals_its_reference(vocab: int, words: int, dtype: torch.dtype, device
     assert padding.isnan().all()
 
 
-def test_no_rows(interpreter: str) -> None:
+def test_token_bitmask_without_rows(interpreter: str) -> None:
     none = torch.empty(0, dtype=torch.int32)
     logits = Rows(45).logits(2, torch.float32, interpreter)
     token_bitmask.apply_token_bitmask(logits, none, none.view(0, 0))

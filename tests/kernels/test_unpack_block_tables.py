@@ -1,4 +1,4 @@
-"""Unpacked block tables: the kernel equals its reference."""
+"""Unpacking of block tables equals its reference."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from tests.kernels.gpu_or_interpreter import on_both
 
 @on_both([torch.int32], [torch.int32])
 @pytest.mark.parametrize("case", TABLES_CASES, ids=str)
-def test_equals_its_reference(case: TablesCase, device: str, dtype: torch.dtype) -> None:
-    """It leaves what is past the packed tables as it is, too."""
+def test_unpack_block_tables_equals_reference(
+    case: TablesCase, device: str, dtype: torch.dtype
+) -> None:
     got, expected = build_tables(case, device), build_tables(case, device)
     unpack_block_tables.unpack_block_tables(**got)
     reference.unpack_block_tables(**expected)
