@@ -1,4 +1,4 @@
-"""The right of a run to write to an output directory, for a run that writes alone."""
+"""The right of a run to write to an output directory that no other process writes to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from batchinfer.job.output.resume import (
 from batchinfer.job.row_ids import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
-"""Reopens finished parts some of whose rows are to run again; called under the lock."""
+"""Reopens finished parts with rows that have to run again; called under the lock."""
 
 
 @dataclass(frozen=True)

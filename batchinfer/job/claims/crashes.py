@@ -1,4 +1,4 @@
-"""Rows that make the process die: found by the logs of rows in flight, and given up in the end.
+"""Finds rows that make the process die, by the logs of rows in flight, and gives them up.
 
 A run keeps a log (``run/in_flight_log.py``), which later runs read here. ``_batchinfer/in_flight/
 <run id>`` holds row ids, 8 bytes each: a row's id when its prompt is about to be made, the id's
@@ -152,7 +152,7 @@ class CrashHistory:
 
     @property
     def is_held(self) -> bool:
-        """True after a death without progress: at the next, the rows that ran must be known."""
+        """True after a death without progress: at the next one, it must be known which rows ran."""
         return bool(self.seen_once or self.groups)
 
     @property
@@ -196,7 +196,7 @@ def count_deaths(
         StorageError: a log cannot be read or deleted, or the history cannot be written.
     """
     before = history = stored_history(out)
-    new = [log for log in logs if log.name not in history.counted]  # else the last look was cut off
+    new = [log for log in logs if log.name not in history.counted]  # a count may be interrupted
     if new:
         given = np.unique(np.concatenate([NO_ROWS, *(logged_rows(out, log) for log in new)]))
         in_flight = unfinished(given)

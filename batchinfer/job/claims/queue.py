@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -86,7 +86,7 @@ class PartQueue:
         self.publish = publish
         self.check = check
         self.on_made_elsewhere: Callable[[Sequence[Part]], None] = lambda parts: None
-        """Called with parts of ``missing`` rows that other processes have made since."""
+        """Called with parts that other processes have made since."""
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
         """Return the next parts; None if all parts are taken, or ``is_over``.
@@ -114,14 +114,11 @@ def all_parts(out: OutputDir, plan: ResumePlan, generated: pa.Schema) -> PartQue
     Raises:
         StorageError: the directory cannot be written to.
     """
-    segments = Segments(out, plan.manifest, plan.todo, generated)
-    if plan.starts_over:
-        return PartQueue(PartsToMake(plan.todo, segments), partial(publish, out))
-    finished, damaged = segments.recover()
-    missing = missing_ranges(plan.todo, finished)
-    logs = out.files.entries(out.in_flight)
-    history = count_deaths(out, logs, lambda rows: within(rows, missing))
-    parts = PartsToMake(plan.todo, segments, finished, damaged, history)
+    parts = _parts_to_make(Segments(out, plan.manifest, plan.todo, generated), plan, plan.todo)
+    if not plan.starts_over:
+        logs = out.files.entries(out.in_flight)
+        crashes = count_deaths(out, logs, lambda rows: within(rows, parts.missing))
+        parts = replace(parts, crashes=crashes)
     return PartQueue(parts, partial(publish, out))
 
 
@@ -143,13 +140,13 @@ def parts_of_writer(
         other_writers: as ``PartsToMake.other_writers``.
     """
     owned = {part.index for part in parts} if is_owner else ()
-    segments = Segments(out, plan.manifest, parts, generated, owned)
-    if plan.starts_over:
-        return PartsToMake(parts, segments)
-    finished, damaged = segments.recover()
-    missing = missing_ranges(parts, finished)
-    crashes = history.among(set(within(history.rows, missing).tolist()))
-    return PartsToMake(parts, segments, finished, damaged, crashes, other_writers)
+    found = _parts_to_make(Segments(out, plan.manifest, parts, generated, owned), plan, parts)
+    crashes = history.among(set(within(history.rows, found.missing).tolist()))
+    return replace(found, crashes=crashes, other_writers=other_writers)
+
+
+def _parts_to_make(segments: Segments, plan: ResumePlan, parts: Sequence[Part]) -> PartsToMake:
+    return PartsToMake(parts, segments, *(() if plan.starts_over else segments.recover()))
 
 
 def unfinished_rows(out: OutputDir, plan: ResumePlan, generated: pa.Schema, rows: RowIds) -> RowIds:

@@ -1,4 +1,4 @@
-"""The right to write of one of several writers to an output.
+"""The right of one of several writers to write to an output directory.
 
 Such a process is a shard, which makes the parts of its share; a worker, which claims parts as it
 goes, of the whole job or of a shard; or a launcher, which starts workers and ends the job for them.
@@ -124,7 +124,7 @@ def _stored_start(out: OutputDir, team: str) -> FreshStart | None:
 
 
 class SharedClaim(Claim):
-    """The right to write of one of several writers.
+    """The right of one of several writers.
 
     Args:
         out: the directory, as a run that writes alone uses it.

@@ -41,7 +41,7 @@ STEPS_SCHEMA = pa.schema(
     ]
 )
 DISTINCT_TOKENS = "distinct_tokens"
-"""Column of the tokens of a row's prompt that it shares with no row planned before it."""
+"""Column with the number of a row's prompt tokens that no earlier row has in its prefix."""
 
 
 REQUESTS_SCHEMA = pa.schema(
@@ -77,7 +77,7 @@ class StepSampler:
         self._process = psutil.Process()
 
     def take(self, stats: StepStats, device_bytes: int) -> list[StepRow]:
-        """Add a step; returns the row that it completes, in a list, which may be empty."""
+        """Add a step; returns the row that it completes, in a list of one or none."""
         for name in _FLOWS:
             self._counts[name] += getattr(stats, name)
         self.peak_used_blocks = max(self.peak_used_blocks, stats.kv_blocks_used)
@@ -99,7 +99,7 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """Return the last row, with the steps that are in no row yet, in a list, maybe empty."""
+        """Return the steps that are in no row yet as the last row, in a list of one or none."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]

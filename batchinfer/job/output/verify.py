@@ -170,7 +170,7 @@ class _Check:
             raise DataError(f"{path} has other columns than the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
-        """A missing file of keys is not a problem: then no other job reuses the part's rows."""
+        """Yield damaged files of keys; a missing one only prevents reuse by other jobs."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

@@ -1,4 +1,4 @@
-"""Decides what a run does, before any model is loaded."""
+"""Decides what a run does, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run does; true while its claim is held."""
+    """The parts that a run makes, where they go, and what they reuse; valid inside ``decide``."""
 
     job: OutputJob
-    """With the directory to write to, and the plan that earlier runs and other writers have."""
+    """The job with the directory to write to, and with the plan that all its runs share."""
     claim: Claim
     """The right to write there."""
     resume: ResumePlan
@@ -130,7 +130,7 @@ def decide(
 ) -> Iterator[RunPlan | NothingToDo]:
     """Look at a job and at its output directory, and decide what a run does.
 
-    The directory is locked, or this writer's name is, until the context ends.
+    The context holds the lock of the directory, or of this writer.
 
     Args:
         combined_output: a file for all lines of OpenAI's output and error files.

@@ -22,7 +22,7 @@ from batchinfer.job.run.threads import Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests.requests import PromptRow
 
-_WAIT_S = 0.1  # for rows, before looking whether to stop
+_WAIT_S = 0.1  # longest wait for rows before a look at ``stop``
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ _COUNTERS = {
     "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, including recomputed ones."),
     "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
 }
-"""Name: field of ``Counts``, and its description."""
+"""For each metric: the field of ``Counts``, and the description."""
 _OF_STEP = {
     "kv_blocks": ("kv_blocks_total", "KV blocks of the pool."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks of unfinished sequences."),
@@ -38,7 +38,7 @@ _OF_STEP = {
     "sequences_running": ("num_running", "Sequences with KV blocks."),
     "sequences_waiting": ("num_waiting", "Sequences in the queue."),
 }
-"""Name: field of ``StepStats``, and its description."""
+"""For each metric: the field of ``StepStats``, and the description."""
 
 
 def serve_metrics(
@@ -108,7 +108,7 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
 
     try:
         if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("it is not a regular file")  # root could replace /dev/null
+            raise ValueError("it is not a regular file")  # or root would replace /dev/null
         write_to_textfile(path, registry)
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or first_line(error)

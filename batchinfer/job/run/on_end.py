@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from queue import Empty, Queue
 from threading import Thread
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -124,12 +123,11 @@ def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
 
 def _within_limit(call: Callable[[], str | None]) -> str | None:
     """Return the problem of a call, which is abandoned if it takes too long."""
-    problems: Queue[str | None] = Queue()
-    Thread(target=lambda: problems.put(call()), daemon=True).start()
-    try:
-        return problems.get(timeout=LIMIT_S)
-    except Empty:
-        return f"no answer within {LIMIT_S:g} s"
+    problems: list[str | None] = []
+    thread = Thread(target=lambda: problems.append(call()), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    return problems[0] if problems else f"no answer within {LIMIT_S:g} s"
 
 
 def _post(url: str, message: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""``batchinfer run``: from a job to its output directory."""
+"""``batchinfer run``: runs or resumes a job."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ def _make_parts(
                 complete = fleet(seen, role, build, progress, stop, meter.begin)
             else:
                 complete = run_pipeline(job, queue, loaded, progress, stop, reuse)
-        if reuse is not None and not (reuse.num_reused or meter.before):  # reused before
+        # An earlier run may have reused the rows that were finished before.
+        if reuse is not None and not (reuse.num_reused or meter.before):
             reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
         if not complete:
             reporter.stopped(job.out, overwrites=plan.options.overwrites)

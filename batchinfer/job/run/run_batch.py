@@ -63,7 +63,7 @@ def state_directory(options: BatchOptions) -> str:
 
 
 def _keys(options: BatchOptions) -> dict[str, Any]:
-    """Return the keys of the job's file."""
+    """Return the job as the keys of a job file."""
     prompt = {
         "chat_template": options.chat_template,
         "chat_template_kwargs": options.chat_template_kwargs(),

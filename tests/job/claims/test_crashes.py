@@ -68,23 +68,19 @@ def hunt(num_rows: int, poison: int, *, keep_tokens: bool = False) -> tuple[int,
 
 
 @pytest.mark.parametrize("poison", [0, 500, 999])
-def test_one_row_in_a_thousand_is_found_in_five_deaths(poison: int) -> None:
+def test_crash_row_among_a_thousand_is_found_in_five_deaths(poison: int) -> None:
     deaths, history = hunt(1000, poison)
     assert history.given_up == (poison,)
     assert deaths == 5
 
 
-def test_one_row_among_long_answers_is_found() -> None:
+def test_crash_row_among_long_answers_is_found() -> None:
     deaths, history = hunt(1000, 500, keep_tokens=True)
     assert history.given_up == (500,)
     assert deaths <= MOST_FRUITLESS + 5
 
 
-def test_the_only_row_is_found() -> None:
-    assert hunt(1, 0)[1].given_up == (0,)
-
-
-def test_long_answers_that_end_at_last_are_no_suspects() -> None:
+def test_long_answers_that_finish_are_not_suspects() -> None:
     history, missing = CrashHistory(), {*range(30)}
     for row in range(29):
         for _ in range(MOST_FRUITLESS):
@@ -94,36 +90,36 @@ def test_long_answers_that_end_at_last_are_no_suspects() -> None:
         history = history.among(missing)
 
 
-def test_one_death_or_deaths_between_which_rows_finish_are_no_suspicion() -> None:
+def test_deaths_with_progress_make_no_suspects() -> None:
     history = CrashHistory()
     for row in range(100):
         history = died(history, {row + 1, row + 2}, {row})
         assert history.groups == ()
 
 
-def test_deaths_of_workers_with_other_rows_are_no_second_death() -> None:
+def test_deaths_with_different_rows_make_no_suspects() -> None:
     history = died(died(CrashHistory(), {1, 2}), {5, 6})
     assert history.groups == ()
     assert died(history, {2, 3}).groups == ((2,),)
 
 
-def test_a_death_with_nothing_in_flight_says_nothing() -> None:
+def test_death_without_rows_in_flight_is_ignored() -> None:
     once = died(CrashHistory(), {1, 2})
     assert died(once, set()).seen_once == (1, 2)
     assert died(once, set(), {7}).seen_once == (1, 2)
 
 
-def test_rows_of_a_group_that_never_reached_the_engine_stay_together() -> None:
+def test_suspect_group_splits_only_rows_in_flight() -> None:
     history = died(CrashHistory(groups=((1, 2, 3, 4, 5), (6,))), {1, 2})
     assert history.groups == ((1,), (2,), (3, 4, 5), (6,))
 
 
-def test_a_group_that_gets_on_stays_together() -> None:
+def test_suspect_group_with_progress_is_not_split() -> None:
     history = died(CrashHistory(groups=((1, 2, 3, 4),)), {3, 4}, {1, 2}).among({3, 4})
     assert history.groups == ((3, 4),)
 
 
-def test_a_row_is_given_up_when_the_process_died_twice_while_it_ran_alone() -> None:
+def test_row_is_given_up_after_two_deaths_alone() -> None:
     once = died(CrashHistory(groups=((7,), (8,))), {7})
     assert (once.groups, once.given_up) == (((7,), (8,)), ())
     other = died(once, {8})
@@ -132,13 +128,13 @@ def test_a_row_is_given_up_when_the_process_died_twice_while_it_ran_alone() -> N
     assert (twice.groups, twice.given_up) == (((8,),), (7,))
 
 
-def test_finished_rows_are_above_suspicion() -> None:
+def test_finished_rows_leave_the_crash_history() -> None:
     history = CrashHistory((1, 2), ((3, 4), (5,)), (5,), (6,))
     assert history.among({2, 5}) == CrashHistory((2,), ((5,),), (5,), ())
     assert history.rows.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_damaged_history_is_none() -> None:
+def test_damaged_crash_history_is_empty() -> None:
     history = CrashHistory((1, 2), ((3, 4), (5,)), (5,), (6,), ("run-00007",))
     data = json.dumps(asdict(history)).encode()
     assert crash_history_from(data) == history
@@ -175,7 +171,7 @@ def test_rows_in_flight_at_two_deaths_are_suspects(out: OutputDir) -> None:
     assert counted(out).groups == ((5,), (6,)), "which is remembered"
 
 
-def test_rows_that_were_being_made_into_prompts_are_in_flight(out: OutputDir) -> None:
+def test_rows_being_made_into_prompts_are_in_flight(out: OutputDir) -> None:
     with suppress(KeyboardInterrupt), InFlightLog(out, "run-00001") as log:
         with log.making([0, 1, 2]):
             pass
@@ -186,7 +182,9 @@ def test_rows_that_were_being_made_into_prompts_are_in_flight(out: OutputDir) ->
 
 
 @pytest.mark.parametrize("end", [None, DataError("the input is gone")])
-def test_a_run_that_ends_in_order_leaves_nothing(out: OutputDir, end: DataError | None) -> None:
+def test_in_flight_log_is_deleted_when_the_run_ends_in_order(
+    out: OutputDir, end: DataError | None
+) -> None:
     with suppress(DataError), InFlightLog(out, "run-00001") as log:
         log.note([1, 2])
         if end:
@@ -194,14 +192,16 @@ def test_a_run_that_ends_in_order_leaves_nothing(out: OutputDir, end: DataError 
     assert counted(out) == CrashHistory()
 
 
-def test_rows_that_are_finished_were_not_in_flight(out: OutputDir) -> None:
+def test_finished_rows_do_not_count_as_in_flight(out: OutputDir) -> None:
     die(out, 1, 3, 5, 6)
     assert counted(out, [range(0, 4), range(6, 8)]).seen_once == (3, 6)
     die(out, 2, 3, 6)
     assert counted(out, [range(0, 4)]).groups == (), "6 has finished since"
 
 
-def test_a_death_counts_once(out: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_is_counted_once_if_the_next_run_dies_too(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     die(out, 1, 3, 5)
     with monkeypatch.context() as patch:  # the next run dies after it has written this down
 
@@ -215,14 +215,14 @@ def test_a_death_counts_once(out: OutputDir, monkeypatch: pytest.MonkeyPatch) ->
     assert list(out.in_flight.iterdir()) == []
 
 
-def test_a_write_cut_short_hides_nothing_before_it(out: OutputDir) -> None:
+def test_torn_in_flight_log_is_read_up_to_the_tear(out: OutputDir) -> None:
     die(out, 1, 3, 5)
     path = out.in_flight / "run-00001"
     path.write_bytes(path.read_bytes() + b"\1\2\3")
     assert counted(out).seen_once == (3, 5)
 
 
-def test_logs_of_writers_that_live_are_left_alone(out: OutputDir) -> None:
+def test_in_flight_logs_of_living_writers_are_kept(out: OutputDir) -> None:
     """A process that has the name of a dead one has claimed under a later number of runs."""
     shard = Writer(Shard(0, 2))
     for run, writer in ((1, shard.name), (2, shard.name), (1, "w01"), (4, "")):
@@ -235,7 +235,7 @@ def test_logs_of_writers_that_live_are_left_alone(out: OutputDir) -> None:
     assert stored_history(out).seen_once == (1,)
 
 
-def test_a_log_whose_end_cannot_be_written_is_a_storage_error(
+def test_in_flight_log_that_cannot_be_closed_is_a_storage_error(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(BytesIO):
@@ -248,7 +248,7 @@ def test_a_log_whose_end_cannot_be_written_is_a_storage_error(
         log.note([1])
 
 
-def test_a_log_that_cannot_be_deleted_is_a_storage_error(
+def test_in_flight_log_that_cannot_be_deleted_is_a_storage_error(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:

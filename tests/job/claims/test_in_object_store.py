@@ -50,9 +50,7 @@ def spec(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.long
-def test_processes_beside_each_other_and_one_that_dies(
-    spec: JobSpec, tmp_path: Path, server: str
-) -> None:
+def test_killed_shard_in_a_store_is_resumed(spec: JobSpec, tmp_path: Path, server: str) -> None:
     program = [sys.executable, "-m", "tests.job.claims.program", str(tmp_path)]
     started = [
         subprocess.Popen(
@@ -73,7 +71,7 @@ def test_processes_beside_each_other_and_one_that_dies(
     assert (verify(out).problems, verify(out).complete) == ([], True)
 
 
-def test_a_living_shard_keeps_out_who_it_must(
+def test_living_shard_in_a_store_refuses_other_writers(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
@@ -87,7 +85,7 @@ def test_a_living_shard_keeps_out_who_it_must(
         run_job(spec, role=Role(Shard(1, 2)), build=FakeBuild(), quiet=True)
 
 
-def test_a_shard_that_slept_too_long_finds_that_others_have_gone_on(
+def test_shard_that_slept_too_long_loses_its_lock(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = output_at(spec.output.path)
@@ -100,7 +98,7 @@ def test_a_shard_that_slept_too_long_finds_that_others_have_gone_on(
             shard.lock.confirm()  # type: ignore[attr-defined]
 
 
-def test_a_shard_that_slept_while_it_held_the_directory_leaves_its_siblings_plan_alone(
+def test_shard_that_slept_in_the_directory_lock_keeps_the_plan_of_its_sibling(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = output_at(spec.output.path)

@@ -14,14 +14,7 @@ from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, FakeBuilt, job
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{at} asks" for at in range(60)]})
-    return job(tmp_path)
+from tests.job.fakes import FakeBuild, FakeBuilt
 
 
 class Choosing(FakeBuild):

@@ -96,7 +96,7 @@ def test_no_row_is_given_up_for_kills_from_outside(has_poison: bool) -> None:
         assert job.history.given_up == ((job.poison[0],) if job.poison else ())
 
 
-def test_a_row_that_kills_is_found_in_few_deaths_wherever_it_does() -> None:
+def test_crash_row_is_found_in_few_deaths() -> None:
     for seed in range(200):
         job = random_job(Random(seed), has_poison=True)
         while not job.run(lives_s=1e9):

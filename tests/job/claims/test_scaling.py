@@ -16,18 +16,18 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "fleet.py"
     ("num_workers", "rows_per_part", "share"),
     [(1, 4096, 0.99), (8, 4096, 0.95), (32, 128, 0.90)],
 )
-def test_workers_one_of_them_slow_are_near_the_ideal_time(
+def test_claims_with_a_slow_worker_come_near_the_ideal_time(
     num_workers: int, rows_per_part: int, share: float
 ) -> None:
     fleet = load_script(SCRIPT)
     assert fleet.share_of_ideal(num_workers, 200_000, rows_per_part) >= share
 
 
-def test_a_worker_ten_times_slower_costs_little() -> None:
+def test_claims_with_a_ten_times_slower_worker_cost_little() -> None:
     assert load_script(SCRIPT).share_of_ideal(4, 50_000, 512, slowness=10.0) >= 1 / 1.3
 
 
-def test_a_slow_worker_leaves_the_last_parts_to_the_others() -> None:
+def test_slow_worker_leaves_the_last_parts_to_the_others() -> None:
     assert is_too_slow(100, 300, 1.0, [10.0, 10.0])
     assert not is_too_slow(100, 30_000, 1.0, [10.0, 10.0]), "they have enough to do"
     assert not is_too_slow(100, 100, 10.0, [10.0] * 7), "no other makes one part faster"

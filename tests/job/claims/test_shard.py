@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from batchinfer.job.claims.writers import Writer, writer_named
 
 
 @given(st.integers(1, 50), st.integers(0, 200))
-def test_every_part_is_made_by_one_shard_and_shares_are_even(count: int, num_parts: int) -> None:
+def test_shards_cover_all_parts_once_and_evenly(count: int, num_parts: int) -> None:
     shares = [Shard(at, count).parts(num_parts) for at in range(count)]
     assert [index for share in shares for index in share] == list(range(num_parts))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -22,14 +20,7 @@ def test_every_part_is_made_by_one_shard_and_shares_are_even(count: int, num_par
     assert makers == [at for at, share in enumerate(shares) for _ in share]
 
 
-def test_a_shard_writes_under_a_name_that_says_which_it_is() -> None:
-    shards = [Shard(at, 12) for at in range(12)]
-    names = [shard.writer for shard in shards]
-    assert all(one < other for one, other in pairwise(names))
-    assert [writer_named(name) for name in names] == [Writer(shard) for shard in shards]
-
-
-def test_names_of_writers_and_back() -> None:
+def test_writer_names_round_trip() -> None:
     writers = [Writer(), Writer(number=2), Writer(Shard(1, 4)), Writer(Shard(1, 4), 12)]
     names = ["workers", "w02", "s0001of4", "s0001of4w12"]
     assert [writer.name for writer in writers] == names
@@ -54,9 +45,7 @@ def array(task: int, first: int, last: int, count: int) -> dict[str, str]:
         ("auto", array(7, 7, 7, 1), Shard(0, 1)),
     ],
 )
-def test_a_shard_is_given_or_is_a_task_of_an_array(
-    text: str, environment: dict[str, str], shard: Shard
-) -> None:
+def test_parse_shard(text: str, environment: dict[str, str], shard: Shard) -> None:
     assert parse_shard(text, environment) == shard
 
 
@@ -75,8 +64,6 @@ def test_a_shard_is_given_or_is_a_task_of_an_array(
         ("auto", array(5, 0, 9, 3), "have gaps"),
     ],
 )
-def test_what_names_no_shard_is_an_error_that_says_what_to_do(
-    text: str, environment: dict[str, str], says: str
-) -> None:
+def test_parse_shard_errors(text: str, environment: dict[str, str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse_shard(text, environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -29,19 +28,11 @@ from batchinfer.job.run import finish_job, pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
+from tests.job.claims.jobs import NUM_ROWS, check_finished, data, out_of
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 
-NUM_ROWS = 75
-"""In eight parts."""
 COUNT = 4
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
-    prompts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
-    return job(tmp_path)
 
 
 def run_shard(
@@ -49,33 +40,6 @@ def run_shard(
 ) -> ExitCode:
     options = {"quiet": True, **options}
     return run_job(spec, role=Role(Shard(index, count)), build=build or FakeBuild(), **options)
-
-
-def data(spec: JobSpec) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (out_of(spec) / "data").iterdir()}
-
-
-def out_of(spec: JobSpec) -> Path:
-    return Path(spec.output.path)
-
-
-@pytest.fixture
-def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
-    """The parts of a run that makes them alone."""
-    alone = job(tmp_path, output={"path": str(tmp_path / "alone")})
-    assert run_job(alone, build=FakeBuild(), quiet=True) is ExitCode.OK
-    return data(alone)
-
-
-def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
-    assert data(spec) == plain
-    assert verify(output_at(spec.output.path)).data() == {
-        **{"ok": True, "complete": True, "parts_total": 8, "parts_done": 8},
-        **{"rows": NUM_ROWS, "problems": [], "is_updating": False},
-    }
-    assert list((out_of(spec) / "_batchinfer" / "segments").iterdir()) == []
-    summary = json.loads((out_of(spec) / "summary.json").read_bytes())
-    assert summary["rows"]["total"] == NUM_ROWS
 
 
 @contextmanager
@@ -105,7 +69,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
 
 
-def test_shards_make_what_one_run_makes(
+def test_shards_write_the_bytes_of_a_single_run(
     spec: JobSpec, plain: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index, left in ((2, 6), (0, 4), (3, 2)):
@@ -120,7 +84,7 @@ def test_shards_make_what_one_run_makes(
     assert again.count == 0, "nothing is left to do"
 
 
-def test_a_shard_without_parts_has_nothing_to_do(
+def test_shard_without_parts_has_nothing_to_do(
     spec: JobSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert Shard(0, 9).parts(8) == range(0)
@@ -151,9 +115,7 @@ def processes(
 
 
 @pytest.mark.long
-def test_one_of_four_processes_dies_and_is_run_again_alone(
-    spec: JobSpec, plain: dict[str, bytes]
-) -> None:
+def test_killed_shard_among_four_is_resumed(spec: JobSpec, plain: dict[str, bytes]) -> None:
     ended = processes(spec, "1/4", "0/4", "2/4", "3/4", failpoint="segments-durable:3")
     assert [process.returncode for process in ended] == [-signal.SIGKILL, 0, 0, 0]
     assert not (out_of(spec) / "_SUCCESS").exists()
@@ -165,7 +127,7 @@ def test_one_of_four_processes_dies_and_is_run_again_alone(
 
 @pytest.mark.long
 @pytest.mark.parametrize("failpoint", ["out-staged:1", "out-durable:1", "stats-renamed:2"])
-def test_who_dies_while_ending_the_job_leaves_that_to_another(
+def test_shard_killed_while_ending_the_job_leaves_that_to_another(
     spec: JobSpec, plain: dict[str, bytes], failpoint: str
 ) -> None:
     assert run_shard(spec, 0, 2) is ExitCode.OK
@@ -177,7 +139,7 @@ def test_who_dies_while_ending_the_job_leaves_that_to_another(
     check_finished(spec, plain)
 
 
-def test_of_shards_that_end_at_once_one_ends_the_job(
+def test_one_of_two_shards_that_finish_together_ends_the_job(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, finish, ending = threading.Barrier(2), finish_job._finish, SharedClaim.ending
@@ -206,12 +168,12 @@ def test_of_shards_that_end_at_once_one_ends_the_job(
     check_finished(spec, plain)
 
 
-def test_a_shard_of_the_same_number_runs_once_at_a_time(spec: JobSpec) -> None:
+def test_same_shard_is_refused_while_it_runs(spec: JobSpec) -> None:
     with living(spec, 1), pytest.raises(LockedError, match=r"is writing to .*: shard 1/4, process"):
         run_shard(spec, 1)
 
 
-def test_a_run_alone_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_single_run_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[str, bytes]) -> None:
     with living(spec, 1):
         with pytest.raises(LockedError, match=r"shard 1/4 is writing to .*\nwait until"):
             run_job(spec, build=FakeBuild(), quiet=True)
@@ -220,7 +182,7 @@ def test_a_run_alone_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[s
     check_finished(spec, plain)
 
 
-def test_a_shard_is_refused_while_a_run_alone_lives(
+def test_shard_is_refused_while_a_single_run_lives(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
@@ -229,7 +191,7 @@ def test_a_shard_is_refused_while_a_run_alone_lives(
         run_shard(spec, 0)
 
 
-def test_a_shard_waits_for_others_that_look_or_end_the_job(
+def test_shard_waits_for_a_sibling_that_holds_the_directory_lock(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writers, "ALONE_PATIENCE_S", 0.0)
@@ -251,7 +213,7 @@ def test_a_shard_waits_for_others_that_look_or_end_the_job(
     assert codes == [ExitCode.OK]
 
 
-def test_shards_of_another_number_wait_until_these_have_ended(
+def test_other_shard_count_is_refused_while_a_shard_lives(
     spec: JobSpec, plain: dict[str, bytes]
 ) -> None:
     with living(spec, 1), pytest.raises(LockedError, match=r"shard 1/4 is writing to"):
@@ -289,7 +251,7 @@ def by_shards_of(count: int) -> Again:
 
 @pytest.mark.parametrize("again", [by_one_run, by_shards_of(3), by_shards_of(1)])
 @pytest.mark.usefixtures("row_by_row")
-def test_who_goes_on_takes_up_the_rows_of_those_before(
+def test_later_runs_resume_rows_of_killed_shards(
     spec: JobSpec, plain: dict[str, bytes], again: Again
 ) -> None:
     for index, step in ((0, 12), (1, 30), (3, 12)):
@@ -306,7 +268,7 @@ def test_who_goes_on_takes_up_the_rows_of_those_before(
 
 
 @pytest.mark.usefixtures("row_by_row")
-def test_shards_take_up_the_rows_of_a_run_alone(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_shards_resume_rows_of_a_killed_single_run(spec: JobSpec, plain: dict[str, bytes]) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_job(spec, build=die_at(40), quiet=True)
     before, build = kept(spec), TellingBuild(max_num_seqs=4)
@@ -316,7 +278,7 @@ def test_shards_take_up_the_rows_of_a_run_alone(spec: JobSpec, plain: dict[str, 
     check_finished(spec, plain)
 
 
-def test_a_damaged_part_is_made_again_by_its_shard(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_shard_makes_its_damaged_part_again(spec: JobSpec, plain: dict[str, bytes]) -> None:
     for index in (0, 1):
         run_shard(spec, index)
     part = out_of(spec) / "data" / "part-00003.parquet"
@@ -329,7 +291,7 @@ def test_a_damaged_part_is_made_again_by_its_shard(spec: JobSpec, plain: dict[st
     check_finished(spec, plain)
 
 
-def test_who_finds_a_siblings_part_damaged_names_the_shard_to_run(
+def test_damaged_part_of_another_shard_names_the_shard_to_run(
     spec: JobSpec, plain: dict[str, bytes]
 ) -> None:
     by_shards_of(4)(spec, FakeBuild())
@@ -341,7 +303,7 @@ def test_who_finds_a_siblings_part_damaged_names_the_shard_to_run(
     check_finished(spec, plain)
 
 
-def test_a_shard_that_waits_for_others_to_end_the_job_can_be_stopped(
+def test_shard_that_waits_to_end_the_job_can_be_stopped(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ending = SharedClaim.ending
@@ -362,7 +324,7 @@ def test_a_shard_that_waits_for_others_to_end_the_job_can_be_stopped(
     check_finished(spec, plain)
 
 
-def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
+def test_overwriting_shards_delete_old_output_once(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path
 ) -> None:
     old = job(tmp_path, sampling={"max_tokens": 7})
@@ -380,7 +342,7 @@ def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
 
 @pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2, 4])
-def test_an_overwriting_shard_that_dies_leaves_that_to_another(
+def test_killed_overwriting_shard_leaves_the_deletion_to_another(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int
 ) -> None:
     """While it writes down that it begins, then its plan, twice, then that all is clear."""
@@ -393,7 +355,7 @@ def test_an_overwriting_shard_that_dies_leaves_that_to_another(
     check_finished(spec, plain)
 
 
-def test_output_stays_until_an_overwriting_shard_has_its_model(spec: JobSpec) -> None:
+def test_output_stays_until_an_overwriting_shard_has_loaded_its_model(spec: JobSpec) -> None:
     run_job(spec, build=FakeBuild(), quiet=True)
     before = data(spec)
 
@@ -409,7 +371,7 @@ def test_output_stays_until_an_overwriting_shard_has_its_model(spec: JobSpec) ->
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
 
 
-def test_siblings_that_begin_to_overwrite_together_share_a_plan(
+def test_shards_that_overwrite_together_share_a_plan(
     spec: JobSpec, plain: dict[str, bytes]
 ) -> None:
     run_job(spec, build=FakeBuild(), quiet=True)
@@ -424,7 +386,7 @@ def test_siblings_that_begin_to_overwrite_together_share_a_plan(
     check_finished(spec, plain)
 
 
-def test_who_does_not_overwrite_and_who_does_keep_apart(spec: JobSpec, tmp_path: Path) -> None:
+def test_overwriting_and_resuming_shards_refuse_each_other(spec: JobSpec, tmp_path: Path) -> None:
     overwrites = spec.model_copy(
         update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
     )
@@ -440,7 +402,7 @@ def test_who_does_not_overwrite_and_who_does_keep_apart(spec: JobSpec, tmp_path:
     assert len(data(spec)) == 4
 
 
-def test_if_exists_error_lets_siblings_in(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_if_exists_error_admits_later_shards(spec: JobSpec, plain: dict[str, bytes]) -> None:
     careful = spec.model_copy(
         update={"output": spec.output.model_copy(update={"if_exists": "error"})}
     )
@@ -451,7 +413,7 @@ def test_if_exists_error_lets_siblings_in(spec: JobSpec, plain: dict[str, bytes]
         run_shard(careful, 0, 2)
 
 
-def test_another_job_is_refused_while_shards_live_and_once_rows_are_finished(
+def test_other_job_is_refused_while_shards_live_and_after_rows_are_finished(
     spec: JobSpec, tmp_path: Path
 ) -> None:
     other = job(tmp_path, sampling={"max_tokens": 7})
@@ -462,22 +424,7 @@ def test_another_job_is_refused_while_shards_live_and_once_rows_are_finished(
         run_shard(other, 0)
 
 
-def test_shards_that_begin_before_a_row_is_finished_have_one_plan(spec: JobSpec) -> None:
-    manifest = out_of(spec) / "_batchinfer" / "manifest.json"
-    with living(spec, 0):
-        before = manifest.read_bytes()
-        with living(spec, 1):
-            assert manifest.read_bytes() == before
-
-
-def test_what_failed_is_not_run_again_by_a_shard(spec: JobSpec) -> None:
-    with pytest.raises(
-        UsageError, match=r"--retry-errors cannot be combined with --shard.*\nrun it without"
-    ):
-        run_shard(spec, 0, retry_errors=True)
-
-
-def test_every_shard_judges_ids_by_all_rows(tmp_path: Path) -> None:
+def test_shards_find_duplicate_ids_among_all_rows(tmp_path: Path) -> None:
     rows = {"prompt": ["a"] * 40, "id": [*range(38), 3, None]}
     write_parquet(tmp_path / "in" / "x.parquet", rows)
     spec = job(tmp_path, input={"id_column": "id"}, errors={"max_error_rate": 0.1})
@@ -488,22 +435,9 @@ def test_every_shard_judges_ids_by_all_rows(tmp_path: Path) -> None:
     assert codes == [*[None] * 38, "duplicate_id", "missing_id"]
 
 
-def test_too_many_errors_are_told_by_who_ends_the_job(tmp_path: Path) -> None:
+def test_last_shard_reports_too_many_errors(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", *("a" for _ in range(39))]})
     spec = job(tmp_path)
     assert run_shard(spec, 0, 2) is ExitCode.OK, "that has the bad row, and cannot tell yet"
     assert run_shard(spec, 1, 2) is ExitCode.TOO_MANY_ROW_ERRORS
     assert run_shard(spec, 0, 2) is ExitCode.TOO_MANY_ROW_ERRORS
-
-
-def test_a_stopped_shard_goes_on_where_it_was(spec: JobSpec, plain: dict[str, bytes]) -> None:
-    def stop(at: int) -> None:
-        if at == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    build = FakeBuild(max_num_seqs=4)
-    build.before_step = stop
-    assert run_shard(spec, 0, 2, build=build) is ExitCode.INTERRUPTED
-    assert run_shard(spec, 1, 2) is ExitCode.OK
-    assert run_shard(spec, 0, 2) is ExitCode.OK
-    check_finished(spec, plain)

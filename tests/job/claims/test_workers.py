@@ -16,7 +16,7 @@ import pytest
 from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
 from batchinfer.console.progress import Progress
-from batchinfer.errors import ExitCode, LockedError, UsageError
+from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.claims.worker_queue import claim_size
@@ -26,31 +26,9 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
-from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, job
+from tests.job.claims.jobs import NUM_ROWS, check_finished, data
+from tests.job.fakes import FakeBuild
 from tests.job.stores import LAKE, environment, point_to, s3_server
-
-NUM_ROWS = 75
-"""In eight parts."""
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> JobSpec:
-    prompts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
-    return job(tmp_path)
-
-
-def data(spec: JobSpec) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (Path(spec.output.path) / "data").iterdir()}
-
-
-@pytest.fixture
-def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
-    """The parts of a run that makes them alone."""
-    alone = job(tmp_path, output={"path": str(tmp_path / "alone")})
-    assert run_job(alone, build=FakeBuild(), quiet=True) is ExitCode.OK
-    return data(alone)
 
 
 class MeterDisplay(Display):
@@ -72,16 +50,6 @@ def work(
     return run_job(spec, role=role, build=build or FakeBuild(), display=display, quiet=True)
 
 
-def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
-    assert data(spec) == plain
-    found = verify(output_at(spec.output.path))
-    assert (found.problems, found.complete) == ([], True)
-    assert (Path(spec.output.path) / "_SUCCESS").exists()
-    state = Path(spec.output.path) / "_batchinfer"
-    for folder in ("segments", "claims", "in_flight", "tokens"):
-        assert list((state / folder).iterdir()) == [], folder
-
-
 def begun(spec: JobSpec, *options: str, **environ: str) -> subprocess.Popen[str]:
     """A worker in a process of its own."""
     folder = str(Path(spec.output.path).parent)
@@ -98,7 +66,7 @@ def parts(count: int) -> list[Part]:
     return [Part(at, range(at * 10, at * 10 + 10)) for at in range(count)]
 
 
-def test_claims_are_a_window_at_first_and_single_parts_at_the_end() -> None:
+def test_claim_size_falls_from_a_window_to_single_parts() -> None:
     free, sizes = parts(800), list[int]()
     while free:
         size = claim_size(free, num_workers=4, window_rows=160)
@@ -111,7 +79,7 @@ def test_claims_are_a_window_at_first_and_single_parts_at_the_end() -> None:
     assert claim_size([], 8, 160) == 0
 
 
-def test_a_worker_alone_makes_what_one_run_makes(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_single_worker_writes_the_bytes_of_a_run(spec: JobSpec, plain: dict[str, bytes]) -> None:
     assert work(spec) is ExitCode.OK
     check_finished(spec, plain)
     again = FakeBuild()
@@ -152,7 +120,7 @@ def test_workers_share_the_parts_and_one_ends_the_job(
 @pytest.mark.parametrize(
     "point", ["claims-durable:2", "segments-durable:2", "data-renamed:1", "parts-durable:2"]
 )
-def test_parts_of_a_worker_that_dies_are_made_by_another(
+def test_parts_of_a_killed_worker_are_made_by_another(
     spec: JobSpec, plain: dict[str, bytes], point: str
 ) -> None:
     dead = begun(spec, **{VARIABLE: point})
@@ -162,7 +130,7 @@ def test_parts_of_a_worker_that_dies_are_made_by_another(
     check_finished(spec, plain)
 
 
-def test_three_workers_are_killed_and_others_go_on(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_workers_resume_after_three_are_killed(spec: JobSpec, plain: dict[str, bytes]) -> None:
     killed = [begun(spec, f"{step}=SIGKILL") for step in (3, 9, 14)]
     codes = [process.wait() for process in killed]
     for process in killed:
@@ -173,7 +141,7 @@ def test_three_workers_are_killed_and_others_go_on(spec: JobSpec, plain: dict[st
     check_finished(spec, plain)
 
 
-def test_a_worker_that_thaws_publishes_nothing(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_thawed_worker_publishes_nothing(spec: JobSpec, plain: dict[str, bytes]) -> None:
     frozen = begun(spec, "freezes=yes")
     os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WNOWAIT)
     other = begun(spec, "lapse=-1")
@@ -189,7 +157,7 @@ def test_a_worker_that_thaws_publishes_nothing(spec: JobSpec, plain: dict[str, b
     assert verify(output_at(spec.output.path)).problems == []
 
 
-def test_a_row_that_kills_its_worker_is_given_up(spec: JobSpec) -> None:
+def test_crash_row_of_a_worker_is_given_up(spec: JobSpec) -> None:
     deaths = 0
     while (process := begun(spec, **{VARIABLE: "row-37:1"})).wait() == -signal.SIGKILL:
         process.communicate()
@@ -203,14 +171,16 @@ def test_a_row_that_kills_its_worker_is_given_up(spec: JobSpec) -> None:
     assert json.loads(Path(out.summary).read_bytes())["rows"]["error"] == 1
 
 
-def test_workers_of_a_shard_make_its_parts_alone(spec: JobSpec, plain: dict[str, bytes]) -> None:
+def test_worker_of_a_shard_makes_only_the_parts_of_the_shard(
+    spec: JobSpec, plain: dict[str, bytes]
+) -> None:
     assert work(spec, shard=Shard(1, 2)) is ExitCode.OK
     assert sorted(data(spec)) == [f"part-{at:05d}.parquet" for at in range(4, 8)]
     assert run_job(spec, role=Role(Shard(0, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
     check_finished(spec, plain)
 
 
-def test_workers_and_other_writers_keep_apart(spec: JobSpec) -> None:
+def test_other_writers_are_refused_while_a_worker_runs(spec: JobSpec) -> None:
     refused: list[str] = []
 
     def begin_others(number: int) -> None:
@@ -225,22 +195,6 @@ def test_workers_and_other_writers_keep_apart(spec: JobSpec) -> None:
     assert work(spec, build) is ExitCode.OK
     # The other run meets either the worker's own lock or the directory's, held for a moment.
     assert all("is writing to" in line for line in refused)
-
-
-def test_an_overwritten_output_is_deleted_once(spec: JobSpec, plain: dict[str, bytes]) -> None:
-    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
-    for _ in range(2):
-        build = FakeBuild()
-        role = Role(is_worker=True)
-        run_job(spec, role=role, build=build, overwrite=True, quiet=True)
-        assert build.count == 1
-        check_finished(spec, plain)
-
-
-@pytest.mark.parametrize("option", ["retry_errors", "update"])
-def test_what_workers_cannot_be_asked_for(spec: JobSpec, option: str) -> None:
-    with pytest.raises(UsageError, match=r"cannot be combined with --worker"):
-        run_job(spec, role=Role(is_worker=True), **{option: True})  # type: ignore[arg-type]
 
 
 @pytest.mark.long

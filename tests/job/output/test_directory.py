@@ -75,15 +75,6 @@ def begun(out: OutputDir) -> Path:
     return commit(out, begin(out)[0])
 
 
-def test_what_a_model_holds_is_named_where_it_differs() -> None:
-    was, now = (
-        replace(MANIFEST, fingerprint=tag, job={"model_facts": {"model": {"config.json": tag}}})
-        for tag in ("a1", "b2")
-    )
-    with pytest.raises(LockedError, match=r'What differs: model\.config\.json was "a1", is "b2"\n'):
-        was.check_same_job(now, "/out")
-
-
 OTHER_FILE = replace(FILE, path="/data/b.parquet", size=7, content_sha256="e01")
 MODEL = {"model": {"model.safetensors": "a1"}}
 
@@ -102,7 +93,7 @@ MODEL = {"model": {"model.safetensors": "a1"}}
     ],
     ids=["sampling", "prompt and input mended", "task", "model", "input"],
 )
-def test_the_first_advice_fits_what_differs(changes: dict[str, Any], leads_with: str) -> None:
+def test_hint_fits_the_change_of_the_job(changes: dict[str, Any], leads_with: str) -> None:
     now = replace(MANIFEST, fingerprint="other", **changes)
     with pytest.raises(LockedError) as caught:
         MANIFEST.check_same_job(now, "/out")
@@ -111,44 +102,26 @@ def test_the_first_advice_fits_what_differs(changes: dict[str, Any], leads_with:
     assert ("--update" in advice) == (leads_with == "use --update")
 
 
-def test_parts_cover_the_rows_in_order() -> None:
-    assert [part.rows for part in MANIFEST.parts()] == ROWS
-    assert [part.name for part in MANIFEST.parts()] == ["part-00000", "part-00001", "part-00002"]
-
-
-def test_an_empty_dataset_has_one_part_without_rows() -> None:
-    assert [part.rows for part in replace(MANIFEST, num_rows=0).parts()] == [range(0)]
-
-
-def test_a_finished_part_is_not_made_again(out: OutputDir) -> None:
-    begun(out)
-    assert [part.rows for part in begin(out)] == ROWS[1:]
-
-
-def test_the_manifest_reads_back_as_it_was_written(out: OutputDir) -> None:
-    begun(out)
-    assert read_manifest(out.manifest) == MANIFEST
-
-
 @pytest.mark.parametrize(
     "harm",
     [
         lambda path: path.unlink(),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: flip_bit(path, 40),
+        rot,
     ],
 )
-def test_a_part_that_was_harmed_is_made_again(out: OutputDir, harm) -> None:
+def test_damaged_part_is_made_again(out: OutputDir, harm) -> None:
     harm(begun(out))
     assert [part.rows for part in begin(out)] == ROWS
 
 
-def test_a_part_that_was_only_copied_is_kept(out: OutputDir) -> None:
+def test_copied_part_with_another_time_is_kept(out: OutputDir) -> None:
     os.utime(begun(out), ns=(5, 5))
     assert [part.rows for part in begin(out)] == ROWS[1:]
 
 
-def test_a_part_is_taken_for_whole_by_its_time_only_where_that_is_trusted(out: OutputDir) -> None:
+def test_part_time_is_trusted_only_with_trust_times(out: OutputDir) -> None:
     path, part = begun(out), MANIFEST.parts()[0]
     written = path.stat().st_mtime_ns
     flip_bit(path, 40)
@@ -162,16 +135,14 @@ def test_a_part_is_taken_for_whole_by_its_time_only_where_that_is_trusted(out: O
 
 
 @pytest.mark.parametrize("record", TORN)
-def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
+def test_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
     begun(out)
     (out.parts / "part-00000.json").write_bytes(record)
     assert [part.rows for part in begin(out)] == ROWS
 
 
 @pytest.mark.parametrize("changes", IMPOSSIBLE)
-def test_a_part_whose_record_is_impossible_is_made_again(
-    out: OutputDir, changes: dict[str, Any]
-) -> None:
+def test_part_with_an_invalid_record_is_made_again(out: OutputDir, changes: dict[str, Any]) -> None:
     begun(out)
     path = out.parts / "part-00000.json"
     stored = json.loads(path.read_bytes())
@@ -181,34 +152,14 @@ def test_a_part_whose_record_is_impossible_is_made_again(
     assert [part.rows for part in begin(out)] == ROWS
 
 
-def test_a_part_that_rotted_is_made_again_though_its_size_and_time_are_right(
-    out: OutputDir,
-) -> None:
-    rot(begun(out))
-    assert [part.rows for part in begin(out)] == ROWS
-
-
 @pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"zork"), rot])
-def test_a_part_whose_statistics_are_damaged_is_made_again(out: OutputDir, harm) -> None:
+def test_part_with_damaged_statistics_is_made_again(out: OutputDir, harm) -> None:
     begun(out)
     harm(out.requests / "part-00000.parquet")
     assert [part.rows for part in begin(out)] == ROWS
 
 
-def test_data_holds_parts_and_nothing_else(out: OutputDir) -> None:
-    begun(out)
-    assert [path.name for path in out.data.iterdir()] == ["part-00000.parquet"]
-    assert list(out.staging.iterdir()) == []
-
-
-def test_a_changed_job_names_the_key_and_its_values(out: OutputDir) -> None:
-    begun(out)
-    changed = {"sampling": {"top_p": 0.5}, "task": "generate"}
-    with pytest.raises(LockedError, match=r"sampling\.top_p was 1\.0, is 0\.5"):
-        begin(out, replace(MANIFEST, fingerprint="def", job=changed))
-
-
-def test_a_changed_job_may_begin_where_no_part_is_finished(out: OutputDir) -> None:
+def test_changed_job_may_begin_if_no_part_is_finished(out: OutputDir) -> None:
     begin(out)
     changed = replace(MANIFEST, fingerprint="def", job={})
     begin(out, changed)
@@ -218,7 +169,7 @@ def test_a_changed_job_may_begin_where_no_part_is_finished(out: OutputDir) -> No
 @pytest.mark.parametrize(
     "changes", [{"fingerprint": "def", "job": {}}, {"inputs": (replace(FILE, mtime_ns=2),)}]
 )
-def test_what_another_plan_left_unfinished_is_deleted(
+def test_unfinished_files_of_another_plan_are_deleted(
     out: OutputDir, changes: dict[str, Any]
 ) -> None:
     part = begin(out)[2]
@@ -232,26 +183,12 @@ def test_what_another_plan_left_unfinished_is_deleted(
     assert not any(path.exists() for path in left)
 
 
-def test_a_damaged_manifest_without_a_finished_part_is_no_hindrance(out: OutputDir) -> None:
+def test_damaged_manifest_without_finished_parts_is_replaced(out: OutputDir) -> None:
     begin(out)
     for path in (out.manifest, out.manifest_copy):
         path.write_bytes(b"{")
     begin(out)
     assert read_manifest(out.manifest) == MANIFEST
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([replace(FILE, mtime_ns=2)], "/data/a.parquet holds something else"),
-        ([replace(FILE, path="/data/b.parquet")], "/data/a.parquet is gone"),
-        ([FILE, replace(FILE, path="/data/b.parquet")], "/data/b.parquet is new"),
-    ],
-)
-def test_a_changed_input_names_the_file(out: OutputDir, files: list[InputFile], message) -> None:
-    begun(out)
-    with pytest.raises(DataError, match=message):
-        begin(out, replace(MANIFEST, inputs=tuple(files)))
 
 
 def misspell(path: Path) -> None:
@@ -264,7 +201,7 @@ def misdate(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [misspell, misdate, Path.unlink, empty])
 @pytest.mark.parametrize("name", ["manifest.json", "manifest-copy.json"])
-def test_a_damaged_manifest_is_restored_from_the_other(out: OutputDir, harm, name: str) -> None:
+def test_damaged_manifest_is_restored_from_its_copy(out: OutputDir, harm, name: str) -> None:
     begun(out)
     harm(out.state / name)
     later = replace(MANIFEST, planned_at="2026-12-24T10:00:00")
@@ -273,9 +210,7 @@ def test_a_damaged_manifest_is_restored_from_the_other(out: OutputDir, harm, nam
 
 
 @pytest.mark.parametrize(("harm", "what"), [(empty, "damaged"), (Path.unlink, "missing")])
-def test_finished_work_without_a_manifest_is_neither_mixed_with_nor_called_foreign(
-    out: OutputDir, harm, what: str
-) -> None:
+def test_finished_parts_without_a_manifest_are_refused(out: OutputDir, harm, what: str) -> None:
     part = begun(out)
     for path in (out.manifest, out.manifest_copy):
         harm(path)
@@ -286,7 +221,7 @@ def test_finished_work_without_a_manifest_is_neither_mixed_with_nor_called_forei
     assert not part.exists()
 
 
-def test_overwrite_starts_over(out: OutputDir) -> None:
+def test_overwrite_deletes_old_output(out: OutputDir) -> None:
     begun(out)
     out.success.touch()
     out.write_json(out.summary, {})
@@ -296,7 +231,7 @@ def test_overwrite_starts_over(out: OutputDir) -> None:
     assert list(out.data.iterdir()) == []
 
 
-def test_an_overwrite_cut_short_leaves_no_success_and_can_be_repeated(
+def test_failed_overwrite_leaves_no_success_and_can_be_repeated(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(out)
@@ -317,7 +252,7 @@ def test_an_overwrite_cut_short_leaves_no_success_and_can_be_repeated(
     assert len(begin(out, if_exists="overwrite")) == 3
 
 
-def test_if_exists_error(out: OutputDir) -> None:
+def test_if_exists_error_refuses_old_output(out: OutputDir) -> None:
     begin(out, if_exists="error")
     with pytest.raises(LockedError, match="if_exists is error"):
         begin(out, if_exists="error")
@@ -331,9 +266,7 @@ def test_if_exists_error(out: OutputDir) -> None:
         *("report.html", "openai/errors.jsonl", "_SUCCESS"),
     ],
 )
-def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
-    out: OutputDir, if_exists: str, name: str
-) -> None:
+def test_foreign_files_are_refused_and_kept(out: OutputDir, if_exists: str, name: str) -> None:
     (out.root / name).parent.mkdir(parents=True)
     (out.root / name).write_text("precious")
     with pytest.raises(LockedError, match=rf"{name} exists without manifest\.json"):
@@ -341,7 +274,7 @@ def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
     assert (out.root / name).read_text() == "precious"
 
 
-def test_a_way_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_output_path_that_cannot_be_followed_is_named(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for name, reason in (("circle", "Too many levels"), ("n" * 300, "too long")):
         with pytest.raises(StorageError, match=rf"cannot read .*/{name[:99]}.*: .*{reason}"):
@@ -349,9 +282,7 @@ def test_a_way_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["notes.csv", "part-00000"])
-def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
-    out: OutputDir, name: str
-) -> None:
+def test_overwrite_refuses_foreign_files_in_data(out: OutputDir, name: str) -> None:
     file = begun(out)
     (out.data / name).mkdir()
     with pytest.raises(LockedError, match=rf"data/{name} is not output of batchinfer"):
@@ -361,7 +292,7 @@ def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
 
 
 @pytest.mark.parametrize("name", ["part-00003.parquet", "part-old.parquet", "x.parquet"])
-def test_a_stray_that_readers_would_take_for_a_part_is_refused(out: OutputDir, name: str) -> None:
+def test_foreign_parquet_file_in_data_is_refused(out: OutputDir, name: str) -> None:
     stray = out.data / name
     begin(out)
     for _ in range(2):
@@ -372,7 +303,7 @@ def test_a_stray_that_readers_would_take_for_a_part_is_refused(out: OutputDir, n
         begun(out)
 
 
-def test_overwrite_keeps_what_others_put_beside_the_output(out: OutputDir) -> None:
+def test_overwrite_keeps_foreign_files_outside_data(out: OutputDir) -> None:
     begun(out)
     kept = [out.root / "README", out.stats / "plot.png", out.root / "openai.txt"]
     for path in kept:
@@ -381,7 +312,7 @@ def test_overwrite_keeps_what_others_put_beside_the_output(out: OutputDir) -> No
     assert all(path.exists() for path in kept)
 
 
-def test_success_goes_when_there_is_work_again(out: OutputDir) -> None:
+def test_success_is_deleted_when_a_part_is_missing(out: OutputDir) -> None:
     for part in begin(out):
         path = commit(out, part)
     out.success.touch()
@@ -392,18 +323,7 @@ def test_success_goes_when_there_is_work_again(out: OutputDir) -> None:
     assert not out.success.exists()
 
 
-def test_a_second_run_is_locked_out(out: OutputDir) -> None:
-    with (
-        out.locked(),
-        pytest.raises(LockedError, match="another run is writing"),
-        OutputDir(out.root).locked(),
-    ):
-        pass
-    with out.locked():
-        pass
-
-
-def test_who_holds_the_lock_is_told(out: OutputDir) -> None:
+def test_lock_error_names_the_holder(out: OutputDir) -> None:
     with out.locked():
         holder = json.loads((out.state / "lock.json").read_bytes())
         assert holder.keys() == {"pid", "host", "boot_id", "started"}
@@ -413,14 +333,14 @@ def test_who_holds_the_lock_is_told(out: OutputDir) -> None:
     assert not (out.state / "lock.json").exists()
 
 
-def test_a_holder_who_cannot_be_read_is_not_named(out: OutputDir) -> None:
+def test_lock_error_without_a_readable_holder(out: OutputDir) -> None:
     with out.locked():
         (out.state / "lock.json").write_bytes(b"[1]")
         with pytest.raises(LockedError, match=r"is writing to .*out\n"), out.locked():
             pass
 
 
-def test_a_lock_is_free_at_once_when_its_holder_was_killed(out: OutputDir) -> None:
+def test_lock_of_a_killed_holder_is_free_at_once(out: OutputDir) -> None:
     killed = (
         "import os, sys; from pathlib import Path\n"
         "from batchinfer.job.output.directory import OutputDir\n"
@@ -433,7 +353,7 @@ def test_a_lock_is_free_at_once_when_its_holder_was_killed(out: OutputDir) -> No
         assert json.loads((out.state / "lock.json").read_bytes())["pid"] == os.getpid()
 
 
-def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:
+def test_output_path_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(StorageError, match="out"), OutputDir(tmp_path / "out").locked():
         pass
@@ -448,7 +368,7 @@ def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:
         (errno.EFBIG, "File too large\nallow larger files"),
     ],
 )
-def test_a_part_that_cannot_be_written_is_not_finished(
+def test_part_that_cannot_be_written_is_not_finished(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
     part = begin(out)[0]
@@ -463,7 +383,7 @@ def test_a_part_that_cannot_be_written_is_not_finished(
     assert list(out.data.iterdir()) == []
 
 
-def test_a_folder_without_the_right_to_write_is_found_before_anything_runs(
+def test_read_only_folder_is_found_before_rows_run(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != out.stats)
@@ -471,7 +391,7 @@ def test_a_folder_without_the_right_to_write_is_found_before_anything_runs(
         begin(out)
 
 
-def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
+def test_part_record_content(out: OutputDir) -> None:
     part = begin(out)[0]
     error = {"code": "empty_prompt", "message": "why"}
     errors = [error if row_id in (3, 4) else None for row_id in part.rows]

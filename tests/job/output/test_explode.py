@@ -77,7 +77,7 @@ def row(row_id: int, samples: int, failed: bool) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(kinds=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8))
-def test_rows_taken_apart_and_put_together(kinds: list[tuple[int, bool]]) -> None:
+def test_explode_round_trip(kinds: list[tuple[int, bool]]) -> None:
     table = pa.Table.from_pylist([row(at, *kind) for at, kind in enumerate(kinds)], schema=SCHEMA)
     apart = exploded(table)
     assert apart.schema == table.schema
@@ -100,7 +100,7 @@ def test_rows_taken_apart_and_put_together(kinds: list[tuple[int, bool]]) -> Non
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 1000])
-def test_more_than_an_array_holds_goes_into_several(
+def test_explode_splits_large_columns_into_chunks(
     monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
     rows = [row(at, at % 5, failed=at % 7 == 0) for at in range(NUM_ROWS)]
@@ -113,7 +113,7 @@ def test_more_than_an_array_holds_goes_into_several(
     assert whole_rows(apart).equals(table)
 
 
-def test_rows_are_found_again_among_more_text_than_an_array_holds() -> None:
+def test_first_of_rows_works_with_over_2_gib_of_text() -> None:
     text = pa.array(["x" * (1 << 26)])
     kept = pa.chunked_array([text] * 40)  # over 2 GiB, in the memory of one
     row_ids = pa.array([0] * 30 + [1] * 10)
@@ -151,14 +151,14 @@ def check(tmp_path: Path) -> None:
     assert (checked.complete, checked.rows) == (True, NUM_ROWS)
 
 
-def test_a_job_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_exploded_job_is_stopped_and_resumed(tmp_path: Path) -> None:
     assert run_job(spec(tmp_path), build=Build(stop_at(20)), quiet=True) is ExitCode.INTERRUPTED
     assert run_job(spec(tmp_path), build=Build(), quiet=True) is ExitCode.OK
     check(tmp_path)
     assert run_job(spec(tmp_path), build=None, quiet=True) is ExitCode.OK
 
 
-def test_failed_rows_run_again_and_the_good_ones_are_put_together(tmp_path: Path) -> None:
+def test_retry_errors_of_an_exploded_job(tmp_path: Path) -> None:
     run_job(spec(tmp_path), build=FakeBuild(), quiet=True)
     again = Build()
     assert run_job(spec(tmp_path), build=again, quiet=True, retry_errors=True) is ExitCode.OK
@@ -166,7 +166,7 @@ def test_failed_rows_run_again_and_the_good_ones_are_put_together(tmp_path: Path
     check(tmp_path)
 
 
-def test_a_part_that_is_not_exploded_may_not_repeat_a_row(tmp_path: Path) -> None:
+def test_only_an_exploded_part_may_repeat_a_row(tmp_path: Path) -> None:
     from batchinfer.job.output.commit import check_part
     from batchinfer.job.output.parquet_bytes import parquet_bytes
 
@@ -175,9 +175,3 @@ def test_a_part_that_is_not_exploded_may_not_repeat_a_row(tmp_path: Path) -> Non
         check_part(pa.BufferReader(parquet_bytes([twice])), Part(0, range(2)))
     marked = twice.replace_schema_metadata({METADATA: "true"})
     check_part(pa.BufferReader(parquet_bytes([marked])), Part(0, range(2)))
-
-
-def test_openais_files_have_all_choices_in_one(tmp_path: Path) -> None:
-    batch = {"input": {"format": "openai-batch"}, "prompt": {"column": None}}
-    with pytest.raises(ValueError, match=r"output\.explode"):
-        job(tmp_path, **batch, output={"format": "openai-batch", "explode": True})

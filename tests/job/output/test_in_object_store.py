@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from batchinfer.cli.commands import app
 from batchinfer.errors import (
-    DataError,
     ExitCode,
     LockedError,
     StorageError,
@@ -30,7 +29,6 @@ from batchinfer.errors import (
     install_command,
 )
 from batchinfer.job.output import part_writer
-from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
@@ -118,7 +116,7 @@ def change(name: str, data: bytes) -> None:
     obstore.put(bucket(), f"{KEY}/{name}", data)
 
 
-def test_an_update_that_is_cut_off_is_gone_on_with(
+def test_update_cut_off_in_a_store_is_completed(
     spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(spec) is ExitCode.OK
@@ -140,7 +138,7 @@ def test_an_update_that_is_cut_off_is_gone_on_with(
     assert left == []
 
 
-def test_a_job_and_what_is_said_of_it(
+def test_job_status_and_verify_in_a_store(
     spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -173,9 +171,7 @@ def test_a_job_and_what_is_said_of_it(
     assert cli.invoke(app, ["status", f"{LAKE}/nothing"]).exit_code != 0
 
 
-def test_how_far_a_run_is_is_told_in_the_store(
-    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_progress_in_a_store(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a thread beside the run; what it wrote goes when the run ends."""
     files: list[LiveFile] = []
     begin = LiveFile.__init__
@@ -204,13 +200,13 @@ def test_how_far_a_run_is_is_told_in_the_store(
     rows()
 
 
-def test_secrets_are_in_no_artefact(spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_in_no_artifact(spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(spec, build=FakeBuild())
     assert not [name for name, data in objects(KEY).items() if SECRET.encode() in data]
     assert SECRET not in "".join(capsys.readouterr())
 
 
-def test_a_killed_run_goes_on_elsewhere(spec: JobSpec, tmp_path: Path, address: str) -> None:
+def test_killed_run_in_a_store_is_resumed(spec: JobSpec, tmp_path: Path, address: str) -> None:
     command = [sys.executable, "-c", _KILLED, str(tmp_path), OUT]
     done = subprocess.run(command, env=os.environ | environment(address), check=False)
     assert done.returncode == -9
@@ -233,24 +229,7 @@ def test_a_killed_run_goes_on_elsewhere(spec: JobSpec, tmp_path: Path, address: 
     assert (lock["fence"], lock["token"]) == (2, None)
 
 
-def test_a_second_run_is_locked_out_and_the_first_goes_on(spec: JobSpec) -> None:
-    first, second = FakeBuild(), FakeBuild()
-    seen: list[str] = []
-
-    def begin_another(step: int) -> None:
-        if step == 3:
-            with pytest.raises(LockedError, match=rf"{OUT}: process {os.getpid()} on ") as caught:
-                run(spec, second)
-            seen.append(str(caught.value))
-
-    first.before_step = begin_another
-    assert run(spec, first) is ExitCode.OK
-    assert second.count == 0
-    assert len(seen) == 1
-    rows()
-
-
-def test_a_run_that_was_taken_for_dead_commits_nothing_more(
+def test_run_with_a_lapsed_lock_commits_nothing(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
@@ -272,7 +251,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing_more(
 
 
 @pytest.mark.long
-def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
+def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
     spec: JobSpec, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
@@ -309,7 +288,7 @@ def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
 
 
 @pytest.mark.parametrize("damage", ["deleted", "changed", "record", "longer", "statistics"])
-def test_a_part_that_is_no_longer_as_recorded_is_made_again(spec: JobSpec, damage: str) -> None:
+def test_damaged_part_in_a_store_is_made_again(spec: JobSpec, damage: str) -> None:
     run(spec)
     part = "data/part-00001.parquet"
     data = objects(KEY)[part]
@@ -327,7 +306,7 @@ def test_a_part_that_is_no_longer_as_recorded_is_made_again(spec: JobSpec, damag
     assert verify(output_at(OUT)).problems == []
 
 
-def test_the_same_content_written_again_is_no_damage(spec: JobSpec) -> None:
+def test_same_content_with_another_etag_is_kept(spec: JobSpec) -> None:
     """As when a bucket is copied, or a store marks what it holds in another way."""
     run(spec)
     record = json.loads(objects(KEY)["_batchinfer/parts/part-00001.json"])
@@ -337,7 +316,7 @@ def test_the_same_content_written_again_is_no_damage(spec: JobSpec) -> None:
     assert again.count == 0
 
 
-def test_starting_over_leaves_nothing_of_the_old(spec: JobSpec, tmp_path: Path) -> None:
+def test_overwrite_in_a_store_deletes_old_output(spec: JobSpec, tmp_path: Path) -> None:
     run(spec)
     smaller = job(tmp_path, output={"path": OUT}, input={"limit": 15})
     with pytest.raises(LockedError, match="another job"):
@@ -348,29 +327,7 @@ def test_starting_over_leaves_nothing_of_the_old(spec: JobSpec, tmp_path: Path) 
     assert verify(output_at(OUT)).problems == []
 
 
-def test_foreign_files_are_neither_mixed_with_nor_deleted(spec: JobSpec) -> None:
-    change("data/mine.parquet", b"precious")
-    for overwrite in (False, True):
-        with pytest.raises(LockedError, match=rf"{OUT}/data/mine\.parquet"):
-            run(spec, overwrite=overwrite)
-    assert objects(f"{KEY}/data") == {"mine.parquet": b"precious"}
-
-
-def test_error_rows_are_run_again(tmp_path: Path, address: str) -> None:
-    texts = [f"{row} asks" if row % 10 else "" for row in range(NUM_ROWS)]
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": texts})
-    spec = job(tmp_path, output={"path": OUT})
-    assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
-    assert "_SUCCESS" not in objects(KEY)
-    assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
-    again = TellingBuild()
-    assert run(spec, again, retry_errors=True) is ExitCode.TOO_MANY_ROW_ERRORS
-    assert again.ran == [], "empty prompts fail before the engine"
-    assert verify(output_at(OUT)).problems == []
-    assert json.loads(objects(KEY)["summary.json"])["rows"]["error"] == 3
-
-
-def test_rows_are_reused_from_one_place_in_another(spec: JobSpec, tmp_path: Path) -> None:
+def test_reuse_between_stores_and_folders(spec: JobSpec, tmp_path: Path) -> None:
     assert run(spec) is ExitCode.OK
     here, there = tmp_path / "here", f"{LAKE}/{KEY}/again"
     for path, reused in ((str(here), OUT), (there, str(here)), (str(here / "last"), there)):
@@ -382,7 +339,7 @@ def test_rows_are_reused_from_one_place_in_another(spec: JobSpec, tmp_path: Path
         run(job(tmp_path, output={"path": OUT, "reuse": [OUT]}), overwrite=True)
 
 
-def test_success_is_the_last_thing_written(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_success_is_written_last(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     rename = StoreFiles.rename
 
@@ -402,7 +359,7 @@ def test_success_is_the_last_thing_written(spec: JobSpec, monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-def test_a_storm_of_503_is_weathered(
+def test_503_answers_are_retried(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: Counter[str] = Counter()
@@ -420,7 +377,7 @@ def test_a_storm_of_503_is_weathered(
 
 
 @pytest.mark.parametrize("status", [409, -409])
-def test_a_write_that_meets_another_is_made_again(
+def test_write_conflicts_are_retried(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """Refused, or taken and then said to be refused."""
@@ -442,7 +399,7 @@ def test_a_write_that_meets_another_is_made_again(
 
 @pytest.mark.long
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
+def test_failing_store_ends_the_run_and_keeps_rows(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
@@ -479,7 +436,7 @@ def is_write(request: Request) -> bool:
     [is_write, lambda request: "?delete" in request.path, lambda _: True],
     ids=["writing", "deleting", "all"],
 )
-def test_what_is_denied_is_told_before_the_model_loads(
+def test_denied_access_is_found_before_the_model_loads(
     spec: JobSpec,
     address: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -494,12 +451,12 @@ def test_what_is_denied_is_told_before_the_model_loads(
         assert SECRET not in str(caught.value)
 
 
-def test_a_bucket_that_is_not_there(tmp_path: Path, spec: JobSpec) -> None:
+def test_missing_bucket(tmp_path: Path, spec: JobSpec) -> None:
     with pytest.raises(StorageError, match=r"s3://no-such-bucket/x/.*no such bucket"):
         run(job(tmp_path, output={"path": "s3://no-such-bucket/x"}))
 
 
-def test_a_store_that_does_not_heed_conditions_is_refused(
+def test_store_without_conditional_writes_is_refused(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forget(request: Request) -> None:
@@ -515,7 +472,7 @@ def test_a_store_that_does_not_heed_conditions_is_refused(
             run(spec)
 
 
-def test_status_and_verify_of_a_store_that_does_not_answer(
+def test_status_and_verify_of_a_failing_store(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with complaining_server(503) as server:
@@ -525,7 +482,7 @@ def test_status_and_verify_of_a_store_that_does_not_answer(
             assert isinstance(found.exception, StorageError)
 
 
-def test_without_the_package_a_line_says_what_to_install(
+def test_missing_obstore_package_names_the_extra(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection.connect.cache_clear()
@@ -536,7 +493,7 @@ def test_without_the_package_a_line_says_what_to_install(
 
 
 @pytest.mark.parametrize("url", ["s3://lake", "hf://x/y", "s3://"])
-def test_places_that_output_cannot_be_in(url: str) -> None:
+def test_invalid_output_urls(url: str) -> None:
     with pytest.raises(UsageError, match="cannot hold output"):
         output_at(url)
 
@@ -548,17 +505,7 @@ def test_input_in_the_output_is_refused(spec: JobSpec, tmp_path: Path) -> None:
         run(reading, overwrite=True)
 
 
-def test_an_output_that_is_here_is_none_of_a_store(tmp_path: Path) -> None:
-    assert output_at(str(tmp_path)).root == tmp_path
-    assert not OutputDir(tmp_path).files.holds(tmp_path, f"{LAKE}/{tmp_path}/x")
-
-
-def test_nothing_there_to_verify(address: str) -> None:
-    with pytest.raises(DataError, match=f"{OUT} holds no output of batchinfer"):
-        verify(output_at(OUT))
-
-
-def test_rows_in_folders_by_values(spec: JobSpec) -> None:
+def test_partition_by_in_a_store(spec: JobSpec) -> None:
     output = spec.output.model_copy(update={"partition_by": ("status", "prompt")})
     by_prompt = spec.model_copy(update={"output": output})
     change("partitioned/mine.txt", b"mine")

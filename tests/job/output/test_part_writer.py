@@ -99,7 +99,7 @@ def rows_of(path: Path) -> list[tuple[int, str, str | None]]:
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), num_rows=st.integers(1, 30), rows_per_part=st.integers(1, 12))
-def test_every_row_once_in_order_whatever_order_rows_finish_in(
+def test_rows_are_written_once_in_input_order(
     tmp_path: Path, data: st.DataObject, num_rows: int, rows_per_part: int
 ) -> None:
     num_parts = -(-num_rows // rows_per_part)
@@ -113,7 +113,7 @@ def test_every_row_once_in_order_whatever_order_rows_finish_in(
         assert rows_of(path) == [(i, f"prompt {i}", f"answer {i}") for i in part.rows]
 
 
-def test_a_part_waits_for_the_parts_before_it(five: Fixture) -> None:
+def test_part_waits_for_earlier_parts(five: Fixture) -> None:
     for row_id in (2, 3, 4, 0):
         five.sink.add(finished(row_id))
     assert five.files() == []
@@ -122,7 +122,7 @@ def test_a_part_waits_for_the_parts_before_it(five: Fixture) -> None:
     assert five.commits == 3
 
 
-def test_rows_that_wait_go_to_disk_every_few_seconds(five: Fixture) -> None:
+def test_held_rows_are_flushed_every_few_seconds(five: Fixture) -> None:
     five.sink.add(finished(4))
     five.now = LocalFiles.flush_every_s - 0.1
     five.sink.flush_if_due()
@@ -135,9 +135,7 @@ def test_rows_that_wait_go_to_disk_every_few_seconds(five: Fixture) -> None:
     assert five.segment_rows() == [4], "not before the next few seconds have passed"
 
 
-def test_many_rows_do_not_wait_for_the_clock(
-    five: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_held_rows_are_flushed_at_once(five: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "FLUSH_ROWS", 2)
     five.sink.add(finished(4))
     five.sink.flush_if_due()
@@ -147,7 +145,7 @@ def test_many_rows_do_not_wait_for_the_clock(
     assert five.segment_rows() == [3, 4]
 
 
-def test_a_part_is_made_of_segments_and_of_memory(five: Fixture) -> None:
+def test_part_combines_segments_and_rows_in_memory(five: Fixture) -> None:
     for row_id in (4, 1, 3):
         five.sink.add(finished(row_id))
         five.sink.flush()
@@ -160,7 +158,7 @@ def test_a_part_is_made_of_segments_and_of_memory(five: Fixture) -> None:
     assert statistics["prompt_tokens"].to_pylist() == [2, 3]
 
 
-def test_steps_go_to_disk_before_the_rows_they_finished(five: Fixture) -> None:
+def test_steps_are_written_before_rows(five: Fixture) -> None:
     five.sink.add(finished(4))
     five.sink.flush()
     assert five.commits == 1
@@ -169,7 +167,7 @@ def test_steps_go_to_disk_before_the_rows_they_finished(five: Fixture) -> None:
     assert five.commits == 2
 
 
-def test_a_part_that_reads_back_wrong_is_not_finished(
+def test_part_that_reads_back_wrong_is_not_finished(
     five: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = LocalFiles.write
@@ -188,23 +186,7 @@ def test_a_part_that_reads_back_wrong_is_not_finished(
     assert five.segment_rows() == [0, 1]
 
 
-def test_a_row_that_finishes_twice_is_a_bug(five: Fixture) -> None:
-    five.sink.add(finished(0))
-    with pytest.raises(AssertionError, match="row 0 finished twice"):
-        five.sink.add(finished(0))
-
-
-def test_records_count_errors_and_statistics_follow_the_rows(five: Fixture) -> None:
-    five.sink.add(finished(0))
-    five.sink.add(finished(1, "empty_prompt"))
-    record = five.out.finished(five.parts[0])
-    assert record is not None
-    assert (record.rows, record.error_codes) == (2, {"empty_prompt": 1})
-    statistics = pq.read_table(five.out.request_stats(five.parts[0]))
-    assert statistics["row_id"].to_pylist() == [0]
-
-
-def test_metadata_and_page_checksums(five: Fixture) -> None:
+def test_part_metadata_and_page_checksums(five: Fixture) -> None:
     for row_id in range(2):
         five.sink.add(finished(row_id))
     path = five.files()[0]
@@ -213,13 +195,7 @@ def test_metadata_and_page_checksums(five: Fixture) -> None:
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
 
 
-def test_an_empty_dataset_is_written_as_one_empty_part(tmp_path: Path) -> None:
-    fixture = Fixture(tmp_path, 0, 4, set())
-    fixture.sink.write_complete()
-    assert pq.read_table(fixture.files()[0]).num_rows == 0
-
-
-def test_no_kept_column(tmp_path: Path) -> None:
+def test_part_without_kept_columns(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b"]})
     spec = job(tmp_path, input={"path": str(tmp_path / "in"), "keep_columns": []})
     source = open_source(spec.input.paths)
@@ -239,7 +215,7 @@ def test_no_kept_column(tmp_path: Path) -> None:
     assert written["row_id"] == pa.chunked_array([[0, 1]])
 
 
-def test_a_file_that_was_left_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_input_file_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # three rows' prompts, not two
     fixture = Fixture(tmp_path, 20, 3, done={2})
     for part in fixture.parts:

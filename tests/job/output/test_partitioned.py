@@ -50,7 +50,7 @@ def run(spec: JobSpec, **options: Any) -> ExitCode:
     return run_job(spec, build=FakeBuild(), quiet=True, **options)
 
 
-def test_rows_are_in_folders_by_their_values(tmp_path: Path) -> None:
+def test_partition_by_writes_hive_folders(tmp_path: Path) -> None:
     spec = with_langs(tmp_path, "lang", "day")
     assert run(spec) is ExitCode.OK
     found = open_source(str(tmp_path / "out" / "partitioned"))
@@ -81,7 +81,7 @@ def test_rows_are_in_folders_by_their_values(tmp_path: Path) -> None:
     assert sorted((tmp_path / "out" / "data").iterdir())
 
 
-def test_a_second_run_does_nothing_and_a_damaged_file_is_found_and_mended(tmp_path: Path) -> None:
+def test_damaged_partitioned_file_is_found_and_written_again(tmp_path: Path) -> None:
     spec = with_langs(tmp_path, "lang")
     assert run(spec) is ExitCode.OK
     before = files(tmp_path)
@@ -99,7 +99,7 @@ def test_a_second_run_does_nothing_and_a_damaged_file_is_found_and_mended(tmp_pa
     assert files(tmp_path) == before
 
 
-def test_other_columns_are_written_without_running_a_row(tmp_path: Path) -> None:
+def test_changed_partition_columns_run_no_rows(tmp_path: Path) -> None:
     spec = with_langs(tmp_path)
     assert run(spec) is ExitCode.OK
     assert not (tmp_path / "out" / "partitioned").exists()
@@ -118,7 +118,7 @@ def test_other_columns_are_written_without_running_a_row(tmp_path: Path) -> None
     assert verify(output_at(spec.output.path)).problems == []
 
 
-def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
+def test_interrupted_partitioning_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = with_langs(tmp_path, "lang")
@@ -155,7 +155,7 @@ def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
         (["x"], {"x": ["y" * 300] * 25}, DataError, 'a value of "x" is too long'),
     ],
 )
-def test_what_makes_no_folders_is_refused_before_the_model_is_loaded(
+def test_invalid_partition_columns_are_refused_before_the_model_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     by: list[str],
@@ -170,7 +170,7 @@ def test_what_makes_no_folders_is_refused_before_the_model_is_loaded(
     assert build.count == 0
 
 
-def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_partitioned_folder_is_kept(tmp_path: Path) -> None:
     spec = with_langs(tmp_path)
     assert run(spec) is ExitCode.OK
     mine = tmp_path / "out" / "partitioned" / "mine.txt"
@@ -183,16 +183,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     assert mine.read_text() == "mine"
 
 
-def test_rows_that_are_mended_leave_no_file_behind(tmp_path: Path) -> None:
-    rows = partitioned_job(tmp_path, "status", prompt=["x" * 300, *(f"{at}" for at in range(24))])
-    allowed = rows.model_copy(
-        update={"errors": rows.errors.model_copy(update={"max_error_rate": 1.0})}
-    )
-    assert run(allowed) is ExitCode.OK
-    assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok", "status=error"}
-
-
-def test_rows_that_run_again_are_in_the_folders_as_they_are_then(tmp_path: Path) -> None:
+def test_retried_rows_move_to_their_new_partition(tmp_path: Path) -> None:
     spec = with_langs(tmp_path, "status")
     assert run_job(spec, build=Model(3, 17), quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
     assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok", "status=error"}
@@ -200,7 +191,7 @@ def test_rows_that_run_again_are_in_the_folders_as_they_are_then(tmp_path: Path)
     assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok"}
 
 
-def test_columns_that_come_later_are_checked_as_well(
+def test_partition_columns_added_later_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = partitioned_job(tmp_path, x=range(25))
@@ -215,14 +206,14 @@ def test_columns_that_come_later_are_checked_as_well(
 
 
 @given(st.none() | st.text(max_size=9), st.text(min_size=1, max_size=5))
-def test_a_folder_says_what_it_stands_for(value: str | None, column: str) -> None:
+def test_partition_folder_names_round_trip(value: str | None, column: str) -> None:
     name = partitioned._folder_name(column, value)
     assert "/" not in name
     assert "\0" not in name
     assert folder_values(["/lake"], [f"/lake/{name}/x"]) == {f"/lake/{name}/x": {column: value}}
 
 
-def test_the_word_for_null_is_refused_as_a_text(tmp_path: Path) -> None:
+def test_hive_null_marker_is_refused_as_a_value(tmp_path: Path) -> None:
     """However it is written, pyarrow and polars read it as null."""
     spec = partitioned_job(tmp_path, "x", x=["a", None, *["__HIVE_DEFAULT_PARTITION__"] * 23])
     with pytest.raises(DataError, match="has the text __HIVE_DEFAULT_PARTITION__, which readers"):
@@ -230,7 +221,7 @@ def test_the_word_for_null_is_refused_as_a_text(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_texts_of_all_types_name_the_same_folders() -> None:
+def test_partition_values_of_all_string_types() -> None:
     texts = pa.array(["a", None])
     for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
         assert partitioned._values_of([texts.cast(kind)]) == [("a",), (None,)]

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError, UsageError
+from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
@@ -86,16 +86,25 @@ def check_sums(tmp_path: Path) -> None:
         assert tokens[name] == pc.sum(table(tmp_path)[f"num_{name}_tokens"]).as_py()
 
 
-@pytest.mark.parametrize("order", ["input", "prefix"])
-@pytest.mark.parametrize("every_steps", [1, 7])
-def test_finished_rows_of_a_stopped_run_do_not_run_again(
-    tmp_path: Path, order: str, every_steps: int
+@pytest.mark.parametrize(
+    ("error", "order", "every_steps"),
+    [
+        *((None, "input", 1), (None, "prefix", 7)),
+        *((RuntimeError("bug"), "prefix", 7), (DeviceError("the device is gone"), "input", 7)),
+    ],
+)
+def test_finished_rows_of_an_ended_run_do_not_run_again(
+    tmp_path: Path, error: Exception | None, order: str, every_steps: int
 ) -> None:
     texts = prompts(tmp_path)
     spec = job(
         tmp_path, output=ONE_PART, engine={"order": order}, stats={"every_steps": every_steps}
     )
-    assert run_job(spec, build=Build(stop_at(40)), quiet=True) is ExitCode.INTERRUPTED
+    if error is None:
+        assert run_job(spec, build=Build(stop_at(40)), quiet=True) is ExitCode.INTERRUPTED
+    else:
+        with pytest.raises(type(error)):
+            run_job(spec, build=Build(fail_at(40, error)), quiet=True)
     kept = on_disk(tmp_path)
     assert 0 < len(kept) < NUM_ROWS
     second = Build()
@@ -108,24 +117,7 @@ def test_finished_rows_of_a_stopped_run_do_not_run_again(
     check_sums(tmp_path)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), DeviceError("the device is gone")])
-def test_finished_rows_of_a_failed_run_do_not_run_again(tmp_path: Path, error: Exception) -> None:
-    texts = prompts(tmp_path)
-    spec = job(tmp_path, output=ONE_PART, stats={"every_steps": 7})
-    with pytest.raises(type(error)):
-        run_job(spec, build=Build(fail_at(40, error)), quiet=True)
-    kept = on_disk(tmp_path)
-    assert kept
-    second = Build()
-    assert run_job(spec, build=second, quiet=True) is ExitCode.OK
-    assert not set(kept) & set(second.ran)
-    check_answers(tmp_path, texts)
-    check_sums(tmp_path)
-
-
-def test_a_run_that_dies_between_two_rows_of_steps_is_counted_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_killed_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = prompts(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
@@ -147,7 +139,7 @@ def test_a_run_that_dies_between_two_rows_of_steps_is_counted_whole(
     assert sorted(runs) == ["run-00001", "run-00002"]
 
 
-def test_a_part_whose_rows_are_all_there_needs_no_model(
+def test_part_with_all_rows_in_segments_needs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = prompts(tmp_path)
@@ -172,7 +164,7 @@ def test_a_part_whose_rows_are_all_there_needs_no_model(
     assert summary["kv"]["num_blocks"] == 128
 
 
-def test_another_job_may_not_add_to_finished_rows(tmp_path: Path) -> None:
+def test_other_job_is_refused_after_rows_are_finished(tmp_path: Path) -> None:
     prompts(tmp_path)
     run_job(job(tmp_path, output=ONE_PART), build=Build(stop_at(40)), quiet=True)
     other = job(tmp_path, output=ONE_PART, sampling={"max_tokens": 7})
@@ -182,7 +174,7 @@ def test_another_job_may_not_add_to_finished_rows(tmp_path: Path) -> None:
     assert {len(text) for text in table(tmp_path)["generated_text"].to_pylist()} == {6, 7}
 
 
-def test_a_damaged_segment_is_told_of_and_its_rows_run_again(
+def test_rows_of_a_damaged_segment_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = prompts(tmp_path)
@@ -215,7 +207,7 @@ class Model(Build):
 
 
 @pytest.mark.parametrize("rows_per_part", [10, 100])
-def test_only_error_rows_run_again(tmp_path: Path, rows_per_part: int) -> None:
+def test_retry_errors_runs_only_failed_rows(tmp_path: Path, rows_per_part: int) -> None:
     texts = prompts(tmp_path)
     spec = job(tmp_path, output={"rows_per_part": rows_per_part})
     for _ in range(2):
@@ -234,7 +226,7 @@ def test_only_error_rows_run_again(tmp_path: Path, rows_per_part: int) -> None:
     assert nothing.count == 0
 
 
-def test_errors_within_the_limit_can_be_tried_again_too(tmp_path: Path) -> None:
+def test_retry_errors_of_a_successful_job(tmp_path: Path) -> None:
     prompts(tmp_path)
     spec = job(tmp_path, errors={"max_error_rate": 0.5})
     assert run_job(spec, build=Model(3), quiet=True) is ExitCode.OK
@@ -248,7 +240,7 @@ def test_errors_within_the_limit_can_be_tried_again_too(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "data" / "part-00001.parquet").stat().st_mtime_ns == other
 
 
-def test_error_rows_of_a_stopped_run_are_tried_again(tmp_path: Path) -> None:
+def test_retry_errors_of_a_stopped_run(tmp_path: Path) -> None:
     texts = prompts(tmp_path, bad=(2,))
     spec = job(tmp_path, output=ONE_PART, errors={"max_error_rate": 0.5})
     run_job(spec, build=Build(stop_at(40)), quiet=True)
@@ -260,7 +252,7 @@ def test_error_rows_of_a_stopped_run_are_tried_again(tmp_path: Path) -> None:
     check_answers(tmp_path, texts)
 
 
-def test_marks_of_rows_outlive_a_retry(tmp_path: Path) -> None:
+def test_retry_errors_keeps_marks_of_rows(tmp_path: Path) -> None:
     texts = [f"row {row}" for row in range(10)]
     texts[6] = "a<eos>b"
     columns = {"prompt": texts, "request": texts, "has_control_text": texts}
@@ -274,14 +266,8 @@ def test_marks_of_rows_outlive_a_retry(tmp_path: Path) -> None:
     assert (rows["error"], rows["control_text"]) == (0, 1)
 
 
-def test_overwriting_and_trying_errors_again_exclude_each_other(tmp_path: Path) -> None:
-    prompts(tmp_path)
-    with pytest.raises(UsageError, match="--retry-errors"):
-        run_job(job(tmp_path), build=Build(), overwrite=True, retry_errors=True)
-
-
 @pytest.mark.parametrize("again", ["overwrite", "retry_errors"])
-def test_what_cannot_be_deleted_is_named(
+def test_failed_deletion_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
     prompts(tmp_path, bad=(1,))
@@ -319,7 +305,7 @@ class Dies(Build):
         return built
 
 
-def test_after_a_death_a_store_is_told_of_rows_before_they_run(
+def test_in_flight_log_is_flushed_at_once_after_a_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts(tmp_path)
@@ -349,7 +335,7 @@ def test_after_a_death_a_store_is_told_of_rows_before_they_run(
 
 
 @pytest.mark.parametrize("row", [0, 17, 39])
-def test_a_row_that_kills_the_process_is_found_and_given_up(tmp_path: Path, row: int) -> None:
+def test_row_that_kills_the_process_is_given_up(tmp_path: Path, row: int) -> None:
     texts = prompts(tmp_path)
     spec = job(tmp_path, output={"rows_per_part": 15}, engine={"max_num_seqs": 4})
     deaths = 0
@@ -391,7 +377,7 @@ class Multiplying(FakeBuild):
         return built
 
 
-def test_a_run_is_told_what_multiplied_in_the_one_it_goes_on_with(tmp_path: Path) -> None:
+def test_resumed_run_is_pinned_to_the_first_kernels(tmp_path: Path) -> None:
     prompts(tmp_path)
     spec = job(tmp_path, output=ONE_PART)
     first = Multiplying("own AVX-512", stops_at=40)
@@ -406,28 +392,19 @@ def test_a_run_is_told_what_multiplied_in_the_one_it_goes_on_with(tmp_path: Path
     assert over.before == {}
 
 
-def test_two_kernels_in_one_job_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("float32", "multiplied float32"), ("attention", "computed attention")],
+)
+def test_different_kernels_in_one_job_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, says: str
 ) -> None:
     prompts(tmp_path)
     spec = job(tmp_path, output=ONE_PART)
-    run_job(spec, build=Multiplying("own AMX", stops_at=40), quiet=True)
-    assert run_job(spec, build=Multiplying("own AVX2")) is ExitCode.OK
-    told = " ".join(capsys.readouterr().err.split())
-    assert "own AMX and own AVX2 multiplied float32 in different runs of this job" in told
+    run_job(spec, build=Multiplying("own AMX", stops_at=40, what=what), quiet=True)
+    assert run_job(spec, build=Multiplying("own AVX2", what=what)) is ExitCode.OK
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"own AMX and own AVX2 {says} in different runs of this job" in printed
+    assert printed.count(says) == 2, "at the start and at the end of the run"
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
-    assert summary["kernels"] == {"float32": "own AMX and own AVX2"}
-    assert told.count("multiplied float32") == 2  # when it begins, and at its end
-
-
-def test_attention_by_other_kernels_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts(tmp_path)
-    spec = job(tmp_path, output=ONE_PART)
-    run_job(spec, build=Multiplying("own AVX2", stops_at=40, what="attention"), quiet=True)
-    run_job(spec, build=Multiplying("torch (no C kernels)", what="attention"))
-    told = " ".join(capsys.readouterr().err.split())
-    assert "own AVX2 and torch (no C kernels) computed attention in different runs" in told
-    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
-    assert summary["kernels"] == {"attention": "own AVX2 and torch (no C kernels)"}
+    assert summary["kernels"] == {what: "own AMX and own AVX2"}

@@ -42,12 +42,12 @@ def types(schema: pa.Schema) -> dict[str, str]:
     return {field.name: str(field.type) for field in schema}
 
 
-def test_the_generated_columns_are_the_contract(tmp_path: Path) -> None:
+def test_generated_columns_match_the_contract(tmp_path: Path) -> None:
     table = table_of(tmp_path, {"prompt": ["a"]})
     assert types(table.generated_schema) == GENERATED
 
 
-def test_what_is_included_is_added(tmp_path: Path) -> None:
+def test_output_include_adds_columns(tmp_path: Path) -> None:
     include = ["prompt", "token_ids", "logprobs", "prompt_logprobs"]
     table = table_of(
         tmp_path,
@@ -82,7 +82,7 @@ def test_kept_columns_keep_their_types_and_come_first(tmp_path: Path) -> None:
     }
 
 
-def test_only_the_columns_asked_for_are_kept_and_the_id(tmp_path: Path) -> None:
+def test_keep_columns_and_id_column(tmp_path: Path) -> None:
     sections = {"input": {"keep_columns": ["b"], "id_column": "id"}}
     table = table_of(tmp_path, {"a": [1], "b": [2], "id": [3]}, **sections)
     assert table.kept_schema.names == ["b", "id"]
@@ -95,7 +95,7 @@ def test_only_the_columns_asked_for_are_kept_and_the_id(tmp_path: Path) -> None:
         ({"input": {"id_column": "nope"}}, 'input.id_column: .*"nope"'),
     ],
 )
-def test_a_column_that_is_not_there(tmp_path: Path, sections: Any, message: str) -> None:
+def test_missing_kept_column(tmp_path: Path, sections: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         table_of(tmp_path, {"a": [1]}, **sections)
 
@@ -109,22 +109,22 @@ def test_a_column_that_is_not_there(tmp_path: Path, sections: Any, message: str)
         ({"a": [1]}, {"rename": {"a": "outputs"}}),
     ],
 )
-def test_a_collision_says_how_to_mend_it(tmp_path: Path, columns: Any, output: Any) -> None:
+def test_column_collision_suggests_output_rename(tmp_path: Path, columns: Any, output: Any) -> None:
     with pytest.raises(UsageError, match=r"output\.rename"):
         table_of(tmp_path, columns, output=output)
 
 
-def test_rename_mends_a_collision(tmp_path: Path) -> None:
+def test_output_rename(tmp_path: Path) -> None:
     table = table_of(tmp_path, {"status": ["new"]}, output={"rename": {"status": "input_status"}})
     assert table.kept_schema.names == ["input_status"]
 
 
-def test_rename_of_a_column_that_is_not_kept(tmp_path: Path) -> None:
+def test_output_rename_of_a_dropped_column(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r'no column "x" is kept\n.* kept columns are: a'):
         table_of(tmp_path, {"a": [1]}, output={"rename": {"x": "y"}})
 
 
-def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> None:
+def test_output_table_replaces_invalid_utf8(tmp_path: Path) -> None:
     table = table_of(tmp_path, {"prompt": strings([b"a", b"\xff"])})
     kept = pa.record_batch([strings([b"a", b"\xff"])], names=["prompt"])
     rows = [{"row_id": 0, "status": "ok"}, {"row_id": 1, "status": "error"}]
@@ -136,9 +136,7 @@ def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("include", [(), ("prompt", "token_ids"), ("prompt_logprobs",)])
-def test_the_job_file_is_checked_against_the_same_names(
-    tmp_path: Path, include: tuple[str, ...]
-) -> None:
+def test_generated_columns_match_the_task_spec(tmp_path: Path, include: tuple[str, ...]) -> None:
     sampling = {"prompt_logprobs": 0} if "prompt_logprobs" in include else {}
     sections = {"output": {"include": include}, "sampling": sampling}
     names = table_of(tmp_path, {"text": ["a"]}, **sections).generated_schema.names

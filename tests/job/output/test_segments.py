@@ -68,7 +68,7 @@ def only_file(out: OutputDir) -> Path:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(batches=st.lists(st.sets(st.integers(0, 11), min_size=1), max_size=5))
-def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]) -> None:
+def test_segments_round_trip(out: OutputDir, batches: list[set[int]]) -> None:
     for path in out.files.entries(out.segments):
         path.unlink()
     segments = Segments(out, PLAN, PARTS, GENERATED)
@@ -84,7 +84,7 @@ def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]
         assert texts(segments, part) == texts(again, part) == expected
 
 
-def test_statistics_and_marks_come_back(out: OutputDir) -> None:
+def test_segments_keep_statistics_and_marks(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(5, 4))
     table = segments.rows_of(PARTS[1])
@@ -92,7 +92,7 @@ def test_statistics_and_marks_come_back(out: OutputDir) -> None:
     assert table["has_control_text"].to_pylist() == [False, True]
 
 
-def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None:
+def test_segment_is_deleted_with_its_last_part(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0, 9))
     segments.add(rows(1))
@@ -104,7 +104,7 @@ def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None
     assert files(out) == []
 
 
-def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: OutputDir) -> None:
+def test_segments_of_finished_parts_are_deleted_and_numbers_are_not_reused(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0, 9))
     segments.add(rows(1))
@@ -124,7 +124,7 @@ def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: Out
         lambda path: pq.write_table(pa.table({"row_id": [1]}), path),
     ],
 )
-def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
+def test_damaged_segment_is_reported_and_deleted(out: OutputDir, harm) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0))
     harmed = only_file(out)
@@ -136,7 +136,7 @@ def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
     assert files(out) == ["segment-000001"]
 
 
-def test_no_byte_of_a_segment_can_change_unseen(out: OutputDir) -> None:
+def test_any_changed_byte_of_a_segment_is_noticed(out: OutputDir) -> None:
     """Also where no page is: row counts and places are in the footer."""
     Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 9))
     path = only_file(out)
@@ -148,7 +148,7 @@ def test_no_byte_of_a_segment_can_change_unseen(out: OutputDir) -> None:
         assert (found.tolist(), list(damaged)) == ([], [path.name])
 
 
-def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
+def test_segment_damaged_during_the_run(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0))
     only_file(out).write_bytes(b"zork")
@@ -156,7 +156,7 @@ def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
         segments.rows_of(PARTS[0])
 
 
-def test_errors_are_forgotten_and_nothing_else(out: OutputDir) -> None:
+def test_forget_errors_keeps_good_rows(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     mixed = pa.concat_tables([rows(0, 9), rows(1, 8, status="error")])
     for table in (mixed, rows(2), rows(3, status="error")):
@@ -167,7 +167,7 @@ def test_errors_are_forgotten_and_nothing_else(out: OutputDir) -> None:
     assert texts(segments, PARTS[2]) == [(9, "answer 9")]
 
 
-def test_what_arrives_late_from_another_plan_is_not_taken_for_this_ones(out: OutputDir) -> None:
+def test_late_segment_of_another_plan_is_ignored(out: OutputDir) -> None:
     """As from a run that was frozen while this one was begun, with the same columns."""
     for late in (replace(PLAN, fingerprint="g"), replace(PLAN, planned_at="2026-11-20T10:00:01")):
         Segments(out, late, PARTS, GENERATED).add(rows(0, text="other"))
@@ -183,16 +183,7 @@ def of_writer(out: OutputDir, writer: str, parts: list[Part], owned: range) -> S
     return Segments(for_writer(out, writer), PLAN, parts, GENERATED, owned)
 
 
-def test_a_segment_of_one_of_several_writers_says_whose_it_is_and_of_which_parts(
-    out: OutputDir,
-) -> None:
-    path = of_writer(out, "s0001of2", PARTS[1:], range(1, 3)).add(rows(4, 9))
-    assert path.name.startswith("segment-000000-s0001of2-1-2-")
-    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
-    assert (found.tolist(), damaged) == ([4, 9], {})
-
-
-def test_a_writer_reads_and_deletes_only_what_is_its_own(out: OutputDir) -> None:
+def test_writer_reads_and_deletes_only_its_own_segments(out: OutputDir) -> None:
     of_writer(out, "s0001of2", PARTS[1:], range(1, 3)).add(rows(4))
     harmed = only_file(out)
     harmed.write_bytes(b"zork")
@@ -210,7 +201,7 @@ def test_a_writer_reads_and_deletes_only_what_is_its_own(out: OutputDir) -> None
     assert files(out) == []
 
 
-def test_a_segment_that_another_writer_deletes_meanwhile_is_not_damaged(
+def test_segment_deleted_by_another_writer_is_not_damaged(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Segments(out, PLAN, PARTS, GENERATED).add(rows(0))
@@ -225,9 +216,7 @@ def test_a_segment_that_another_writer_deletes_meanwhile_is_not_damaged(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_no_row_of_many_writers_is_lost_whatever_they_do(
-    out: OutputDir, data: st.DataObject
-) -> None:
+def test_no_row_of_several_writers_is_lost(out: OutputDir, data: st.DataObject) -> None:
     """Writers of disjoint parts add, finish parts, die and come again, in any order."""
     for path in out.files.entries(out.segments):
         path.unlink()

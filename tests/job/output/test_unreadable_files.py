@@ -87,7 +87,7 @@ def finished_rows(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM])
 @pytest.mark.parametrize("pattern", KEPT)
-def test_a_read_that_fails_once_is_repeated(
+def test_failed_read_is_repeated(
     stopped: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, number: int
 ) -> None:
     done = finished_rows(stopped)
@@ -98,7 +98,7 @@ def test_a_read_that_fails_once_is_repeated(
 
 
 @pytest.mark.parametrize("pattern", KEPT)
-def test_what_cannot_be_read_ends_the_run_and_nothing_is_computed_again(
+def test_unreadable_file_ends_the_run_and_no_row_is_computed_again(
     stopped: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
     done, build = finished_rows(stopped), Build()
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_ends_the_run_and_nothing_is_computed_again(
     assert not done & set(finish(stopped))
 
 
-def test_what_is_damaged_is_computed_again_though_reads_fail(
+def test_damaged_part_is_made_again_despite_failing_reads(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = stopped / "out" / "data" / "part-00000.parquet"
@@ -125,7 +125,7 @@ def test_what_is_damaged_is_computed_again_though_reads_fail(
     assert verify(output_at(str(stopped / "out"))).problems == []
 
 
-def test_verify_names_what_cannot_be_read(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_names_unreadable_files(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = output_at(str(stopped / "out"))
     for pattern in ("data/part-00000.parquet", "segments/*.parquet"):
         with failing_reads(pattern, 10**9, errno.EIO, monkeypatch):
@@ -133,7 +133,7 @@ def test_verify_names_what_cannot_be_read(stopped: Path, monkeypatch: pytest.Mon
             assert verify(out).problems
 
 
-def test_a_folder_that_cannot_be_listed_is_a_storage_error(
+def test_unlistable_folder_is_a_storage_error(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listdir = os.listdir
@@ -150,9 +150,7 @@ def test_a_folder_that_cannot_be_listed_is_a_storage_error(
     finish(stopped)
 
 
-def test_a_segment_that_memory_has_no_room_for_is_kept(
-    stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segment_is_kept_if_memory_is_short(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise pa.ArrowMemoryError("malloc of size 64 failed")
 

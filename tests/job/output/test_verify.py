@@ -74,7 +74,7 @@ def other_job(path: Path) -> None:
     pq.write_table(pq.read_table(path).replace_schema_metadata({}), path)
 
 
-def test_nothing_is_wrong_with_a_finished_job(root: Path) -> None:
+def test_verify_of_a_finished_job(root: Path) -> None:
     done = found(root)
     assert done == Verification(True, 3, 3, 25, [])
     assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; all as recorded"]
@@ -84,7 +84,7 @@ def test_nothing_is_wrong_with_a_finished_job(root: Path) -> None:
     assert done.data()["ok"] is True
 
 
-def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
+def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row}" * 9 for row in range(40)]})
     run_job(job(tmp_path), build=Build(stop_at(40)), quiet=True)
     done = found(tmp_path / "out")
@@ -140,7 +140,7 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: str) -> None:
+def test_verify_names_damage(root: Path, harm: Callable[[Path], None], says: str) -> None:
     harm(root)
     done = found(root)
     assert len(done.problems) == 1
@@ -152,7 +152,7 @@ def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: st
 @pytest.mark.parametrize(
     "name", [PART, KEYS, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
 )
-def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str) -> None:
+def test_damage_is_repaired_as_verify_advises(tmp_path: Path, root: Path, name: str) -> None:
     rot(root / name)
     (root / "_batchinfer/manifest.json").write_bytes(b"")
     advice = list(found(root).lines())[-1]
@@ -162,7 +162,7 @@ def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str)
     assert found(root) == Verification(True, 3, 3, 25, [])
 
 
-def test_many_problems_are_cut_short(root: Path) -> None:
+def test_verify_shows_the_first_problems(root: Path) -> None:
     for number in range(30):
         (root / "data" / f"{number}.csv").touch()
     lines = list(found(root).lines())
@@ -170,7 +170,7 @@ def test_many_problems_are_cut_short(root: Path) -> None:
     assert lines[10] == "and 20 more problems"
 
 
-def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
+def test_verify_without_a_plan(root: Path) -> None:
     for name in ("manifest.json", "manifest-copy.json"):
         (root / "_batchinfer" / name).write_bytes(b"{")
     with pytest.raises(DataError, match="damaged"):
@@ -179,7 +179,7 @@ def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
-def test_a_large_part_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+def test_verify_streams_large_parts(tmp_path: Path) -> None:
     """Of 72 MiB, which do not compress: more than is fetched beforehand."""
     blobs = [Random(row).randbytes(1 << 20) for row in range(72)]
     columns = {"prompt": ["asks"] * len(blobs), "blob": blobs}

@@ -49,14 +49,14 @@ def change(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, ADAPTER])
-def test_the_file_is_named(stopped: Any, tmp_path: Path, name: str) -> None:
+def test_changed_model_file_is_named(stopped: Any, tmp_path: Path, name: str) -> None:
     change(tmp_path / ("adapter" if name == ADAPTER else "model") / name)
     with pytest.raises(LockedError, match=rf"What differs: model\S*\.{name} was ") as raised:
         run_job(stopped, build=FakeBuild(), quiet=True)
     assert raised.value.exit_code == ExitCode.LOCKED
 
 
-def test_what_only_looks_changed_is_the_same_job(stopped: Any, tmp_path: Path) -> None:
+def test_rewritten_model_files_with_the_same_content_resume(stopped: Any, tmp_path: Path) -> None:
     for name in FILES:
         path = tmp_path / "model" / name
         content = path.read_bytes()
@@ -66,7 +66,7 @@ def test_what_only_looks_changed_is_the_same_job(stopped: Any, tmp_path: Path) -
     assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
 
 
-def test_a_model_that_moved_is_the_same_job(stopped: Any, tmp_path: Path) -> None:
+def test_moved_model_resumes(stopped: Any, tmp_path: Path) -> None:
     for name in ("model", "adapter"):
         (tmp_path / name).rename(tmp_path / f"moved-{name}")
     moved = {
@@ -86,7 +86,7 @@ def forget_content(path: Path) -> None:
     path.write_text(json.dumps(plan))
 
 
-def test_a_job_of_a_version_before_goes_on(stopped: Any, tmp_path: Path) -> None:
+def test_job_of_an_older_version_resumes(stopped: Any, tmp_path: Path) -> None:
     out = OutputDir(tmp_path / "out")
     for path in (out.root / "_batchinfer").glob("manifest*.json"):
         forget_content(path)
@@ -101,7 +101,7 @@ def test_a_job_of_a_version_before_goes_on(stopped: Any, tmp_path: Path) -> None
         run_job(stopped, build=FakeBuild(), quiet=True)
 
 
-def test_a_job_goes_on_with_the_commit_that_its_branch_was(
+def test_moved_branch_names_the_commit_to_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The branch has moved on since; the message says how."""

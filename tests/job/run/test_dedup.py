@@ -71,7 +71,7 @@ def equal_rows(tmp_path: Path, count: int) -> JobSpec:
     order=st.sampled_from(["input", "prefix"]),
     stop=st.none() | st.integers(0, 12),
 )
-def test_every_row_has_its_own_answer_however_many_are_equal(
+def test_equal_rows_get_their_own_answers(
     tmp_path_factory: pytest.TempPathFactory,
     rows: list[tuple[str, str | None]],
     order: str,
@@ -109,7 +109,7 @@ def _work(at: int, prompt: str, cell: str | None) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("accept", [None, {"regex": "[a-f]", "k": 2, "max_tries": 4}])
-def test_what_is_written_is_what_each_row_alone_would_have(
+def test_deduplicated_output_equals_separate_computation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept: dict[str, Any] | None
 ) -> None:
     make_text_model(tmp_path / "model")
@@ -143,7 +143,7 @@ def test_what_is_written_is_what_each_row_alone_would_have(
         assert summary(out)[name] == counts[name]
 
 
-def test_rows_share_the_error_of_the_one_that_ran(tmp_path: Path) -> None:
+def test_followers_share_the_error_of_their_leader(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b" * 100, "b" * 100]})
     spec = job(tmp_path, errors={"max_error_rate": 1.0})
     build = Build()
@@ -156,21 +156,7 @@ def test_rows_share_the_error_of_the_one_that_ran(tmp_path: Path) -> None:
     assert build.ran == [0, 1]
 
 
-@pytest.mark.long
-def test_only_so_many_rows_wait_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup, "MAX_WAITING", 1)
-    build = Build()
-    assert run_job(equal_rows(tmp_path, 600), build=build, quiet=True) is ExitCode.OK
-    texts = pq.read_table(tmp_path / "out" / "data")["generated_text"].to_pylist()
-    assert texts == ["the same"] * 600
-    saved = summary(tmp_path / "out")["sharing"]["deduplicated_rows"]
-    assert len(build.ran) + saved == 600
-    assert saved >= 1
-
-
-def test_more_than_may_wait_are_run_and_stop_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_beyond_max_waiting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dedup, "MAX_WAITING", 2)
     prompts = ["the same"] * 5 + [f"other {at}" for at in range(20)]
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
@@ -182,9 +168,7 @@ def test_more_than_may_wait_are_run_and_stop_no_others(
 
 
 @pytest.mark.parametrize("order", ["input", "prefix"])
-def test_prompts_are_not_kept_for_rows_that_take_what_another_came_to(
-    tmp_path: Path, order: str
-) -> None:
+def test_followers_reuse_no_prefix(tmp_path: Path, order: str) -> None:
     prompts = ["same prompt", *["same words"] * 3, *["last words"] * 3]
     cells = [None] * 4 + ['{"temperature": 1.0}'] * 2 + [None]
     columns = {"prompt": prompts, "sampling_params": pa.array(cells, pa.string())}
@@ -196,7 +180,7 @@ def test_prompts_are_not_kept_for_rows_that_take_what_another_came_to(
     assert build.later == {0: len("same "), 1: 0, 4: drawn, 5: drawn, 6: 0}
 
 
-def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
+def test_followers_of_a_failed_leader_run_again(tmp_path: Path) -> None:
     spec = equal_rows(tmp_path, 30)
     with pytest.raises(MemoryError):
         run_job(spec, build=Build(fail_at(3, MemoryError())), quiet=True)
@@ -208,7 +192,7 @@ def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["stop", "die"])
-def test_rows_that_wait_are_not_lost_with_a_run(tmp_path: Path, end: str) -> None:
+def test_followers_count_as_in_flight(tmp_path: Path, end: str) -> None:
     """Those that wait count as in flight: what kills the process is likely in all of them."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["poison"] * 3 + list("abcdef")})
     spec = job(tmp_path, errors={"max_error_rate": 1.0})

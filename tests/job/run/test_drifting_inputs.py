@@ -36,7 +36,7 @@ def stopped(at: int) -> FakeBuild:
     return build
 
 
-def test_files_with_other_columns_are_one_job_to_its_end(tmp_path: Path) -> None:
+def test_union_of_files_with_different_columns_resumes(tmp_path: Path) -> None:
     for at, columns in enumerate(
         (
             {"prompt": [f"a{row}" for row in range(12)], "n": pa.array(range(12), pa.int32())},
@@ -61,7 +61,7 @@ def test_files_with_other_columns_are_one_job_to_its_end(tmp_path: Path) -> None
     assert table["generated_text"].to_pylist() == table["prompt"].to_pylist() == expected
 
 
-def test_a_job_that_could_be_strict_goes_on_as_a_union(tmp_path: Path) -> None:
+def test_strict_job_resumes_as_union(tmp_path: Path) -> None:
     prompts = [f"number {row}" for row in range(40)]
     write_parquet(tmp_path / "in" / "a.parquet", {"prompt": prompts[:20], "junk": [1] * 20})
     write_parquet(tmp_path / "in" / "b.parquet", {"prompt": prompts[20:], "junk": ["x"] * 20})
@@ -93,7 +93,7 @@ BAD = {
 }
 
 
-def test_bad_ids_are_error_rows_and_too_many_are_too_many(tmp_path: Path) -> None:
+def test_bad_ids_are_error_rows(tmp_path: Path) -> None:
     spec = with_bad_ids(tmp_path)
     build = TellingBuild()
     assert run_job(spec, build=build) is ExitCode.TOO_MANY_ROW_ERRORS
@@ -107,7 +107,7 @@ def test_bad_ids_are_error_rows_and_too_many_are_too_many(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stored", ["kept", "gone", "damaged", "of another input"])
-def test_a_resumed_run_finds_the_same(tmp_path: Path, stored: str, monkeypatch: Any) -> None:
+def test_resumed_run_finds_the_same_bad_ids(tmp_path: Path, stored: str, monkeypatch: Any) -> None:
     spec = with_bad_ids(tmp_path, errors={"max_error_rate": 0.1})
     assert run_job(spec, build=stopped(at=12)) is ExitCode.INTERRUPTED
     kept = tmp_path / "out" / "_batchinfer" / "bad_ids.parquet"
@@ -128,7 +128,7 @@ def test_a_resumed_run_finds_the_same(tmp_path: Path, stored: str, monkeypatch: 
     assert pq.read_table(kept)["row_id"].to_pylist() == sorted(BAD)
 
 
-def test_a_filter_leaves_ids_alone_that_it_does_not_select(tmp_path: Path) -> None:
+def test_ids_of_filtered_rows_are_ignored(tmp_path: Path) -> None:
     spec = with_bad_ids(tmp_path, input={"filter": "prompt not in ('number 4', 'number 7')"})
     assert run_job(spec, build=FakeBuild()) is ExitCode.TOO_MANY_ROW_ERRORS
     assert errors(tmp_path) == {33: ("duplicate_id", 'input.id_column: row 11 has the same "id"')}

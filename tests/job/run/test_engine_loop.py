@@ -26,7 +26,7 @@ class StoppedWhileReading(Prefetcher[list[PromptRow]]):
         return None
 
 
-def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
+def test_loop_stopped_while_reading_is_incomplete() -> None:
     stop = Event()
     built = FakeBuild()(None, None, log=lambda line: None)
     task = Generation(

@@ -24,7 +24,7 @@ MARGIN = 0.2
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 @pytest.mark.parametrize(("kept", "times"), [(False, 3), (True, 4)], ids=["left out", "kept"])
-def test_a_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: int) -> None:
+def test_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: int) -> None:
     huge = Random(0).randbytes(ROW_BYTES // 2).hex()
     texts = [*["small"] * 50, huge, *["small"] * 49]
     write_parquet(tmp_path / "huge" / "in" / "x.parquet", {"text": texts})

@@ -42,7 +42,7 @@ def parsed(text: str) -> dict[str, float]:
     return {one.name: one.value for one in samples if one.labels.keys() == {"job"}}
 
 
-def test_over_http_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, port = some_job(tmp_path), free_port()
     url = f"http://127.0.0.1:{port}/metrics"
     seen: list[dict[str, float]] = []
@@ -64,7 +64,7 @@ def test_over_http_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         urllib.request.urlopen(url)
 
 
-def test_in_a_file(tmp_path: Path) -> None:
+def test_metrics_in_a_file(tmp_path: Path) -> None:
     spec, path = some_job(tmp_path), tmp_path / "batchinfer.prom"
     texts: list[str] = []
     build = Build(lambda step: texts.append(path.read_text()))
@@ -79,7 +79,7 @@ def test_in_a_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir() if "prom" in entry.name] == [path.name]
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_metrics_port_in_use(tmp_path: Path) -> None:
     spec = some_job(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -88,7 +88,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_metrics_do_not_replace_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(StorageError, match="not a regular file"):
@@ -96,7 +96,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_rows_finished_and_reused_are_all_rows(tmp_path: Path) -> None:
+def test_metrics_count_reused_rows(tmp_path: Path) -> None:
     spec, path = some_job(tmp_path), tmp_path / "batchinfer.prom"
     first = spec.input.model_copy(update={"limit": 10})
     first_out = spec.output.model_copy(update={"path": str(tmp_path / "first")})
@@ -119,13 +119,13 @@ def test_rows_finished_and_reused_are_all_rows(tmp_path: Path) -> None:
         *(("{}/no/x.prom", StorageError), ("{}", StorageError), ("", StorageError)),
     ],
 )
-def test_places_that_are_none(tmp_path: Path, where: str, error: type[Exception]) -> None:
+def test_invalid_metrics_places(tmp_path: Path, where: str, error: type[Exception]) -> None:
     with pytest.raises(error, match="--metrics ") as raised:
         run_job(some_job(tmp_path), build=Build(), metrics=where.format(tmp_path))
     assert str(os.getpid()) not in str(raised.value).replace(str(tmp_path), "")  # a passing file
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_without_prometheus_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: Any = None
     monkeypatch.setitem(sys.modules, "prometheus_client", gone)
     with pytest.raises(UsageError, match=r"pip install '\.\[metrics\]'"):

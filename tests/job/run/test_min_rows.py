@@ -37,22 +37,20 @@ def small_job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
         (3, {"accept": {"regex": "a", "max_tries": 1}}, FAILED),
     ],
 )
-def test_rows_that_must_come_out(
-    tmp_path: Path, least: int, sections: dict[str, Any], code: ExitCode
-) -> None:
+def test_min_rows(tmp_path: Path, least: int, sections: dict[str, Any], code: ExitCode) -> None:
     spec = small_job(tmp_path, errors={"min_rows": least}, **sections)
     assert [run_job(spec, build=FakeBuild(), quiet=True) for _ in range(2)] == [code, code]
     assert (tmp_path / "out" / "_SUCCESS").exists() is (code is ENDED)
 
 
-def test_the_complaint_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_min_rows_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(small_job(tmp_path, errors={"min_rows": 9}), build=FakeBuild(), quiet=True)
     assert "3 rows came out well, fewer than errors.min_rows, 9\n" in capsys.readouterr().err
     spec = small_job(tmp_path, errors={"min_rows": 3})
     assert run_job(spec, build=FakeBuild(), quiet=True) is ENDED
 
 
-def test_conditions_that_no_sample_meets_are_warned_of(
+def test_accept_that_keeps_no_sample_is_warned_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small_job(tmp_path, accept={"regex": "z", "max_tries": 1})

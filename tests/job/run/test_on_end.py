@@ -73,7 +73,7 @@ def some_job(tmp_path: Path, **on_end_keys: Any) -> JobSpec:
     return spec.model_copy(update={"name": 'a "job"\x1b[2J'})
 
 
-def test_user_and_password_of_a_url_are_a_header(
+def test_webhook_credentials_are_sent_as_a_header(
     tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = hook.url.replace("//", "//me:a%20secret@")
@@ -85,7 +85,7 @@ def test_user_and_password_of_a_url_are_a_header(
     assert "secret" not in printed
 
 
-def test_each_way_to_end_is_told_once(
+def test_webhook_gets_each_outcome_once(
     tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = some_job(tmp_path, webhook=hook.url)
@@ -125,7 +125,7 @@ def test_each_way_to_end_is_told_once(
     )
 
 
-def test_its_failure_is_a_warning(
+def test_webhook_failure_is_shown(
     tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hook.code = 500
@@ -139,7 +139,7 @@ def test_its_failure_is_a_warning(
     assert capsys.readouterr().err.endswith("/…: Connection refused\n")
 
 
-def test_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_on_end_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read()); print('done $HOME')"
     told = tmp_path / "told; $(touch x).json"
     spec = some_job(tmp_path, command=[sys.executable, "-c", code, str(told)])
@@ -158,7 +158,7 @@ def test_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ((sys.executable, "-c", "import time; time.sleep(60)"), ": it was killed after 0.2 s"),
     ],
 )
-def test_a_command_that_fails(
+def test_on_end_command_failures(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -173,7 +173,7 @@ def test_a_command_that_fails(
     assert "secret" not in line
 
 
-def test_of_what_a_command_prints_the_beginning_is_passed_on(
+def test_output_of_an_on_end_command_is_cut(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = "import sys; print('begins'); sys.stderr.write('x' * 3_000_000 + 'ends')"
@@ -186,7 +186,7 @@ def test_of_what_a_command_prints_the_beginning_is_passed_on(
     assert len(told) < on_end.MOST_OUTPUT + 100
 
 
-def test_a_webhook_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_end, "LIMIT_S", 0.05)
     gone = Event()
 
@@ -197,7 +197,7 @@ def test_a_webhook_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
     gone.set()
 
 
-def test_of_shards_the_one_tells_that_ends_the_job(tmp_path: Path, hook: Hook) -> None:
+def test_last_shard_notifies(tmp_path: Path, hook: Hook) -> None:
     spec = some_job(tmp_path, webhook=hook.url)
     assert run_job(spec, build=Build(stop_at(1)), role=Role(Shard(0, 2))) is ExitCode.INTERRUPTED
     assert run_job(spec, build=FakeBuild(), role=Role(Shard(0, 2))) is ExitCode.OK
@@ -206,7 +206,7 @@ def test_of_shards_the_one_tells_that_ends_the_job(tmp_path: Path, hook: Hook) -
     assert [one["outcome"] for one in hook.told] == ["succeeded"]
 
 
-def test_it_is_no_part_of_the_job(tmp_path: Path) -> None:
+def test_on_end_is_not_in_the_fingerprint(tmp_path: Path) -> None:
     with_hook = some_job(tmp_path, webhook="https://user:secret@host/secret?secret#secret")
     assert fingerprint_facts(with_hook, {}) == fingerprint_facts(some_job(tmp_path), {})
     assert resolved(with_hook)["on_end"] == {"webhook": "https://host/…", "command": None}
@@ -226,7 +226,7 @@ def test_it_is_no_part_of_the_job(tmp_path: Path) -> None:
         ("on_end.comand=[x]", "did you mean command?"),
     ],
 )
-def test_mistakes(tmp_path: Path, override: str, says: str) -> None:
+def test_invalid_on_end_keys(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(UsageError) as raised:
         load_job(write_job(tmp_path, MINIMAL), overrides=[override])
     assert says in str(raised.value)

@@ -50,7 +50,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
     ("num_rows", "order", "least", "most"),
     [(4_500, "prefix", 0.99, 1.0), (2_000, "input", 0.3, 0.95)],
 )
-def test_sharing_achieved_of_what_is_possible(
+def test_prefix_sharing_reaches_what_is_possible(
     tmp_path: Path, num_rows: int, order: str, least: float, most: float
 ) -> None:
     """Three levels of prefixes, no multiple of a block; a pool of a tenth of what all rows need."""
@@ -70,7 +70,7 @@ def test_sharing_achieved_of_what_is_possible(
     }
 
 
-def test_little_of_the_pool_is_wasted(tmp_path: Path) -> None:
+def test_kv_waste_is_small(tmp_path: Path) -> None:
     """256 rows of 100 to 1,024 tokens in and out, as a benchmark of GPUs has them."""
     random_ = random.Random(0)
     lengths = [(random_.randint(100, 1024), random_.randint(100, 1024)) for _ in range(256)]
@@ -100,7 +100,7 @@ def prefixes(prompts: list[str]) -> int:
     return len({prompt[:length] for prompt in prompts for length in range(1, len(prompt) + 1)})
 
 
-def test_sharing_of_a_job_that_was_stopped_is_that_of_all_its_rows(tmp_path: Path) -> None:
+def test_prefix_sharing_of_a_resumed_job(tmp_path: Path) -> None:
     prompts = texts(tmp_path)
     build = FakeBuild(max_num_seqs=4)
     build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 60 else None
@@ -125,7 +125,7 @@ class Watched(FakeBuild):
         return self.built
 
 
-def test_the_next_window_is_there_before_the_last_one_drains(
+def test_next_window_is_planned_before_the_last_one_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second_is_planned = Event()
@@ -156,7 +156,7 @@ def test_the_next_window_is_there_before_the_last_one_drains(
 
 
 @pytest.mark.parametrize("order", ["prefix", "input"])
-def test_the_engine_starts_before_a_large_window_is_read(
+def test_engine_starts_before_a_large_window_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     has_started, batches, hungry = Event(), [], []

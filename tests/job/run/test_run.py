@@ -77,9 +77,7 @@ def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}
 
 
-def test_what_the_jobs_sampling_needs_is_compiled_before_the_first_step(
-    tmp_path: Path, build: FakeBuild
-) -> None:
+def test_warm_up_compiles_the_sampling_of_the_job(tmp_path: Path, build: FakeBuild) -> None:
     events: list[Any] = []
     build.before_step = events.append
 
@@ -94,7 +92,7 @@ def test_what_the_jobs_sampling_needs_is_compiled_before_the_first_step(
     assert events[:2] == [([0.9], 0), 0]
 
 
-def test_what_rows_own_sampling_may_need_is_compiled_too(tmp_path: Path, build: FakeBuild) -> None:
+def test_warm_up_compiles_the_sampling_of_rows(tmp_path: Path, build: FakeBuild) -> None:
     owned: list[Any] = []
 
     def build_on_gpu(*args: Any, **kwargs: Any) -> FakeBuilt:
@@ -108,9 +106,7 @@ def test_what_rows_own_sampling_may_need_is_compiled_too(tmp_path: Path, build: 
     assert owned == [True]
 
 
-def test_answers_come_in_input_order_with_the_kept_columns(
-    tmp_path: Path, build: FakeBuild
-) -> None:
+def test_output_is_in_input_order_with_kept_columns(tmp_path: Path, build: FakeBuild) -> None:
     prompts = numbered(tmp_path)
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
     names = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
@@ -137,7 +133,7 @@ def test_answers_come_in_input_order_with_the_kept_columns(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, build: FakeBuild) -> None:
+def test_eos_ends_the_text(tmp_path: Path, build: FakeBuild) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["short"]})
     spec = job(tmp_path, output={"path": str(tmp_path / "out"), "include": ["token_ids", "prompt"]})
     with pytest.raises(UsageError, match='"prompt"'):
@@ -163,34 +159,6 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, build: Fake
     assert row["num_output_tokens"] == 12
 
 
-def test_a_stop_string_is_named(tmp_path: Path, build: FakeBuild) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one. two."]})
-    assert run_job(job(tmp_path, sampling={"stop": ["."]}), build=build) is ExitCode.OK
-    (sample,) = output(tmp_path)["outputs"][0].as_py()
-    assert (sample["text"], sample["stop_reason"]) == ("one", ".")
-
-
-def test_a_stop_token_is_named_and_left_out(tmp_path: Path, build: FakeBuild) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one. two."]})
-    dot = int(
-        FakeBuild()(None, None, log=lambda line: None).tokenizer.encode_batch(
-            ["."], add_special_tokens=False, parse_special_tokens=False
-        )[0][0]
-    )
-    assert run_job(job(tmp_path, sampling={"stop_token_ids": [dot]}), build=build) is ExitCode.OK
-    (sample,) = output(tmp_path)["outputs"][0].as_py()
-    assert (sample["text"], sample["stop_reason"]) == ("one", str(dot))
-
-
-@pytest.mark.parametrize("engine", [{"order": "input"}, {"order": "prefix", "order_window": 3}])
-def test_the_order_rows_run_in_does_not_show(
-    tmp_path: Path, build: FakeBuild, engine: dict[str, Any]
-) -> None:
-    prompts = numbered(tmp_path)
-    assert run_job(job(tmp_path, engine=engine), build=build) is ExitCode.OK
-    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
-
-
 def test_data_is_the_same_in_every_run(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
@@ -202,7 +170,7 @@ def test_data_is_the_same_in_every_run(tmp_path: Path, build: FakeBuild) -> None
     }
 
 
-def test_file_metadata_says_what_made_it(tmp_path: Path, build: FakeBuild) -> None:
+def test_file_metadata(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     metadata = pq.read_schema(tmp_path / "out" / "data" / "part-00000.parquet").metadata
@@ -212,7 +180,7 @@ def test_file_metadata_says_what_made_it(tmp_path: Path, build: FakeBuild) -> No
     assert metadata[b"batchinfer.fingerprint"].decode() == summary(tmp_path)["fingerprint"]
 
 
-def test_file_metadata_does_not_say_where_the_model_is(tmp_path: Path, build: FakeBuild) -> None:
+def test_file_metadata_does_not_contain_the_model_path(tmp_path: Path, build: FakeBuild) -> None:
     """Parts that are made after a project was moved are as those made before."""
     numbered(tmp_path)
     model = tmp_path / "models" / "small"
@@ -222,7 +190,7 @@ def test_file_metadata_does_not_say_where_the_model_is(tmp_path: Path, build: Fa
     assert metadata[b"batchinfer.model"] == b"small"
 
 
-def test_bad_rows_are_coded_and_the_good_ones_are_right(tmp_path: Path, build: FakeBuild) -> None:
+def test_bad_rows_get_error_codes(tmp_path: Path, build: FakeBuild) -> None:
     bad = {20: (b"", "empty_prompt"), 40: (None, "empty_prompt"), 60: (b"\xff", "invalid_utf8")}
     bad |= {80: (LONG.encode(), "prompt_too_long"), 99: (b"  ", "empty_prompt")}
     prompts = [b"row %d" % row for row in range(100)]
@@ -250,7 +218,7 @@ def test_bad_rows_are_coded_and_the_good_ones_are_right(tmp_path: Path, build: F
     }
 
 
-def test_too_many_bad_rows_withhold_success_until_they_are_accepted(
+def test_too_many_errors_withhold_success(
     tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "", "c", "d"]})
@@ -266,17 +234,7 @@ def test_too_many_bad_rows_withhold_success_until_they_are_accepted(
     assert build.count == 1
 
 
-def test_a_row_the_engine_refuses_is_an_error_row(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b" * 100]})
-    small = FakeBuild(num_blocks=10)
-    spec = job(tmp_path, errors={"max_error_rate": 1})
-    assert run_job(spec, build=small) is ExitCode.OK
-    good, bad = output(tmp_path).to_pylist()
-    assert good["status"] == "ok"
-    assert (bad["error"]["code"], bad["num_prompt_tokens"]) == ("does_not_fit", 100)
-
-
-def test_output_that_the_decoder_fails_at_is_the_error_of_its_row(tmp_path: Path) -> None:
+def test_decoder_failure_is_a_row_error(tmp_path: Path) -> None:
     def fail_at_letters(tokenizer: dict[str, Any]) -> None:
         one = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}
         tokenizer["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, one]}
@@ -300,7 +258,7 @@ def test_control_tokens_in_row_text_are_counted(tmp_path: Path, build: FakeBuild
     assert output(tmp_path)["generated_text"].to_pylist() == ["a<eos>b", "c"]
 
 
-def test_an_empty_dataset_needs_no_model(
+def test_empty_dataset_needs_no_model(
     tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": pa.array([], pa.string())})
@@ -312,7 +270,7 @@ def test_an_empty_dataset_needs_no_model(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_second_run_has_nothing_to_do(
+def test_second_run_has_nothing_to_do(
     tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbered(tmp_path)
@@ -325,7 +283,7 @@ def test_a_second_run_has_nothing_to_do(
     assert build.count == 1
 
 
-def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBuild) -> None:
+def test_nothing_to_do_needs_no_torch(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     spec = job(tmp_path)
     run_job(spec, build=build)
@@ -339,7 +297,7 @@ def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBui
     assert b"nothing to do" in subprocess.run(arguments, check=True, capture_output=True).stdout
 
 
-def test_a_finished_job_is_only_read(
+def test_finished_job_is_only_read(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(tmp_path)
@@ -404,7 +362,7 @@ def then(harm: Callable[[], object]) -> Callable[..., bool]:
     ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"holds other bytes .*")]
 )
 @pytest.mark.parametrize("name", ["data", "_batchinfer/requests"])
-def test_a_part_that_was_harmed_during_the_run_withholds_success(
+def test_part_damaged_during_the_run_withholds_success(
     tmp_path: Path,
     build: FakeBuild,
     monkeypatch: pytest.MonkeyPatch,
@@ -432,7 +390,7 @@ def test_a_part_that_was_harmed_during_the_run_withholds_success(
         (rot, "its hash differs"),
     ],
 )
-def test_a_part_that_is_made_again_is_named_with_the_reason(
+def test_damaged_part_is_named_with_the_reason(
     tmp_path: Path,
     build: FakeBuild,
     capsys: pytest.CaptureFixture[str],
@@ -452,16 +410,7 @@ def test_a_part_that_is_made_again_is_named_with_the_reason(
     assert says in line
 
 
-def test_no_success_stays_beside_a_damaged_part(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
-    with pytest.raises(DeviceError):
-        run_job(job(tmp_path), build=cannot_build)
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-
-
-def test_a_deleted_part_is_made_again_and_no_other(tmp_path: Path, build: FakeBuild) -> None:
+def test_only_the_deleted_part_is_made_again(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     before = snapshot(tmp_path)
@@ -473,16 +422,6 @@ def test_a_deleted_part_is_made_again_and_no_other(tmp_path: Path, build: FakeBu
     assert summary(tmp_path)["rows"]["total"] == 25
 
 
-def test_another_job_may_not_add_to_the_output(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    other = job(tmp_path, sampling={"max_tokens": 9})
-    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 9"):
-        run_job(other, build=build)
-    assert run_job(other, build=build, overwrite=True) is ExitCode.OK
-    assert len(output(tmp_path)["generated_text"][0].as_py()) == 9
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -492,21 +431,13 @@ def test_another_job_may_not_add_to_the_output(tmp_path: Path, build: FakeBuild)
         {"engine": {"num_kv_blocks": 7}},
     ],
 )
-def test_what_does_not_change_the_output_may_change(
+def test_keys_outside_the_fingerprint_may_change(
     tmp_path: Path, build: FakeBuild, sections: dict[str, Any]
 ) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     assert run_job(job(tmp_path, **sections), build=build) is ExitCode.OK
     assert build.count == 1
-
-
-def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    numbered(tmp_path, count=26)
-    with pytest.raises(DataError, match=r"x\.parquet holds something else"):
-        run_job(job(tmp_path), build=build)
 
 
 def rewrite(path: Path, *, in_place: bool) -> None:
@@ -529,7 +460,7 @@ def rewrite(path: Path, *, in_place: bool) -> None:
         (Path.unlink, "cannot be read any more"),
     ],
 )
-def test_an_input_that_is_replaced_during_the_run_withholds_success(
+def test_input_replaced_during_the_run_withholds_success(
     tmp_path: Path,
     build: FakeBuild,
     monkeypatch: pytest.MonkeyPatch,
@@ -544,7 +475,7 @@ def test_an_input_that_is_replaced_during_the_run_withholds_success(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_an_input_that_is_replaced_comes_before_too_many_errors(
+def test_replaced_input_is_reported_before_too_many_errors(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
@@ -553,7 +484,7 @@ def test_an_input_that_is_replaced_comes_before_too_many_errors(
         run_job(job(tmp_path), build=build)
 
 
-def test_a_stray_part_withholds_success(
+def test_foreign_part_withholds_success(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(tmp_path)
@@ -570,25 +501,7 @@ def test_a_stray_part_withholds_success(
         run_job(job(tmp_path), build=build)
 
 
-def test_another_input_path_is_another_job(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    write_parquet(tmp_path / "other" / "x.parquet", {"prompt": ["a"], "n": [1]})
-    moved = job(tmp_path, input={"path": str(tmp_path / "other")})
-    said = r"input\.path was .*/in, is .*/other\nuse --output"
-    with pytest.raises(LockedError, match=said):
-        run_job(moved, build=build)
-
-
-def test_another_name_for_the_same_files_is_the_same_job(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    by_glob = job(tmp_path, input={"path": str(tmp_path / "in" / "*.parquet")})
-    assert run_job(by_glob, build=build) is ExitCode.OK
-    assert build.count == 1
-
-
-def test_limit(tmp_path: Path, build: FakeBuild) -> None:
+def test_input_limit(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     spec = job(tmp_path, input={"path": str(tmp_path / "in"), "limit": 13})
     assert run_job(spec, build=build) is ExitCode.OK
@@ -620,17 +533,8 @@ def test_mistakes_are_found_before_the_model_is_loaded(
     assert build.count == 0
 
 
-def test_the_input_may_not_be_the_output(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    spec = job(tmp_path, input={"path": str(tmp_path / "out" / "data")})
-    with pytest.raises(UsageError, match="both input and output"):
-        run_job(spec, build=build, overwrite=True)
-    assert output(tmp_path).num_rows == 25
-
-
 @pytest.mark.parametrize("linked", ["input file", "output data"])
-def test_the_input_may_not_be_the_output_by_a_link(
+def test_linked_input_in_the_output_is_refused(
     tmp_path: Path, build: FakeBuild, linked: str
 ) -> None:
     numbered(tmp_path)
@@ -650,9 +554,7 @@ def test_the_input_may_not_be_the_output_by_a_link(
     assert source.exists()
 
 
-def test_a_row_group_that_turns_out_corrupt_keeps_the_parts_before_it(
-    tmp_path: Path, build: FakeBuild
-) -> None:
+def test_corrupt_row_group_keeps_earlier_parts(tmp_path: Path, build: FakeBuild) -> None:
     prompts = [f"row {row}" for row in range(60)]
     path = tmp_path / "in" / "x.parquet"
     write_parquet(path, {"prompt": prompts, "n": range(60)}, rows_per_group=20)
@@ -666,7 +568,7 @@ def test_a_row_group_that_turns_out_corrupt_keeps_the_parts_before_it(
     assert output(tmp_path)["row_id"].to_pylist() == list(range(40))
 
 
-def test_exotic_columns_pass_through(tmp_path: Path, build: FakeBuild) -> None:
+def test_columns_of_all_types_are_kept(tmp_path: Path, build: FakeBuild) -> None:
     columns = {
         "prompt": pa.array(["a", "b", None]).dictionary_encode(),
         "large": pa.array(["l", None, "ä"], pa.large_string()),
@@ -719,7 +621,7 @@ def test_duckdb_and_polars_read_the_output(tmp_path: Path, build: FakeBuild) -> 
     assert frame.schema["row_id"] == polars.Int64
 
 
-def test_an_output_that_is_in_use(tmp_path: Path, build: FakeBuild) -> None:
+def test_second_run_on_one_output_is_refused(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
 
     def second_run(step: int) -> None:
@@ -732,7 +634,7 @@ def test_an_output_that_is_in_use(tmp_path: Path, build: FakeBuild) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
+def test_signal_stops_the_run_and_the_next_one_resumes(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = numbered(tmp_path)
@@ -752,7 +654,7 @@ def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
     assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
 
 
-def test_a_stopped_overwrite_says_how_to_go_on(
+def test_stopped_overwrite_says_how_to_resume(
     tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbered(tmp_path)
@@ -763,7 +665,7 @@ def test_a_stopped_overwrite_says_how_to_go_on(
     assert "batchinfer report" not in error  # --quiet
 
 
-def test_a_signal_after_success_comes_too_late(
+def test_signal_after_success_is_ignored(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(tmp_path)
@@ -778,7 +680,7 @@ def test_a_signal_after_success_comes_too_late(
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
 
 
-def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path) -> None:
+def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=FakeBuild())
     before = tree(tmp_path)
@@ -798,7 +700,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path)
     assert tree(tmp_path) == before
 
 
-def test_a_failed_engine_does_not_wait_for_the_next_window(
+def test_failed_engine_does_not_wait_for_the_next_window(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(tmp_path)
@@ -830,43 +732,6 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
     assert len(read) <= 1, "one, where its prompts were made before their processes were ended"
 
 
-def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
-    prompts = numbered(tmp_path)
-    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
-    script = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from batchinfer.job.run.run import run_job\n"
-        "from batchinfer.job.spec.spec import JobSpec\n"
-        "from tests.job.fakes import FakeBuild\n"
-        "record = Path(sys.argv[2], '_batchinfer/parts/part-00000.json')\n"
-        "def kill(step):\n"
-        "    if step == 35:\n"  # the rows of the first part are finished, and maybe written
-        "        while not record.exists():\n"
-        "            os.sched_yield()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "build = FakeBuild(max_num_seqs=4)\n"
-        "build.before_step = kill\n"
-        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build)\n"
-    )
-    arguments = [
-        sys.executable,
-        "-c",
-        script,
-        spec.model_dump_json(by_alias=True),
-        str(tmp_path / "out"),
-    ]
-    killed = subprocess.run(arguments, check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    before = snapshot(tmp_path)
-    assert list(before) == ["part-00000.parquet"]
-    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    assert snapshot(tmp_path).items() > before.items()
-    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
-    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
-    assert summary(tmp_path)["rows"]["ok"] == 25
-
-
 def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:
     columns = {
         "temperature": pa.array([Decimal("0.00"), None], pa.decimal128(4, 2)),
@@ -881,7 +746,7 @@ def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) 
     assert errors[1]["code"] == "bad_sampling_params"
 
 
-def test_what_the_user_sees(
+def test_messages_of_a_run(
     tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbered(tmp_path)

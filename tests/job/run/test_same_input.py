@@ -77,7 +77,7 @@ def rename_files(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", [touch, move_all, copy_all, rename_files])
-def test_what_holds_the_same_rows_is_the_same_input(
+def test_touched_moved_or_renamed_input_resumes(
     tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     unfinished = stopped_at(tmp_path / "job")
@@ -86,7 +86,7 @@ def test_what_holds_the_same_rows_is_the_same_input(
     assert run_job(job(root), build=FakeBuild(), quiet=True) is ExitCode.OK, "nothing to do"
 
 
-def test_the_data_alone_may_move(tmp_path: Path) -> None:
+def test_moved_input_resumes(tmp_path: Path) -> None:
     unfinished = stopped_at(tmp_path)
     (tmp_path / "in").rename(tmp_path / "elsewhere")
     place = {"path": [str(tmp_path / "elsewhere" / name) for name in NAMES]}
@@ -130,7 +130,7 @@ def append(folder: Path) -> None:
     ids=["swap", "edit a page", "append", "delete", "add"],
 )
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_what_differs_is_named(
+def test_changed_input_is_named(
     tmp_path: Path, change: Callable[[Path], object], says: str, is_moved: bool
 ) -> None:
     stopped_at(tmp_path / "job")
@@ -142,7 +142,7 @@ def test_what_differs_is_named(
     assert build.count == 0
 
 
-def test_another_dataset_is_named_by_its_path(tmp_path: Path) -> None:
+def test_other_input_path_is_named(tmp_path: Path) -> None:
     stopped_at(tmp_path)
     write_parquet(tmp_path / "other" / "a.parquet", {"prompt": ["x"]})
     place = {"path": str(tmp_path / "other")}
@@ -150,7 +150,7 @@ def test_another_dataset_is_named_by_its_path(tmp_path: Path) -> None:
         run_job(job(tmp_path, input=place), build=FakeBuild(), quiet=True)
 
 
-def test_lines_may_be_packed_and_their_file_moved(tmp_path: Path) -> None:
+def test_compressed_jsonl_resumes(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"prompt": f"row {row}"}) + "\n" for row in range(12)).encode()
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.jsonl").write_bytes(lines)
@@ -160,7 +160,7 @@ def test_lines_may_be_packed_and_their_file_moved(tmp_path: Path) -> None:
     assert ran(tmp_path) == set()
 
 
-def test_a_folder_that_is_a_column_counts(tmp_path: Path) -> None:
+def test_renamed_partition_folder_is_another_input(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "lang=en" / "a.parquet", {"prompt": ["a"]})
     assert ran(tmp_path) == {0}
     (tmp_path / "in").rename(tmp_path / "moved")
@@ -181,13 +181,13 @@ def as_before(out: Path) -> None:
         path.write_text(json.dumps(plan))
 
 
-def test_a_plan_of_a_version_before_is_gone_on_with(tmp_path: Path) -> None:
+def test_plan_of_an_older_version_resumes(tmp_path: Path) -> None:
     unfinished = stopped_at(tmp_path)
     as_before(tmp_path / "out")
     assert ran(tmp_path) == unfinished
 
 
-def test_a_plan_of_a_version_before_tells_files_by_their_time(tmp_path: Path) -> None:
+def test_plan_of_an_older_version_compares_file_times(tmp_path: Path) -> None:
     stopped_at(tmp_path)
     as_before(tmp_path / "out")
     touch(tmp_path)
@@ -195,7 +195,7 @@ def test_a_plan_of_a_version_before_tells_files_by_their_time(tmp_path: Path) ->
         ran(tmp_path)
 
 
-def test_a_file_that_is_as_it_was_is_not_hashed_again(
+def test_unchanged_file_is_not_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped_at(tmp_path)
@@ -213,7 +213,7 @@ def test_a_file_that_is_as_it_was_is_not_hashed_again(
     assert hashed == ["b.parquet"]
 
 
-def test_a_file_that_was_just_written_is_hashed_again(
+def test_file_written_just_now_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its times would not show a second change within a tick of the clock."""

@@ -17,13 +17,13 @@ def drain(ahead: Prefetcher[int]) -> list[int]:
     return items
 
 
-def test_items_come_in_order() -> None:
+def test_prefetcher_keeps_the_order() -> None:
     with Prefetcher(range(100), depth=3) as ahead:
         assert drain(ahead) == list(range(100))
         assert ahead.take(0) is None
 
 
-def test_it_runs_no_further_ahead_than_its_depth() -> None:
+def test_prefetcher_depth() -> None:
     made = []
 
     def numbers() -> Iterator[int]:
@@ -37,7 +37,7 @@ def test_it_runs_no_further_ahead_than_its_depth() -> None:
             assert len(made) <= taken + 1 + 2, "one is being made in the place of what was taken"
 
 
-def test_an_error_comes_after_the_items_before_it() -> None:
+def test_prefetcher_raises_after_earlier_items() -> None:
     def numbers() -> Iterator[int]:
         yield 1
         raise ValueError("bad row group")
@@ -49,7 +49,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         assert not ahead.exhausted
 
 
-def test_leaving_early_stops_the_thread() -> None:
+def test_prefetcher_stops_its_thread() -> None:
     before = set(threading.enumerate())
     with Prefetcher(iter(int, 1), depth=1) as endless:
         assert endless.take(60) == 0
@@ -57,7 +57,7 @@ def test_leaving_early_stops_the_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_everything_is_consumed_in_order() -> None:
+def test_consumer_keeps_the_order() -> None:
     consumed: list[int] = []
     with BackgroundConsumer(consumed.append, depth=2) as behind:
         for number in range(100):
@@ -75,13 +75,13 @@ def refuse(number: int) -> None:
     raise OSError(f"no room for {number}")
 
 
-def test_what_consume_raises_reaches_the_one_who_puts() -> None:
+def test_consumer_error_is_raised_by_put() -> None:
     endless = iter(int, 1)
     with pytest.raises(OSError, match="no room for 0"):
         put_numbers(BackgroundConsumer(refuse, depth=1), endless)
 
 
-def test_what_consume_raises_last_is_raised_on_leaving() -> None:
+def test_consumer_error_of_the_last_item_is_raised_on_exit() -> None:
     leaving = threading.Event()
 
     def refuse_later(number: int) -> None:
@@ -96,7 +96,7 @@ def test_what_consume_raises_last_is_raised_on_leaving() -> None:
         put_numbers(BackgroundConsumer(refuse_later, depth=1), one_number())
 
 
-def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> None:
+def test_consumer_finishes_when_the_body_raises() -> None:
     consumed: list[int] = []
 
     def broken() -> Iterator[int]:
@@ -108,7 +108,7 @@ def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> No
     assert consumed == [1]
 
 
-def test_it_knows_whether_more_is_wanted() -> None:
+def test_prefetcher_sets_starved() -> None:
     wanted, go_on = threading.Event(), threading.Event()
 
     def numbers() -> Iterator[int]:

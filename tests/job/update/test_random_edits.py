@@ -25,7 +25,7 @@ test_an_update_is_as_a_fresh_run = settings(max_examples=2)(edits(check_update))
 test_updates_are_as_fresh_runs = pytest.mark.long(settings(max_examples=12)(edits(check_update)))
 
 
-def test_the_check_sees_rows_that_run_again(
+def test_random_edits_notice_rows_that_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = KeyIndex.find
@@ -40,7 +40,7 @@ def test_the_check_sees_rows_that_run_again(
         update_at_random(tmp_path, Random(1), rounds=4)
 
 
-def test_the_check_sees_answers_of_other_rows(
+def test_random_edits_notice_answers_of_other_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = KeyIndex.find

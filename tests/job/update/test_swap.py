@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.errors import DataError, ExitCode, LockedError
 from batchinfer.job.claims import swap_generation
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
@@ -80,7 +80,7 @@ def data(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith("data/")]
 
 
-def test_an_update_takes_the_place_of_what_there_was(folder: Path, fresh: dict[str, bytes]) -> None:
+def test_update_replaces_the_output(folder: Path, fresh: dict[str, bytes]) -> None:
     assert run(spec_of(folder), update=True) is ExitCode.OK
     check_new(folder, fresh)
     build = FakeBuild()
@@ -100,7 +100,7 @@ def cut_off_at(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "update"), [(step, at % 2 > 0) for at, step in enumerate(STEPS)])
-def test_a_swap_that_is_cut_off_is_gone_on_with(
+def test_interrupted_swap_is_completed(
     folder: Path,
     fresh: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_a_swap_that_is_cut_off_is_gone_on_with(
 
 
 @pytest.mark.parametrize("options", [{"update": True}, {"overwrite": True}])
-def test_what_the_run_tells_of_itself_stays(folder: Path, options: dict[str, bool]) -> None:
+def test_live_progress_files_survive(folder: Path, options: dict[str, bool]) -> None:
     """Another thread writes it: a folder that it writes to cannot be deleted."""
     live = OutputDir(folder / "out").live
     Path(live).mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def test_what_the_run_tells_of_itself_stays(folder: Path, options: dict[str, boo
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_swap_that_is_cut_off_at_folders_by_values_is_gone_on_with(
+def test_interrupted_swap_of_partitioned_files_is_completed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     by_status = spec_of(folder)
@@ -168,17 +168,13 @@ def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
 
-def test_a_shard_is_refused_and_says_what_to_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UsageError, match="--update cannot be combined with --shard"):
-        run(spec_of(folder), update=True, role=Role(Shard(0, 2)))
+def test_shard_is_refused_during_a_swap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half_way(folder, monkeypatch)
     with pytest.raises(LockedError, match=r"is being updated.*\n.*without --shard"):
         run(spec_of(folder), role=Role(Shard(0, 2)))
 
 
-def test_a_run_of_the_job_before_finds_the_new_one(
+def test_old_job_is_refused_after_an_interrupted_swap(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_way(folder, monkeypatch)
@@ -189,7 +185,7 @@ def test_a_run_of_the_job_before_finds_the_new_one(
     assert run_job(spec_of(folder), build=None, quiet=True) is ExitCode.OK, "it was ended"
 
 
-def test_starting_over_needs_nothing_of_what_there_is(
+def test_overwrite_works_despite_a_damaged_swap(
     folder: Path, fresh: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_way(folder, monkeypatch)
@@ -200,7 +196,7 @@ def test_starting_over_needs_nothing_of_what_there_is(
     check_new(folder, fresh)
 
 
-def test_a_generation_that_is_damaged_meanwhile_is_not_put_in_place(
+def test_incomplete_generation_is_not_put_in_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_way(folder, monkeypatch)
@@ -215,7 +211,7 @@ def test_a_generation_that_is_damaged_meanwhile_is_not_put_in_place(
     assert run(spec_of(folder)) is ExitCode.OK
 
 
-def test_what_is_no_output_stays(folder: Path) -> None:
+def test_update_keeps_foreign_files(folder: Path) -> None:
     kept = [folder / "out" / name for name in ("notes.txt", "stats/mine.csv")]
     for path in kept:
         path.write_text("mine")
@@ -223,7 +219,7 @@ def test_what_is_no_output_stays(folder: Path) -> None:
     assert all(path.exists() for path in kept)
 
 
-def test_a_file_system_without_links_gets_copies(
+def test_update_on_a_file_system_without_links(
     folder: Path, fresh: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, DeviceError, ExitCode, UsageError
+from batchinfer.errors import DataError, DeviceError, ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
@@ -83,7 +83,7 @@ def place(tmp_path: Path) -> Place:
     return found
 
 
-def test_appended_rows_run_alone(place: Place) -> None:
+def test_update_runs_only_appended_rows(place: Place) -> None:
     place.write(*ROWS, "more", "still more")
     assert place.run(update=True) == [14, 15]
     place.check_as_fresh()
@@ -92,13 +92,7 @@ def test_appended_rows_run_alone(place: Place) -> None:
     assert reused == 14
 
 
-def test_a_new_file_that_sorts_first_moves_all_rows_and_runs_alone(place: Place) -> None:
-    place.write("new", name="a.parquet")
-    assert place.run(update=True) == [0]
-    place.check_as_fresh()
-
-
-def test_rows_that_are_drawn_run_again_where_they_have_moved(tmp_path: Path) -> None:
+def test_update_runs_moved_rows_with_sampling_again(tmp_path: Path) -> None:
     place = Place(tmp_path, **DRAWN)
     place.write(*ROWS)
     place.run()
@@ -107,25 +101,13 @@ def test_rows_that_are_drawn_run_again_where_they_have_moved(tmp_path: Path) -> 
     place.check_as_fresh()
 
 
-def test_a_mended_prompt_runs_alone(place: Place) -> None:
-    place.write(*ROWS[:6], "mended", *ROWS[7:])
-    assert place.run(update=True) == [6]
-    place.check_as_fresh()
-
-
-def test_rows_that_are_gone_cost_nothing(place: Place) -> None:
-    place.write(*ROWS[3:9])
-    assert place.run(update=True) == []
-    place.check_as_fresh()
-
-
-def test_other_parts_and_columns_cost_nothing(place: Place) -> None:
+def test_update_of_parts_and_columns_runs_no_rows(place: Place) -> None:
     place.sections = {"output": {"rows_per_part": 5}, "input": {"keep_columns": []}}
     assert place.run(update=True) == []
     place.check_as_fresh()
 
 
-def test_a_limit_that_is_raised(tmp_path: Path) -> None:
+def test_update_with_a_raised_limit(tmp_path: Path) -> None:
     place = Place(tmp_path, input={"limit": 5})
     place.write(*ROWS)
     assert place.run() == list(range(5))
@@ -134,20 +116,20 @@ def test_a_limit_that_is_raised(tmp_path: Path) -> None:
     place.check_as_fresh()
 
 
-def test_a_key_that_changes_every_answer(place: Place) -> None:
+def test_update_with_another_max_tokens_runs_all_rows(place: Place) -> None:
     place.sections = {"sampling": {"max_tokens": 3}}
     assert place.run(update=True) == list(range(14))
     place.check_as_fresh()
 
 
-def test_without_output_it_is_a_run(tmp_path: Path) -> None:
+def test_update_without_output_runs_all_rows(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.write(*ROWS)
     assert place.run(update=True) == list(range(14))
     place.check_as_fresh()
 
 
-def test_rows_of_an_unfinished_output_stay(tmp_path: Path) -> None:
+def test_update_reuses_rows_of_an_unfinished_output(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.write(*ROWS)
     place.stop(8)
@@ -164,7 +146,7 @@ def finished_rows(out: OutputDir) -> set[int]:
 
 
 @pytest.mark.parametrize("update", [False, True])
-def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None:
+def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
     place = Place(tmp_path)
     place.write(*ROWS)
     place.run()
@@ -188,7 +170,7 @@ def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None
 
 
 @pytest.mark.long
-def test_a_third_job_finds_the_rows_of_both_before(
+def test_update_reuses_rows_of_an_unfinished_update(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # rows are copied before any runs
@@ -203,7 +185,7 @@ def test_a_third_job_finds_the_rows_of_both_before(
 
 
 @pytest.mark.long
-def test_updates_that_came_to_nothing_are_swept(place: Place) -> None:
+def test_updates_without_rows_are_deleted(place: Place) -> None:
 
     def fail(*_: object, **__: object) -> None:
         raise DeviceError("no device")
@@ -223,7 +205,7 @@ def test_updates_that_came_to_nothing_are_swept(place: Place) -> None:
     assert len(place.out.files.entries(place.out.next)) == 2
 
 
-def test_who_goes_back_keeps_what_there_was(place: Place) -> None:
+def test_return_to_the_old_job_keeps_its_output(place: Place) -> None:
     place.write(*ROWS, *(f"{row} more" for row in range(9)))
     place.stop(8, update=True)
     place.write(*ROWS)
@@ -233,7 +215,7 @@ def test_who_goes_back_keeps_what_there_was(place: Place) -> None:
     assert not place.out.files.entries(place.out.next)
 
 
-def test_too_many_errors_leave_what_has_succeeded(
+def test_update_with_too_many_errors_keeps_successful_output(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = place.rows()
@@ -248,7 +230,7 @@ def test_too_many_errors_leave_what_has_succeeded(
     place.check_as_fresh()
 
 
-def test_what_has_failed_is_replaced_by_what_fails_less(tmp_path: Path) -> None:
+def test_update_replaces_failed_output(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.write("", "", *ROWS)
     place.run(ExitCode.TOO_MANY_ROW_ERRORS)
@@ -258,13 +240,13 @@ def test_what_has_failed_is_replaced_by_what_fails_less(tmp_path: Path) -> None:
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
 
 
-def test_who_retries_errors_loses_no_rows(place: Place) -> None:
+def test_retry_errors_refuses_fewer_rows(place: Place) -> None:
     place.write(*ROWS[:5])
     with pytest.raises(DataError, match=r"x\.parquet holds something else\nuse --update"):
         place.run(retry_errors=True)
 
 
-def test_folders_that_are_empty_may_be_missing(place: Place) -> None:
+def test_update_without_empty_folders(place: Place) -> None:
     """As in a copy by a tool that copies files alone."""
     for folder in sorted((place.folder / "out").rglob("*"), reverse=True):
         if folder.is_dir() and not any(folder.iterdir()):
@@ -274,16 +256,11 @@ def test_folders_that_are_empty_may_be_missing(place: Place) -> None:
     place.check_as_fresh()
 
 
-def test_what_is_refused(place: Place) -> None:
-    with pytest.raises(UsageError, match="--update keeps the good rows, --overwrite keeps none"):
-        place.run(update=True, overwrite=True)
-
-
 def values_in(folder: Path) -> set[str]:
     return {path.name for path in (folder / "out" / "partitioned").iterdir()}
 
 
-def test_folders_by_values_are_those_of_the_new_generation(tmp_path: Path) -> None:
+def test_update_replaces_partitioned_files(tmp_path: Path) -> None:
     place = Place(tmp_path, output={"partition_by": ["prompt"]})
     place.write("a", "b")
     assert place.run() == [0, 1]
