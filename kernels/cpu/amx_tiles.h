@@ -5,8 +5,8 @@
    used if tiles_work() returns true. If it does not, vectors of pairs attend over the same pool, so
    the target must have those as well. Tile numbers are compile-time constants. */
 
-#ifndef BATCHINFER_TILES_H
-#define BATCHINFER_TILES_H
+#ifndef BATCHINFER_AMX_TILES_H
+#define BATCHINFER_AMX_TILES_H
 
 #include <stdint.h>
 
@@ -20,7 +20,7 @@
 #define HAS_TILES 0
 #endif
 
-/* Whether this process may use tiles; the answer never changes. */
+/* Returns whether this process may use tiles; the answer never changes. */
 int tiles_work(void);
 
 /* The operand of LDTILECFG. */

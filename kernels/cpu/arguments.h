@@ -144,7 +144,7 @@ typedef struct { /* the fields of layer_args that depend on the step; all layers
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;
 
-typedef struct product_rows product_rows;           /* gemm_rows.h */
+typedef struct gemm_rows gemm_rows;           /* gemm_rows.h */
 typedef struct attention_plan attention_plan; /* attention_plan.h */
 
 int attend_f32(const attention_args *);
@@ -160,26 +160,26 @@ void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
 
-/* Bytes of the rows that a product needs in another form; 0 if it takes them as they are. */
-int64_t product_rows_bytes(const gemm_args *);
-/* Lays out those rows in `memory`, which has product_rows_bytes bytes. */
-product_rows product_rows_in(void *memory, const gemm_args *);
-void make_row_f32(const product_rows *, const float *x, int64_t row);
-void make_row_bf16(const product_rows *, const uint16_t *x, int64_t row);
+/* Bytes of a GEMM's converted rows; 0 if it needs no conversion. */
+int64_t gemm_rows_bytes(const gemm_args *);
+/* Lays out those rows in `memory`, which has gemm_rows_bytes bytes. */
+gemm_rows gemm_rows_in(void *memory, const gemm_args *);
+void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
+void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
 /* The same as the functions above, called by all threads of a team (a parallel region). Each thread
-   computes a part and does not wait for the others. Given `product_rows`, a function also writes
-   its rows in the form that the next product needs. */
-void rms_norm_team_f32(const rms_norm_args *, const product_rows *);
-void rms_norm_team_bf16(const rms_norm_args *, const product_rows *);
-void silu_mul_team_f32(const silu_mul_args *, const product_rows *);
-void silu_mul_team_bf16(const silu_mul_args *, const product_rows *);
+   computes a part and does not wait for the others. With a `gemm_rows` argument, a function also
+   writes its rows in the form that the next GEMM needs. */
+void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
+void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
+void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);
+void silu_mul_team_bf16(const silu_mul_args *, const gemm_rows *);
 void rotary_write_team_f32(const rotary_write_args *);
 void rotary_write_team_bf16(const rotary_write_args *);
-void make_rows_f32(const product_rows *, const gemm_args *);
-void make_rows_bf16(const product_rows *, const gemm_args *);
-void gemm_team_f32(const gemm_args *, const product_rows *);
-void gemm_team_bf16(const gemm_args *, const product_rows *);
+void convert_rows_f32(const gemm_rows *, const gemm_args *);
+void convert_rows_bf16(const gemm_rows *, const gemm_args *);
+void gemm_team_f32(const gemm_args *, const gemm_rows *);
+void gemm_team_bf16(const gemm_args *, const gemm_rows *);
 /* The tasks of a step's attention; layers of equal shape can share a plan. NULL: out of memory. */
 attention_plan *attention_plan_of(const attention_args *);
 void free_attention_plan(attention_plan *);

@@ -73,7 +73,7 @@ typedef struct {
     int32_t *from, *to;                /* [rows] positions of the piece that each row sees */
 } task;
 
-/* Whether values are the first elements of their keys (latents) and are not stored separately. */
+/* Returns whether values are the first elements of their keys (latents, not stored separately). */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
 /* First position that a token sees. */

@@ -1,6 +1,6 @@
-"""The C kernels of this folder as a shared library, compiled on first use.
+"""Compiles the C kernels of this folder to a shared library on first use, and loads it.
 
-Needs a C compiler (``$CC``, else ``cc``). The library is cached by source, flags, compiler and
+Needs a C compiler (``$CC``, or else ``cc``). The library is cached by source, flags, compiler and
 processor.
 """
 
@@ -26,12 +26,12 @@ POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """Suffix of a function's name for a dtype."""
 _OTHER_SUFFIX = {torch.float8_e4m3fn: "e4m3"}
-"""Suffixes for dtypes of the KV pool that nothing is computed in."""
+"""Suffixes for dtypes that only the KV pool can have."""
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = tuple(sorted(path.name for path in _FOLDER.glob("*.c")))
 _INCLUDED = tuple(sorted(path.name for path in _FOLDER.glob("*.[hi]*")))
-# Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
+# The compiler may reorder sums to vectorize them; NaN and infinity keep their meaning.
 FLAGS = (
     *("-O3", "-fPIC", "-shared", "-std=gnu11"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
@@ -81,7 +81,7 @@ def source_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """The user's cache folder for compiled kernels; None: no folder is writable."""
+    """Return the user's cache folder for compiled kernels; None: no folder is writable."""
     return next((folder for folder in _own_folders() if os.access(folder, os.W_OK)), None)
 
 
@@ -89,13 +89,15 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 
 
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
-    """The kernels of "gemm" or "attend", the fastest first: instructions, and numbers in C. Equal
-    names give equal bits."""
+    """Return the kernels of "gemm" or "attend" by their instructions, the fastest first.
+
+    The values are the kernels' numbers in C. Equal names give equal bits.
+    """
     return kernels_by_suffix(library, operation, _OTHER_SUFFIX.get(dtype) or SUFFIX[dtype])
 
 
 def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) -> dict[str, int]:
-    """``kernels_of`` by the suffix of the C function's name."""
+    """Like ``kernels_of``, for a suffix of the C function's name."""
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
@@ -103,16 +105,16 @@ def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) 
 
 
 def chosen(kernels: dict[str, int], instructions: str | None) -> int:
-    """The number of the kernel for ``instructions``; None: the fastest one's.
+    """Return the number of the kernel for ``instructions``; None: of the fastest kernel.
 
     Raises:
-        ValueError: ``kernels`` has no such instructions.
+        ValueError: the instructions are not available.
     """
     if instructions is None:
         return next(iter(kernels.values()))
     if instructions not in kernels:
-        here = ", ".join(kernels)
-        raise ValueError(f"{instructions} cannot be used here; this machine has {here}")
+        available = ", ".join(kernels)
+        raise ValueError(f"{instructions} cannot be used here; this machine has {available}")
     return kernels[instructions]
 
 
@@ -120,7 +122,7 @@ def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     flags = (*FLAGS, *for_this_processor())
-    # The path as well: a wrapper that adds flags prints the version of the compiler it calls.
+    # Include the path: a wrapper that adds flags prints the version of the compiler that it calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
@@ -138,7 +140,7 @@ def _built(compiler: str) -> Path:
                     check=True,
                     timeout=_MOST_SECONDS,
                 )
-                os.replace(new, path)  # another process may have built the same
+                os.replace(new, path)  # another process may have compiled the same library
                 return path
         except OSError:
             continue
@@ -146,12 +148,12 @@ def _built(compiler: str) -> Path:
 
 
 def for_this_processor() -> tuple[str, ...]:
-    """Compiler flags that enable all instructions of this processor."""
+    """Return the compiler flags that enable all instructions of this processor."""
     return _FOR_THIS_PROCESSOR.get(platform.machine(), ())
 
 
 def _openmp_libraries() -> list[str]:
-    """The OpenMP runtime that torch has loaded; a second one would compete for the cores."""
+    """Return torch's OpenMP runtime; a second runtime would compete for the cores."""
     return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
 
 
@@ -181,13 +183,13 @@ def _cache_folders() -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether only this user can write to a folder."""
+    """True if only this user can write to a folder."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def processor() -> bytes:
-    """A description of the processor that determines what the compiler makes of ``native``."""
+    """Return the properties of the processor that ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -1,21 +1,22 @@
-/* Whole decoder layers in one call: calling their parts from Python takes a tenth of a decode step.
+/* Runs whole decoder layers in one call, because calling their parts from Python takes a tenth of a
+   decode step.
 
    All threads run the layers together in one parallel region; one region per part would double the
    number of barriers. The thread that computes a row also converts it to the form that the next
-   product needs (gemm_rows.h). */
+   GEMM needs (gemm_rows.h). */
 
 #include <stdlib.h>
 
 #include "arguments.h"
 #include "gemm_rows.h"
 
-typedef struct { /* memory for the layers of a step */
+typedef struct {
     attention_plan **plans; /* of each layer; adjacent equal layers share one */
     int64_t count;
-    void *rows; /* converted rows of the current product */
-} room;
+    void *rows; /* converted rows of the current GEMM */
+} workspace;
 
-static void of_step(const step_args *s, layer_args *a) {
+static void set_step(const step_args *s, layer_args *a) {
     a->attention_norm.x = a->mlp_norm.x = a->o.out = a->down.out = s->hidden;
     a->attention_norm.num_rows = a->mlp_norm.num_rows = a->silu.num_rows = s->num_tokens;
     a->qkv.num_rows = a->o.num_rows = a->gate_up.num_rows = a->down.num_rows = s->num_tokens;
@@ -32,74 +33,74 @@ static void of_step(const step_args *s, layer_args *a) {
     a->rotary.num_threads = attention->num_threads = s->num_threads;
 }
 
-static int are_cut_the_same(const attention_args *a, const attention_args *b) {
+static int have_equal_plans(const attention_args *a, const attention_args *b) {
     return a->query_starts == b->query_starts && a->context_lens == b->context_lens
            && a->order == b->order && a->shared_lens == b->shared_lens
            && a->num_heads == b->num_heads && a->num_kv_heads == b->num_kv_heads
            && a->sliding_window == b->sliding_window;
 }
 
-static void leave(room *r) {
-    for (int64_t at = 0; at < r->count; at++)
-        if (!at || r->plans[at] != r->plans[at - 1]) free_attention_plan(r->plans[at]);
-    free(r->plans);
-    free(r->rows);
+static void free_workspace(workspace *w) {
+    for (int64_t at = 0; at < w->count; at++)
+        if (!at || w->plans[at] != w->plans[at - 1]) free_attention_plan(w->plans[at]);
+    free(w->plans);
+    free(w->rows);
 }
 
 /* Returns 0, or 1 if out of memory. */
-static int make_room(room *r, const layer_args *layers, int64_t count) {
+static int make_workspace(workspace *w, const layer_args *layers, int64_t count) {
     int64_t bytes = 0;
-    *r = (room){.plans = calloc(count, sizeof(*r->plans))};
-    if (!r->plans) return 1;
+    *w = (workspace){.plans = calloc(count, sizeof(*w->plans))};
+    if (!w->plans) return 1;
     for (int64_t at = 0; at < count; at++) {
         const layer_args *a = &layers[at];
-        const gemm_args *products[] = {&a->qkv, &a->o, &a->gate_up, &a->down};
+        const gemm_args *gemms[] = {&a->qkv, &a->o, &a->gate_up, &a->down};
         for (int i = 0; i < 4; i++) {
-            const int64_t more = product_rows_bytes(products[i]);
-            bytes = more > bytes ? more : bytes;
+            const int64_t size = gemm_rows_bytes(gemms[i]);
+            bytes = size > bytes ? size : bytes;
         }
-        const int again = at && are_cut_the_same(&a->attention, &layers[at - 1].attention);
-        r->plans[at] = again ? r->plans[at - 1] : attention_plan_of(&a->attention);
-        r->count = at + 1;
-        if (!r->plans[at]) return 1;
+        const int same = at && have_equal_plans(&a->attention, &layers[at - 1].attention);
+        w->plans[at] = same ? w->plans[at - 1] : attention_plan_of(&a->attention);
+        w->count = at + 1;
+        if (!w->plans[at]) return 1;
     }
-    r->rows = bytes ? aligned_alloc(64, bytes) : NULL;
-    return bytes && !r->rows;
+    w->rows = bytes ? aligned_alloc(64, bytes) : NULL;
+    return bytes && !w->rows;
 }
 
 #define WAIT _Pragma("omp barrier")
 
 #define DECODER_LAYERS(type)                                                             \
     static int run_##type(const layer_args *a, const attention_plan *plan, void *rows) { \
-        product_rows x = product_rows_in(rows, &a->qkv);                                 \
+        gemm_rows x = gemm_rows_in(rows, &a->qkv);                                 \
         rms_norm_team_##type(&a->attention_norm, &x);                                    \
         WAIT gemm_team_##type(&a->qkv, &x);                                              \
         WAIT rotary_write_team_##type(&a->rotary);                                       \
         WAIT const int failed = attend_team_##type(&a->attention, plan);                 \
-        WAIT x = product_rows_in(rows, &a->o);                                           \
-        if (are_made(&x)) {                                                              \
-            make_rows_##type(&x, &a->o);                                                 \
+        WAIT x = gemm_rows_in(rows, &a->o);                                           \
+        if (need_conversion(&x)) {                                                              \
+            convert_rows_##type(&x, &a->o);                                                 \
             WAIT                                                                         \
         }                                                                                \
         gemm_team_##type(&a->o, &x);                                                     \
-        WAIT x = product_rows_in(rows, &a->gate_up);                                     \
+        WAIT x = gemm_rows_in(rows, &a->gate_up);                                     \
         rms_norm_team_##type(&a->mlp_norm, &x);                                          \
         WAIT gemm_team_##type(&a->gate_up, &x);                                          \
-        WAIT x = product_rows_in(rows, &a->down);                                        \
+        WAIT x = gemm_rows_in(rows, &a->down);                                        \
         silu_mul_team_##type(&a->silu, &x);                                              \
         WAIT gemm_team_##type(&a->down, &x);                                             \
         WAIT return failed;                                                              \
     }                                                                                    \
     int decoder_layers_##type(                                                           \
         layer_args *layers, const step_args *const *steps, int64_t count) {              \
-        room r;                                                                          \
+        workspace w;                                                                          \
         int failed = 0;                                                                  \
-        for (int64_t at = 0; at < count; at++) of_step(steps[at], &layers[at]);          \
-        if (make_room(&r, layers, count)) return leave(&r), 1;                           \
+        for (int64_t at = 0; at < count; at++) set_step(steps[at], &layers[at]);          \
+        if (make_workspace(&w, layers, count)) return free_workspace(&w), 1;                           \
         _Pragma("omp parallel num_threads(steps[0]->num_threads) reduction(|:failed)")   \
         for (int64_t at = 0; at < count; at++)                                           \
-            failed |= run_##type(&layers[at], r.plans[at], r.rows);                      \
-        leave(&r);                                                                       \
+            failed |= run_##type(&layers[at], w.plans[at], w.rows);                      \
+        free_workspace(&w);                                                                       \
         return failed;                                                                   \
     }
 

@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama shape in one call, from the kernels of this folder."""
+"""Runs decoder layers with Llama's structure in one call of the C kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.kernels.cpu.row_ops import RMSNormArgs, RotaryWriteArgs, SiluMul
 class LayerArgs(ctypes.Structure):
     """Arguments of a layer's parts, in the order in which they run.
 
-    The products ``o`` and ``down`` add onto the hidden state that the norms read.
+    The GEMMs ``o`` and ``down`` add to the hidden state that the norms read.
     """
 
     _fields_ = (
@@ -45,17 +45,17 @@ class StepArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether the C kernels can be compiled and support ``dtype``."""
+    """True if the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 
 def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
-    """Layers as ``decoder_layers`` takes them: a copy."""
+    """Copy layers to an array, the argument of ``decoder_layers``."""
     return (LayerArgs * len(layers))(*layers)
 
 
 def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
-    """Steps as ``decoder_layers`` takes them: pointers, so that it sees later changes of a step."""
+    """Return pointers to steps, the argument of ``decoder_layers``, which sees later changes."""
     return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
 
 

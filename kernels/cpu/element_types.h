@@ -1,7 +1,7 @@
 /* Element types, and an exp that vectorizes, for all kernels of this folder. */
 
-#ifndef BATCHINFER_ELEMENTS_H
-#define BATCHINFER_ELEMENTS_H
+#ifndef BATCHINFER_ELEMENT_TYPES_H
+#define BATCHINFER_ELEMENT_TYPES_H
 
 #include <math.h>
 #include <stdint.h>
@@ -46,7 +46,7 @@ static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; NaN stays
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif
 
-/* Whether one instruction multiplies pairs of bfloat16 and adds both products. */
+/* 1 if one instruction multiplies pairs of bfloat16 and adds both products. */
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -1,7 +1,7 @@
 /* Arguments of encoder_layers. encoder_layers.py declares the same structs for ctypes. */
 
-#ifndef BATCHINFER_ENCODER_H
-#define BATCHINFER_ENCODER_H
+#ifndef BATCHINFER_ENCODER_ARGUMENTS_H
+#define BATCHINFER_ENCODER_ARGUMENTS_H
 
 #include "arguments.h"
 

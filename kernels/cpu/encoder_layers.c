@@ -1,4 +1,4 @@
-/* Encoder layers in one call: bidirectional attention within each sequence of a packed row,
+/* Runs encoder layers in one call: bidirectional attention within each sequence of a packed row,
    post-norm like BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
 
    A task is a few adjacent sequences, and one thread computes all layers of it: threads wait for
@@ -15,8 +15,8 @@
 #include "epilogue.h"
 #include "small_gemm.h"
 
-#define TASK_ROWS 256      /* their activations fill most of a core's second-level cache */
-#define LEAST_ROWS 64      /* of a task at the end of a step, so that threads finish together */
+#define TASK_ROWS 256      /* most rows of a task: activations fill most of a second-level cache */
+#define LEAST_ROWS 64      /* fewest rows of a task at a step's end, so threads finish together */
 #define QUERIES 48         /* queries whose scores are computed at once */
 #define CHUNK 64           /* elements to activate at once */
 #define CACHE_PERIOD 4096  /* gemm._CACHE_PERIOD */
@@ -32,8 +32,7 @@ typedef struct {
     float *attention;       /* attention_floats for each thread */
 } workspace;
 
-/* Upper bound of the floats that attention of one head needs: keys, values, scores, sums, queries.
-   */
+/* Upper bound on the floats for one head's attention: keys, values, scores, sums, queries. */
 static int64_t attention_floats(const encoder_args *a, int64_t length) {
     const int64_t places = whole_vectors(length), width = whole_vectors(a->head_width);
     return 2 * width * places + QUERIES * (places + 2 * width);

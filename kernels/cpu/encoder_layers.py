@@ -1,4 +1,4 @@
-"""Encoder layers of BERT's shape in one call, from the kernels of this folder."""
+"""Runs encoder layers with BERT's structure in one call of the C kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerNormArgs(ctypes.Structure):
 class EncoderLayerArgs(ctypes.Structure):
     """Arguments of a layer's parts, in the order in which they run.
 
-    The products ``o`` and ``down`` add to the hidden state. The step sets rows and addresses.
+    The GEMMs ``o`` and ``down`` add to the hidden state. The step sets rows and addresses.
     """
 
     _fields_ = (
@@ -44,7 +44,7 @@ class _EncoderArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether the C kernels can be compiled and support ``dtype``."""
+    """True if the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 
@@ -56,10 +56,10 @@ def product_args(
     *,
     adds: bool = False,
 ) -> GemmArgs:
-    """Arguments of a layer's product, without those that the step sets.
+    """Return the arguments of a layer's GEMM, except those that the step sets.
 
     Args:
-        adds: add to the hidden state.
+        adds: add the output to the hidden state.
     """
     return GemmArgs(
         packed=packed.data_ptr(),
@@ -71,12 +71,12 @@ def product_args(
 
 
 def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> LayerNormArgs:
-    """Arguments of a layer norm over the last dimension; both tensors are [width], contiguous."""
+    """Return the arguments of a layer norm; both tensors are [width], contiguous."""
     return LayerNormArgs(weight.data_ptr(), bias.data_ptr(), eps)
 
 
 def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
-    """Layers as ``encoder_layers`` takes them: a copy."""
+    """Copy layers to an array, the argument of ``encoder_layers``."""
     return (EncoderLayerArgs * len(layers))(*layers)
 
 

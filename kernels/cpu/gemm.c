@@ -1,4 +1,4 @@
-/* Matrix products by weights that are packed once.
+/* GEMMs with weights that are packed once.
 
    out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
    outputs, [panel][k][output]. Each panel is read from memory once, prefetched while the previous
@@ -120,7 +120,7 @@ void pack_bf16(const pack_args *a) {
     panels_pack_bf16(a, (uint16_t *)(to + 1));
 }
 
-void gemm_team_f32(const gemm_args *a, const product_rows *x) {
+void gemm_team_f32(const gemm_args *a, const gemm_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 0, x);
     else if (from->kind == GROUPS) gemm_groups(a, 0, x);
@@ -128,7 +128,7 @@ void gemm_team_f32(const gemm_args *a, const product_rows *x) {
     else panels_gemm_f32(a, x, (const float *)(from + 1));
 }
 
-void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
+void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 1, x);
     else if (from->kind == GROUPS) gemm_groups(a, 1, x);
@@ -143,28 +143,28 @@ void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
 /* gemm_##type returns 0, or 1 if out of memory. A few rows are converted outside the parallel
-   region, by plain calls: the caller may be a thread of a team, with a product of its own. */
+   region, by plain calls: the caller may be a thread of a team that runs its own GEMM. */
 #define GEMM(type, ELEMENT)                                                                    \
-    static void make_row_at_##type(const product_rows *to, const gemm_args *a, int64_t row) {  \
-        make_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \
+    static void convert_row_at_##type(const gemm_rows *to, const gemm_args *a, int64_t row) {  \
+        convert_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \
     }                                                                                          \
-    void make_rows_##type(const product_rows *to, const gemm_args *a) {                        \
-        if (!are_made(to)) return;                                                             \
+    void convert_rows_##type(const gemm_rows *to, const gemm_args *a) {                        \
+        if (!need_conversion(to)) return;                                                             \
         _Pragma("omp for schedule(static) nowait")                                             \
-        for (int64_t row = 0; row < a->num_rows; row++) make_row_at_##type(to, a, row);        \
+        for (int64_t row = 0; row < a->num_rows; row++) convert_row_at_##type(to, a, row);        \
     }                                                                                          \
     int gemm_##type(const gemm_args *a) {                                                      \
-        const int64_t bytes = product_rows_bytes(a);                                           \
+        const int64_t bytes = gemm_rows_bytes(a);                                           \
         void *memory = bytes ? aligned_alloc(64, bytes) : NULL;                                \
         if (bytes && !memory) return 1;                                                        \
-        const product_rows x = memory ? product_rows_in(memory, a) : (product_rows){0};        \
+        const gemm_rows x = memory ? gemm_rows_in(memory, a) : (gemm_rows){0};        \
         const int few = rows_are_few(a);                                                       \
         for (int64_t row = 0; memory && few && row < a->num_rows; row++)                       \
-            make_row_at_##type(&x, a, row);                                                    \
+            convert_row_at_##type(&x, a, row);                                                    \
         _Pragma("omp parallel num_threads(a->num_threads)")                                    \
         {                                                                                      \
             if (memory && !few) {                                                              \
-                make_rows_##type(&x, a);                                                       \
+                convert_rows_##type(&x, a);                                                       \
                 _Pragma("omp barrier")                                                         \
             }                                                                                  \
             gemm_team_##type(a, &x);                                                           \

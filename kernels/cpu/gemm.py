@@ -1,4 +1,4 @@
-"""Matrix products over weights packed once, in C, called through ctypes."""
+"""GEMMs in C with weights that are packed once, called through ctypes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses map to the same set of the first-level cache
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
-"""Kinds of packed weights whose rows are rounded as well, by their numbers in ``arguments.h``."""
+"""Kinds of packed weights whose GEMMs also round rows, by their numbers in ``arguments.h``."""
 _MEMORY = HugePages()
 
 
 def aliases_cache_sets(row_bytes: int) -> bool:
-    """Whether rows with this stride map to the same cache sets and evict each other."""
+    """True if rows with this stride map to the same cache sets and evict each other."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
@@ -62,14 +62,14 @@ class _PackArgs(ctypes.Structure):
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether the C kernels can be compiled and multiply by a weight [out, in]."""
+    """True if the C kernels can be compiled and support a weight [out, in]."""
     if load() is None or weight.dtype not in SUFFIX:
         return False
-    return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits come in pairs
+    return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # bfloat16 is read in pairs
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the instructions that can compute products of ``dtype`` here, the fastest first.
+    """Return names of the instructions for GEMMs of ``dtype`` on this machine, the fastest first.
 
     For example "AMX", "AVX-512 BF16", "NEON" or "plain C"; equal names give equal bits.
     """
@@ -77,13 +77,15 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """The default instructions for products of ``dtype``: the fastest."""
+    """Return the default instructions for GEMMs of ``dtype``: the fastest."""
     return available(dtype)[0]
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """The instructions that a weight was packed for; "int8" or "groups" for such weights, which
-    give the same bits with all instructions."""
+    """Return the instructions that a weight was packed for.
+
+    For low-bit weights, which give the same bits with all instructions: "int8" or "groups".
+    """
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
         return _KINDS[kind]
@@ -113,8 +115,7 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
 
 def available_low_bit(kind: type[LowBitWeight]) -> tuple[str, ...]:
-    """Names of the instructions that can multiply by weights of a kind here, the fastest first, as
-    for ``available``. All give the same bits."""
+    """Like ``available``, for low-bit weights of a kind. All instructions give the same bits."""
     return tuple(_low_bit_kernels(kind))
 
 
@@ -152,8 +153,8 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
 def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Pack a float8 weight like ``pack``, for rows of ``dtype``, which are not rounded.
 
-    Products have the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
-    vectors (``vector_instructions``).
+    GEMMs have the same bits as with the dequantized weight, rounded to ``dtype`` and packed for
+    ``vector_instructions``.
     """
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     arguments = _PackArgs(
@@ -168,7 +169,7 @@ def pack_float8(weight: Float8GroupedWeight, dtype: torch.dtype) -> torch.Tensor
 
 
 def vector_instructions(dtype: torch.dtype) -> str:
-    """The instructions for products of ``dtype`` without tiles."""
+    """Return the instructions for GEMMs of ``dtype`` without AMX tiles."""
     return available(dtype)[-1]
 
 
@@ -199,11 +200,12 @@ def gemm(
     out: torch.Tensor,  # [M, out], contiguous
     adds: bool = False,
 ) -> None:
-    """``out = x @ weight.T + bias``, summed in float32, or exactly for int8. A row's bits do not
-    depend on the other rows.
+    """Compute ``out = x @ weight.T + bias``, summed in float32, or exactly for int8.
+
+    A row's bits do not depend on the other rows.
 
     Args:
-        adds: add to what ``out`` holds, rounding once.
+        adds: add the product to ``out``, and round once.
 
     Raises:
         MemoryError: no memory for the rows rounded to int8.
@@ -213,7 +215,7 @@ def gemm(
         x = padded_rows(len(x), x.shape[1], x).copy_(x)
     arguments = gemm_args(x, packed, bias, out=out, adds=adds)
     if getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the rows of a product as int8")
+        raise MemoryError("no memory for the converted rows of a GEMM")
 
 
 def gemm_args(
@@ -224,7 +226,7 @@ def gemm_args(
     out: torch.Tensor,
     adds: bool,
 ) -> GemmArgs:
-    """Arguments of the C function, from those of ``gemm``."""
+    """Return the arguments of the C function for these arguments of ``gemm``."""
     return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

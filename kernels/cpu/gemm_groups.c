@@ -1,4 +1,4 @@
-/* Products of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero for each group
+/* GEMMs of 4-bit or 8-bit codes and int8 rows. Each output has a scale and a zero for each group
    of columns k; each row of x has a scale, computed when the row is converted: out = (sum over
    groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias, + previous output, in
    float. Groups are added in order; sums within a group are exact. 4-bit codes may be indices into
@@ -172,7 +172,7 @@ INLINE void add_by_pairs(
 
 /* sums[rows][PANEL] = rows times one panel, without the scales of the rows. */
 INLINE void tile(
-    const int rows, const int form, const product_rows *x, int64_t first, const shape *s,
+    const int rows, const int form, const gemm_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
     const float *scales = (const float *)panel;
     const uint8_t *zeros = panel + s->groups * PANEL * 4, *codes = panel + s->head_bytes;
@@ -207,7 +207,7 @@ INLINE void tile(
 }
 
 static void any_tile(
-    int rows, int form, const product_rows *x, int64_t first, const shape *s,
+    int rows, int form, const gemm_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
 #define CASE(count)                                                          \
     case count:                                                              \
@@ -229,7 +229,7 @@ static int64_t tile_rows(int form) {
 
 /* All rows times one panel. */
 INLINE void one_panel(
-    const gemm_args *a, const int is_bf16, const product_rows *x, const shape *s, int form,
+    const gemm_args *a, const int is_bf16, const gemm_rows *x, const shape *s, int form,
     const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {
     const int64_t most = tile_rows(form), tiles = (a->num_rows + most - 1) / most;
     const uint8_t *w = panels + panel * s->bytes;
@@ -246,7 +246,7 @@ INLINE void one_panel(
     }
 }
 
-void gemm_groups(const gemm_args *a, int is_bf16, const product_rows *x) {
+void gemm_groups(const gemm_args *a, int is_bf16, const gemm_rows *x) {
     const header *from = a->packed;
     const shape s = shape_of(a->in_features, from->group, from->bits);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;

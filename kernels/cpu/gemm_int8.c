@@ -1,4 +1,4 @@
-/* Products of int8. A weight has a scale for each output; each row of x has a scale, computed when
+/* GEMMs of int8. A weight has a scale for each output; each row of x has a scale, computed when
    the row is converted. out = (float)sum * (row scale * output scale), + bias, + previous output,
    in float.
 
@@ -55,7 +55,7 @@ void pack_int8(const pack_args *a) {
 
 /* results[rows][PANEL] = rows times one panel, whose outputs have `scales`. */
 INLINE void tile(
-    const int rows, const product_rows *x, int64_t first, int64_t depth, const int8_t *w,
+    const int rows, const gemm_rows *x, int64_t first, int64_t depth, const int8_t *w,
     const float *scales, float *results, ahead *next) {
     const int8_t *codes = x->codes + first * x->stride;
     const int64_t stride = x->stride;
@@ -90,7 +90,7 @@ INLINE void tile(
 }
 
 static void any_tile(
-    int rows, const product_rows *x, int64_t first, int64_t depth, const int8_t *w,
+    int rows, const gemm_rows *x, int64_t first, int64_t depth, const int8_t *w,
     const float *scales, float *results, ahead *next) {
 #define CASE(count) \
     case count: tile(count, x, first, depth, w, scales, results, next); break;
@@ -129,7 +129,7 @@ static void tiled(
 
 /* All rows times one panel. */
 INLINE void one_panel(
-    const gemm_args *a, const int is_bf16, const product_rows *x, const float *scales,
+    const gemm_args *a, const int is_bf16, const gemm_rows *x, const float *scales,
     const int8_t *panels, int64_t panel, int is_last) {
     const int64_t depth = whole(a->in_features, ROWS_DEPTH), bytes = PANEL * depth;
     const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -147,7 +147,7 @@ INLINE void one_panel(
 
 #if HAS_TILES
 static void one_tiled_panel(
-    const gemm_args *a, int is_bf16, const product_rows *x, const float *scales, const int8_t *panels,
+    const gemm_args *a, int is_bf16, const gemm_rows *x, const float *scales, const int8_t *panels,
     int64_t panel, int *shaped) {
     const int64_t depth = whole(a->in_features, ROWS_DEPTH), column = panel * TILED_PANEL;
     const int8_t *w = panels + column * depth;
@@ -167,7 +167,7 @@ static void one_tiled_panel(
 }
 #endif
 
-void gemm_int8(const gemm_args *a, int is_bf16, const product_rows *x) {
+void gemm_int8(const gemm_args *a, int is_bf16, const gemm_rows *x) {
     const header *from = a->packed;
     const int64_t width = width_of(from->kernel);
     const int64_t panels = (a->out_features + width - 1) / width;

@@ -1,4 +1,4 @@
-/* Products by 8-bit and 4-bit weights (gemm_int8.c, gemm_groups.c), called by gemm.c. */
+/* GEMMs with 8-bit and 4-bit weights (gemm_int8.c, gemm_groups.c), called by gemm.c. */
 
 #ifndef BATCHINFER_GEMM_LOW_BIT_H
 #define BATCHINFER_GEMM_LOW_BIT_H
@@ -25,7 +25,7 @@ static inline const int32_t *order_of(const header *packed) {
 }
 
 /* x holds the rows as int8; outputs are bfloat16 or float. For a team, like gemm_team_f32. */
-void gemm_int8(const gemm_args *, int is_bf16, const product_rows *x);
-void gemm_groups(const gemm_args *, int is_bf16, const product_rows *x);
+void gemm_int8(const gemm_args *, int is_bf16, const gemm_rows *x);
+void gemm_groups(const gemm_args *, int is_bf16, const gemm_rows *x);
 
 #endif

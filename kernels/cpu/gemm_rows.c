@@ -1,4 +1,4 @@
-/* Converts rows for products (gemm_rows.h); int8 rows are the same on every processor. */
+/* Converts rows for GEMMs (gemm_rows.h). int8 rows have the same bits on every processor. */
 
 #include "no_reassociation.h"
 
@@ -15,24 +15,24 @@
 /* Elements in an odd number of cache lines that hold `in` elements, `each` to a line. */
 static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
-static product_rows shape_of(const gemm_args *a) {
+static gemm_rows shape_of(const gemm_args *a) {
     const header *from = a->packed;
     const int64_t in = a->in_features;
-    if (from->halves) return (product_rows){.stride = stride_of(in, 16), .in = in};
-    if (from->kind == FLOATS || from->kind == FLOAT8) return (product_rows){0};
+    if (from->halves) return (gemm_rows){.stride = stride_of(in, 16), .in = in};
+    if (from->kind == FLOATS || from->kind == FLOAT8) return (gemm_rows){0};
     const int64_t group = from->kind == GROUPS ? from->group : in;
-    return (product_rows){.stride = stride_of(in, ROWS_DEPTH), .in = in, .group = group,
+    return (gemm_rows){.stride = stride_of(in, ROWS_DEPTH), .in = in, .group = group,
                           .groups = (in + group - 1) / group};
 }
 
-int64_t product_rows_bytes(const gemm_args *a) {
-    const product_rows rows = shape_of(a);
+int64_t gemm_rows_bytes(const gemm_args *a) {
+    const gemm_rows rows = shape_of(a);
     const int64_t each = rows.group ? rows.stride + 4 * (1 + rows.groups) : 4 * rows.stride;
     return whole(a->num_rows * each, 64);
 }
 
-product_rows product_rows_in(void *memory, const gemm_args *a) {
-    product_rows rows = shape_of(a);
+gemm_rows gemm_rows_in(void *memory, const gemm_args *a) {
+    gemm_rows rows = shape_of(a);
     if (!rows.group) {
         rows.floats = rows.stride ? memory : NULL;
         return rows;
@@ -69,7 +69,7 @@ INLINE int32_t round_group(
     return sum;
 }
 
-INLINE void round_row(const product_rows *to, const int is_bf16, const void *x, int64_t row) {
+INLINE void round_row(const gemm_rows *to, const int is_bf16, const void *x, int64_t row) {
     const int64_t in = to->in;
     int32_t most_bits = 0;
     for (int64_t k = 0; k < in; k++) {
@@ -97,9 +97,9 @@ INLINE void round_row(const product_rows *to, const int is_bf16, const void *x, 
     memset(codes + in, 0, to->stride - in);
 }
 
-void make_row_f32(const product_rows *to, const float *x, int64_t row) { round_row(to, 0, x, row); }
+void convert_row_f32(const gemm_rows *to, const float *x, int64_t row) { round_row(to, 0, x, row); }
 
-void make_row_bf16(const product_rows *to, const uint16_t *x, int64_t row) {
+void convert_row_bf16(const gemm_rows *to, const uint16_t *x, int64_t row) {
     if (!to->floats) {
         round_row(to, 1, x, row);
         return;

@@ -1,11 +1,11 @@
-/* Rows of x in the form that a product multiplies, if that is not the form they have.
+/* Rows of x, converted to the type that a GEMM multiplies.
 
-   For 8-bit and 4-bit weights, rows are int8 with a scale each, max|x| / 127. On a processor that
-   cannot multiply pairs of bfloat16, bfloat16 rows become floats: converting a number inside the
-   product would repeat it for each panel, which takes as long as multiplying it. */
+   For 8-bit and 4-bit weights, rows become int8 with one scale per row, max|x| / 127. On processors
+   that cannot multiply pairs of bfloat16, bfloat16 rows become floats: converting a number inside
+   the GEMM would repeat it for each panel, which takes as long as multiplying it. */
 
-#ifndef BATCHINFER_PRODUCT_ROWS_H
-#define BATCHINFER_PRODUCT_ROWS_H
+#ifndef BATCHINFER_GEMM_ROWS_H
+#define BATCHINFER_GEMM_ROWS_H
 
 #include <stdint.h>
 
@@ -13,7 +13,7 @@
 
 #define ROWS_DEPTH 64 /* rows are padded with zeros to a multiple of this, the row of a tile */
 
-struct product_rows {
+struct gemm_rows {
     float *floats;  /* [rows][stride] from bfloat16, or NULL */
     int8_t *codes;  /* [rows][stride] from -127 to 127, or NULL */
     float *scales;  /* [rows]; NaN if a number of the row is not finite */
@@ -23,8 +23,8 @@ struct product_rows {
     const int32_t *order; /* column of x for each k; NULL: in order */
 };
 
-/* Whether rows have to be converted for a product. */
-static inline int are_made(const product_rows *rows) { return rows->floats || rows->codes; }
+/* Returns whether rows must be converted. */
+static inline int need_conversion(const gemm_rows *rows) { return rows->floats || rows->codes; }
 
 static inline int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
 

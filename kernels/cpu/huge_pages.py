@@ -1,8 +1,8 @@
-"""Allocates weights in huge pages if Linux has them, since products read weights from end to end.
+"""Allocates weights in huge pages if Linux has them, because GEMMs read weights from end to end.
 
-With 4 KiB pages, every 64 cache lines wait for a page table walk, which is long on a virtual
-machine. With 2 MiB pages, products of 8 to 64 rows take 10 to 20 % less time. Linux gives them to
-memory that requests them (``MADV_HUGEPAGE``), which torch does not.
+With 4 KiB pages, every 64 cache lines wait for a page table walk, which is slow on a virtual
+machine. With 2 MiB pages, GEMMs with 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
+for memory that requests them (``MADV_HUGEPAGE``), which torch does not do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 _LINE = 64  # bytes of a cache line
 _CHUNK = 16 << 20
-_OF_ITS_OWN = 4 << 20
+_SEPARATE = 4 << 20
 """From this many bytes on, a tensor gets its own mapping, so that freeing it frees its memory."""
 
 
@@ -35,7 +35,7 @@ class HugePages:
             MemoryError: not enough memory.
         """
         size = count * dtype.itemsize
-        if size >= _OF_ITS_OWN:
+        if size >= _SEPARATE:
             return _part(_chunk(size), 0, size).view(dtype)
         with self._lock:
             chunk = self._chunk() if self._chunk else None

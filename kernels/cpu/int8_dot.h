@@ -1,7 +1,7 @@
-/* Dot products of four bytes each, added up in the 32-bit lanes of a vector. */
+/* Dot products of quads (four bytes), summed in the 32-bit lanes of a vector. */
 
-#ifndef BATCHINFER_QUADS_H
-#define BATCHINFER_QUADS_H
+#ifndef BATCHINFER_INT8_DOT_H
+#define BATCHINFER_INT8_DOT_H
 
 #include "simd.h"
 
@@ -85,8 +85,8 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
 #endif
 }
 
-/* If an instruction adds up pairs only, this many pairs of products of bytes from 0 to 15 and int8
-   fit into 16 bits, so that their widening addition is needed only once for all of them. */
+/* If the instruction adds only pairs, 16 bits can hold the sum of this many pairs of products of
+   bytes from 0 to 15 and int8. One widening addition is then enough for all of them. */
 #if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
 #define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 */
 INLINE ints add_pairs(ints pairs, ints left, ints right) {
@@ -97,7 +97,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) {
     pairs = (ints)_mm512_add_epi16((__m512i)pairs,
                                    _mm512_maddubs_epi16((__m512i)left, (__m512i)right));
 #endif
-    __asm__("" : "+v"(pairs)); /* else GCC adds up products first, and spills the sums */
+    __asm__("" : "+v"(pairs)); /* else GCC adds all products first, and spills the sums */
     return pairs;
 }
 INLINE ints sum_of_pairs(ints pairs) {
@@ -113,7 +113,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) { return add_quads(pair
 INLINE ints sum_of_pairs(ints pairs) { return pairs; }
 #endif
 
-/* add_quads with int8 (plus OFFSET) on the left, and from -127 on on the right. */
+/* Like add_quads, with int8 (plus OFFSET) on the left and -127 to 127 on the right. */
 INLINE ints add_int8_quads(ints sum, ints left, ints right) {
 #if !OFFSET && LANES == 16 && defined(__AVX512BW__)
     const __mmask64 negative = _mm512_movepi8_mask((__m512i)left);

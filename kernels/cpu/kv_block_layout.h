@@ -8,8 +8,8 @@
 
    float8 keys and values are never paired, because they are converted to floats first. */
 
-#ifndef BATCHINFER_BLOCKS_H
-#define BATCHINFER_BLOCKS_H
+#ifndef BATCHINFER_KV_BLOCK_LAYOUT_H
+#define BATCHINFER_KV_BLOCK_LAYOUT_H
 
 #include "element_types.h"
 #include "amx_tiles.h"

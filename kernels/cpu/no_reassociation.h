@@ -1,8 +1,8 @@
 /* Keeps sums in the order in which they are written, in a file that includes this first; elsewhere
    the compiler may reorder them (library.FLAGS). With GCC, zeros also keep their signs. */
 
-#ifndef BATCHINFER_IN_ORDER_H
-#define BATCHINFER_IN_ORDER_H
+#ifndef BATCHINFER_NO_REASSOCIATION_H
+#define BATCHINFER_NO_REASSOCIATION_H
 
 #if defined(__clang__)
 #pragma clang fp reassociate(off)

@@ -1,4 +1,4 @@
-/* Paged attention for CPUs, compiled on first use by paged_attention.py.
+/* Paged attention for CPUs, compiled on first use by compiled_library.py.
 
    attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them first. A
    task is one KV head and a few tiles; a tile is a few consecutive tokens of one sequence, and its
@@ -32,7 +32,7 @@
 #define NAME attend_f32
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#define TAKEN "attention_floats.inc"
+#define MULTIPLY_INC "attention_floats.inc"
 #include "attention.inc"
 
 /* Over a pool of float8 e4m3fn. */
@@ -42,7 +42,7 @@
 #define NAME attend_f32_e4m3
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#define TAKEN "attention_floats.inc"
+#define MULTIPLY_INC "attention_floats.inc"
 #include "attention.inc"
 
 #define STORED uint8_t
@@ -51,7 +51,7 @@
 #define NAME attend_bf16_e4m3
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#define TAKEN "attention_floats.inc"
+#define MULTIPLY_INC "attention_floats.inc"
 #include "attention.inc"
 
 #if HAS_PAIRS || !HAS_TILES /* else the pool stores pairs, for tiles */
@@ -60,9 +60,9 @@
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #if HAS_PAIRS
-#define TAKEN "attention_bf16_pairs.inc"
+#define MULTIPLY_INC "attention_bf16_pairs.inc"
 #else
-#define TAKEN "attention_floats.inc"
+#define MULTIPLY_INC "attention_floats.inc"
 #endif
 #include "attention.inc"
 #endif
@@ -72,7 +72,7 @@
 #define NAME attend_tiles_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#define TAKEN "attention_amx.inc"
+#define MULTIPLY_INC "attention_amx.inc"
 #include "attention.inc"
 #endif
 
@@ -116,5 +116,5 @@ ATTEND(attend_bf16, attend_team_bf16)
 ATTEND(attend_f32_e4m3, attend_f32_e4m3_team)
 ATTEND(attend_bf16_e4m3, attend_bf16_e4m3_team)
 
-/* Whether blocks store 16-bit elements in pairs (kv_block_layout.h). */
-int lies_in_pairs(void) { return PAIRED(uint16_t); }
+/* Returns whether blocks store 16-bit elements in pairs (kv_block_layout.h). */
+int stores_pairs(void) { return PAIRED(uint16_t); }

@@ -1,10 +1,10 @@
-"""The C kernels of this folder, called through ctypes: paged attention, and the KV pool it reads.
+"""Paged attention in C, and access to the KV pool that it reads, called through ctypes.
 
 Blocks of the pool store keys and values in the order in which the processor multiplies them
 (``kv_block_layout.h``). Only ``kv_write`` and ``row_ops.rotary_write`` write them; ``read_keys``
 and ``read_values`` return them by position.
 
-Without a C compiler ``supports`` returns False, and the worker uses torch operations.
+Without a C compiler, ``supports`` returns False and the worker uses torch operations.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class _WriteArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether the C kernels can be compiled and support ``dtype``."""
+    """True if the C kernels can be compiled and support ``dtype``."""
     return dtype in _ATTEND and load() is not None
 
 
 def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the C kernels can be compiled and attend with queries of ``dtype`` over a pool of
+    """True if the C kernels can be compiled and support queries of ``dtype`` over a pool of
     ``pool_dtype``."""
     return pool_dtype in (dtype, torch.float8_e4m3fn) and supports(dtype)
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the instructions that can attend in ``dtype``, the fastest first (see ``gemm``)."""
+    """Return names of the instructions for attention in ``dtype``, like ``gemm.available``."""
     return tuple(kernels_of(load(), "attend", dtype))
 
 
 def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
-    """The number of the kernel that attends in ``dtype`` with ``instructions``; None: the fastest.
+    """Return the number of the attention kernel for ``instructions``; None: of the fastest.
 
     All kernels read the same pool, but give different bits.
 
@@ -107,8 +107,8 @@ def paged_attention(
     Args:
         order: the sequences, such that those with a common prefix are adjacent.
         shared_lens: leading tokens that each sequence of ``order`` shares with the previous one, in
-            the same blocks and before the query tokens of both. They are read once for many rows;
-            the result is the same without.
+            the same blocks and before the query tokens of both. They are read once for many rows,
+            which does not change the result.
         kernel: from ``kernel_of``; None: the fastest.
     """
     library = load()
@@ -150,7 +150,7 @@ def attention_args(
     shared_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
-    """Arguments of the C function, from those of ``paged_attention``."""
+    """Return the arguments of the C function for these arguments of ``paged_attention``."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
@@ -219,4 +219,4 @@ def read_values(
 def _in_pairs(dtype: torch.dtype) -> bool:
     library = load()
     assert library is not None
-    return dtype == torch.bfloat16 and bool(library.lies_in_pairs())
+    return dtype == torch.bfloat16 and bool(library.stores_pairs())

@@ -1,7 +1,7 @@
 /* Prefetches the next panel of a packed weight, one share each time a tile computes a part. */
 
-#ifndef BATCHINFER_AHEAD_H
-#define BATCHINFER_AHEAD_H
+#ifndef BATCHINFER_PANEL_PREFETCH_H
+#define BATCHINFER_PANEL_PREFETCH_H
 
 #include "simd.h"
 

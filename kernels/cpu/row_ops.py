@@ -1,7 +1,7 @@
-"""Row-wise operations of a decoder layer, in C, called through ctypes.
+"""Row-wise operations of a decoder layer in C, called through ctypes.
 
-Tensors are float32 or bfloat16; arithmetic is in float32, rounded once. ``reference`` has a
-reference implementation of each, with the same name.
+Tensors are float32 or bfloat16; arithmetic is in float32, rounded once. ``reference`` has reference
+implementations with the same names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rms_norm(
     offset: float = 0.0,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """``out = x / sqrt(mean(x^2) + eps) * (offset + weight)``, row by row."""
+    """Normalize rows: ``out = x / sqrt(mean(x^2) + eps) * (offset + weight)``."""
     arguments = rms_norm_args(x, weight, eps=eps, offset=offset, out=out)
     _function("rms_norm", x.dtype)(ctypes.byref(arguments))
 
@@ -78,7 +78,7 @@ def rms_norm(
 def rms_norm_args(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
 ) -> RMSNormArgs:
-    """Arguments of the C function, from those of ``rms_norm``."""
+    """Return the arguments of the C function for these arguments of ``rms_norm``."""
     return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
@@ -91,12 +91,12 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """``out = silu(gate) * up`` for rows that hold gate, then up."""
+    """Compute ``out = silu(gate) * up`` for rows that hold gate, then up."""
     _function("silu_mul", gate_up.dtype)(ctypes.byref(silu_mul_args(gate_up, out=out)))
 
 
 def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
-    """Arguments of the C function, from those of ``silu_mul``."""
+    """Return the arguments of the C function for these arguments of ``silu_mul``."""
     return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
@@ -124,8 +124,11 @@ def apply_token_bitmask(
     rows: torch.Tensor,  # [M] int32, indices of rows, all different
     masks: torch.Tensor,  # [M, words] int32, contiguous
 ) -> None:
-    """Set logits to -inf where bit ``i % 32`` of word ``i // 32`` is not set, and beyond the last
-    word, in place."""
+    """Set logits of forbidden tokens to -inf, in place.
+
+    Token ``i`` is allowed if bit ``i % 32`` of word ``i // 32`` is set; tokens after the last word
+    are forbidden.
+    """
     arguments = _TokenBitmaskArgs(
         *(tensor.data_ptr() for tensor in (logits, rows, masks)),
         *(len(rows), logits.stride(0), logits.shape[1], masks.shape[1]),
@@ -171,7 +174,7 @@ def rotary_write_args(
     eps: float,
     offset: float,
 ) -> RotaryWriteArgs:
-    """Arguments of the C function, from those of ``rotary_write``."""
+    """Return the arguments of the C function for these arguments of ``rotary_write``."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
     return RotaryWriteArgs(

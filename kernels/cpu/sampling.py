@@ -1,4 +1,4 @@
-"""Draws tokens from logits, in C, called through ctypes."""
+"""Draws tokens from logits in C, called through ctypes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _RandomArgs(ctypes.Structure):
 
 
 def draw_bytes(vocab: int) -> int:
-    """Bytes of ``draw``'s workspace: a weight, a key and a logit for each token and thread."""
+    """Return the bytes of ``draw``'s workspace: weight, key and logit per token and thread."""
     return torch.get_num_threads() * vocab * 20
 
 
@@ -43,10 +43,10 @@ def draw(
     bits: torch.Tensor,  # [k] int64, uniform in [0, 2**24)
     out: torch.Tensor,  # [k] int64
 ) -> None:
-    """Draw token ids of samples, by the inverse of the cumulative distribution in id order.
+    """Draw token ids by inverse transform sampling, in the order of ids.
 
-    Samples of rows whose maximum is not finite are left as they are. All tensors but ``logits``
-    are contiguous.
+    Samples of rows whose maximum is not finite are not written. All tensors except ``logits`` must
+    be contiguous.
     """
     library = load()
     assert library is not None
@@ -68,8 +68,10 @@ def random_bits(
     *,
     out: torch.Tensor,  # [K] int64
 ) -> None:
-    """Compute a uniform number in [0, 2**24) for each key; all tensors are contiguous. Reference:
-    ``philox.random_bits`` of the worker."""
+    """Write a uniform number in [0, 2**24) for each key; all tensors must be contiguous.
+
+    Reference implementation: ``philox.random_bits`` of the worker.
+    """
     library = load()
     assert library is not None
     tensors = (seed, stream, sample_index, position, out)

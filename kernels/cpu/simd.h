@@ -1,12 +1,12 @@
-/* The vectors of the target processor. */
+/* Vector types and operations of the target processor. */
 
-#ifndef BATCHINFER_VECTORS_H
-#define BATCHINFER_VECTORS_H
+#ifndef BATCHINFER_SIMD_H
+#define BATCHINFER_SIMD_H
 
 #include "element_types.h"
 
-/* Register tile of a packed product (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights of one
-   step, and the remaining registers for x.
+/* Register tile of a packed GEMM (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights of one step,
+   and the remaining registers for x.
 
                   registers  lanes  sums    outputs of a panel
    AVX-512            32      16    14 x 2       32

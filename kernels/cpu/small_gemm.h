@@ -1,8 +1,8 @@
-/* A small matrix product that sums every element in the same order, however many rows and columns
-   it computes at once. */
+/* A small GEMM that sums each element in an order that does not depend on the numbers of rows and
+   columns. */
 
-#ifndef BATCHINFER_SMALL_PRODUCT_H
-#define BATCHINFER_SMALL_PRODUCT_H
+#ifndef BATCHINFER_SMALL_GEMM_H
+#define BATCHINFER_SMALL_GEMM_H
 
 #include "simd.h"
 
@@ -37,7 +37,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* The same for as many columns at a time as registers hold sums of. */
+/* The same for as many columns at a time as registers can hold. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {

@@ -12,12 +12,11 @@ _VERSIONS = count(1)
 
 
 class TeamCores:
-    """The cores of each thread of a team.
+    """The cores that each thread of a team may run on.
 
     Args:
-        cores: for each thread, the numbers of the cores that it may run on. The first thread is the
-            caller of ``bind``, which must free itself afterwards, because threads that it starts
-            inherit its cores.
+        cores: core numbers for each thread. The first thread is the caller of ``bind``, which must
+            unbind itself afterwards, because threads that it starts inherit its cores.
     """
 
     def __init__(self, cores: Sequence[Set[int]]) -> None:
@@ -30,7 +29,7 @@ class TeamCores:
     def bind(self) -> None:
         """Bind this thread, and the threads of its next parallel regions if they are not bound yet.
 
-        Takes some microseconds. Without a C compiler, or away from Linux, nothing is bound.
+        Takes some microseconds. Does nothing without a C compiler or on systems other than Linux.
         """
         library = load()
         if library is None:

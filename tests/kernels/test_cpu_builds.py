@@ -91,7 +91,7 @@ def other_build(
         built = compiled_library.load.__wrapped__()
         if built is None:
             pytest.skip(f"the compiler does not support {flags}")
-        assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
+        assert request.param == _FLAGS["tiles"] or not built.stores_pairs()
         for module in (cpu_attention, gemm, row_ops, decoder_layer, encoder_layers):
             patch.setattr(module, "load", lambda: built)
         linear_kernels.cache_clear()
