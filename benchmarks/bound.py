@@ -1,9 +1,9 @@
-"""What the matrix products of a workload cost on this machine, with weights packed once.
+"""Measures the time of a workload's linear layers on this machine, with weights packed once.
 
 python benchmarks/bound.py MODEL --dtype float32      # prints one JSON line
 
-Everything else an engine does (attention, norms, sampling, Python) is overhead on top, so that the
-tokens/s this gives are a bound for any engine that computes each token of the prefix tree once.
+All other work of an engine (attention, norms, sampling, Python) comes on top. So the printed
+tokens/s are an upper bound for any engine that computes each token of the prefix tree once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.linear_kernels import linear_kernels
 
 ROWS = 64
-"""Rows of a product: as many sequences as a step of the quarter-size workloads holds."""
+"""Rows of a GEMM: the sequences in a step of the quarter-size workloads."""
 
 
 def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
-    """(in, out) of a decoder layer's products, q/k/v and gate/up merged."""
+    """Return (in, out) of a decoder layer's linear layers, with q/k/v and gate/up merged."""
     hidden, inner = config.hidden_size, config.intermediate_size
     width = hidden // config.num_attention_heads
     qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * width
@@ -33,8 +33,8 @@ def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
 
 
 def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.dtype) -> float:
-    """Median time of all products in turn, each with weights of its own, over the rows; by the
-    kernel that is fastest."""
+    """Return the median time per row of all linear layers, with the fastest kernel; each layer has
+    its own weights."""
     plain = [
         torch.nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(False)
         for _ in range(copies)
@@ -55,13 +55,13 @@ def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.d
 
 
 def computed_tokens(rows: list[Row]) -> int:
-    """Tokens that have to be computed: a prefix tree's, and every output but the last."""
+    """Return the tokens to compute: those of the prefix tree, and all outputs except the last."""
     tree = {tuple(row.prompt[: at + 1]) for row in rows for at in range(len(row.prompt))}
     return len(tree) + sum(row.n * (row.output_len - 1) for row in rows)
 
 
 def bound(model: str, dtype: torch.dtype, scale: float) -> dict[str, float]:
-    """Output tokens/s of each workload if nothing but the products took time."""
+    """Return output tokens/s of each workload if only linear layers took time."""
     config = AutoConfig.from_pretrained(model)
     layers = seconds_per_token(layer_shapes(config), config.num_hidden_layers, dtype)
     head = seconds_per_token([(config.hidden_size, config.vocab_size)], 4, dtype) / 4

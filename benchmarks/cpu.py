@@ -1,6 +1,6 @@
-"""Compare engines on a CPU: each in a process of its own, in turn, medians of several rounds.
+"""Compares engines on a CPU: each in its own process, alternately, medians of several rounds.
 
-python benchmarks/cpu.py                       # the table of benchmarks/README.md, an hour
+python benchmarks/cpu.py                       # the table of benchmarks/README.md, one hour
 python benchmarks/cpu.py --workloads W1 --engines batchinfer generate --rounds 2
 """
 
@@ -30,34 +30,34 @@ Run = dict[str, Any]
 
 
 def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -> Run:
-    """One engine, one workload, in a fresh process; an engine that fails says why."""
+    """Run an engine on a workload in a new process; return its result or its error."""
     command = [*args.before, python_of(engine, args.folder), str(HERE / "engines.py"), engine]
     command += [str(args.folder / "small"), "--workload", workload, "--dtype", dtype]
     command += ["--scale", str(args.scale), "--batch", str(args.batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        asked = {"engine": engine, "workload": workload, "dtype": dtype}
-        return asked | {"error": done.stderr.strip().splitlines()[-1:]}
+        run = {"engine": engine, "workload": workload, "dtype": dtype}
+        return run | {"error": done.stderr.strip().splitlines()[-1:]}
     result: Run = json.loads(lines[-1])
     return result
 
 
 def measure_bounds(args: argparse.Namespace) -> list[Run]:
-    """The bound of the matrix products, on the machine as it is now."""
+    """Measure the bound by linear layers on this machine now."""
     bounds = []
     for dtype in args.dtypes:
         command = [*args.before, sys.executable, str(HERE / "bound.py")]
         command += [str(args.folder / "small"), "--dtype", dtype, "--scale", str(args.scale)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         for workload, tokens in json.loads(done.stdout).items():
-            asked = {"engine": "bound", "workload": workload, "dtype": dtype}
-            bounds.append(asked | {"output_tokens_per_s": tokens})
+            run = {"engine": "bound", "workload": workload, "dtype": dtype}
+            bounds.append(run | {"output_tokens_per_s": tokens})
     return bounds
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """All runs: A B C, A B C, ..."""
+    """Run all engines in turn, several rounds."""
     runs = []
     for _ in range(args.rounds):
         runs += measure_bounds(args)
@@ -65,14 +65,15 @@ def measure(args: argparse.Namespace) -> list[Run]:
             for workload in args.workloads:
                 for engine in args.engines:
                     runs.append(run_once(engine, workload, dtype, args))
-                    said = runs[-1].get("output_tokens_per_s", runs[-1].get("error"))
-                    print(dtype, workload, engine, said, flush=True)
+                    result = runs[-1].get("output_tokens_per_s", runs[-1].get("error"))
+                    print(dtype, workload, engine, result, flush=True)
                     keep(runs, args)
     return runs
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:
-    """Medians of output tokens/s, and how many times each peer's the first engine's is."""
+    """Return a table of median output tokens/s; ratios are the first engine's speed by each
+    peer's."""
     lines = []
     for dtype in args.dtypes:
         engines = [*args.engines, "bound"]
@@ -88,7 +89,7 @@ def table(runs: list[Run], args: argparse.Namespace) -> str:
 
 
 def median(runs: list[Run], engine: str, workload: str, dtype: str) -> float:
-    """Median output tokens/s of an engine on a workload; 0 where it never ran."""
+    """Return an engine's median output tokens/s on a workload; 0 if it has no result."""
     rates = [
         run["output_tokens_per_s"]
         for run in runs
@@ -99,7 +100,7 @@ def median(runs: list[Run], engine: str, workload: str, dtype: str) -> float:
 
 
 def keep(runs: list[Run], args: argparse.Namespace) -> Path:
-    """Write what has been measured so far, with date and machine."""
+    """Write all results so far, with date and machine."""
     where = {
         "date": date.today().isoformat(),
         "cpu": _cpu_name(),
@@ -127,7 +128,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=HERE / "work", help="model and peers")
-    parser.add_argument("--before", default="", help="a command to put before each, as taskset")
+    parser.add_argument(
+        "--before", default="", help="command prefix for each process, such as taskset"
+    )
     args = parser.parse_args()
     args.before = args.before.split()
     make_small(args.folder / "small")

@@ -1,13 +1,13 @@
-"""Rows a second of embedding jobs beside sentence-transformers' ``encode``, in turn.
+"""Compares rows per second of embedding jobs with sentence-transformers' ``encode``.
 
 python benchmarks/embeddings.py --python PATH --rounds 3 --json out/embeddings.json
 python benchmarks/embeddings.py --python PATH --texts 2000 --models minilm --dtypes float32
 
-PATH is a Python that has sentence-transformers. Models have random weights and the shapes of
-all-MiniLM-L6-v2 (22 M) and bge-base-en (110 M); texts are random words, their number lognormal with
-a mean of 33, at most 400. Both sides are timed from texts to vectors, with the model loaded:
-``encode`` with batches of 32, which it sorts by length, and a job's rows from its first step to its
-last, divided by the time of ``summary.json``. Vectors are compared by cosine.
+PATH is a Python with sentence-transformers. Models have random weights and the shapes of
+all-MiniLM-L6-v2 (22 M) and bge-base-en (110 M). Texts are random words; their number is lognormal
+with a mean of 33 and at most 400. Both sides are timed from texts to vectors with a loaded model:
+``encode`` with batches of 32, which it sorts by length, and a job by the time in ``summary.json``
+from its first step to its last. Vectors are compared by cosine.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ Run = dict[str, Any]
 
 
 def words(count: int) -> list[str]:
-    """So many different words, the same every time."""
-    draw, found = random.Random(0), dict[str, None]()
-    while len(found) < count:
+    """Return ``count`` different words, always the same."""
+    draw, distinct = random.Random(0), dict[str, None]()
+    while len(distinct) < count:
         syllables = range(draw.randint(1, 4))
-        found["".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in syllables)] = (
-            None
-        )
-    return list(found)
+        distinct[
+            "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in syllables)
+        ] = None
+    return list(distinct)
 
 
 def make_texts(count: int) -> list[str]:
-    """Texts of mixed length."""
+    """Return texts with different lengths."""
     draw, known = random.Random(1), words(20_000)
     lengths = (min(400, max(3, int(draw.lognormvariate(3.2, 0.8)))) for _ in range(count))
     return [" ".join(draw.choice(known) for _ in range(length)) for length in lengths]
 
 
 def make_model(folder: Path, name: str) -> None:
-    """Save a random model as sentence-transformers lays folders out."""
+    """Save a random model in the folder layout of sentence-transformers."""
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -114,7 +114,7 @@ np.save(sys.argv[4], vectors.astype(np.float32))
 
 
 def theirs(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tuple[Run, Any]:
-    """``encode`` in a fresh process: its seconds, and the vectors."""
+    """Run ``encode`` in a new process; return its seconds and vectors."""
     out = args.folder / "theirs.npy"
     command = [args.python, "-c", _THEIRS, str(model), dtype, str(texts), str(out)]
     done = subprocess.run([*command, str(args.threads)], capture_output=True, text=True, check=True)
@@ -122,7 +122,7 @@ def theirs(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tu
 
 
 def ours(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tuple[Run, Any]:
-    """A job in a fresh process: seconds of its rows, and the vectors."""
+    """Run a job in a new process; return the seconds of its rows, and vectors."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -152,7 +152,7 @@ def ours(model: Path, dtype: str, texts: Path, args: argparse.Namespace) -> tupl
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """Theirs, ours, theirs, ours, ... on each model and dtype."""
+    """Run both sides alternately on each model and dtype."""
     texts = args.folder / "texts.json"
     texts.write_text(json.dumps(make_texts(args.texts)))
     runs: list[Run] = []
@@ -178,7 +178,7 @@ def measure(args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    """Measure and print, by the command line."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--texts", type=int, default=20_000)

@@ -1,10 +1,10 @@
-"""Runs one engine over workloads in this process and prints one JSON line each.
+"""Runs one engine on workloads in this process, and prints one JSON line per workload.
 
 python benchmarks/engines.py batchinfer MODEL --workload W1 --scale 0.25 --dtype float32
 python benchmarks/engines.py batchinfer MODEL --workload W1 W3 --dtype bfloat16 --quantization int8
 
-Each engine's own packages are imported by its function alone, so that every engine can have a
-virtual environment of its own.
+Each function imports its engine's packages, so that every engine can have its own virtual
+environment.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from workloads import Row, workload
 
 Run = Callable[[list[Row]], list[list[int]]]
-"""Rows to the numbers of tokens that came out, by row and sample."""
+"""Runs rows, and returns the number of output tokens of each row and sample."""
 
 
 def batchinfer(args: argparse.Namespace) -> Run:
-    """This project's engine, through its Python API."""
+    """batchinfer through its Python API."""
     from batchinfer import LLM, SamplingParams
 
     llm = LLM(args.model, dtype=args.dtype, quantization=args.quantization)
@@ -48,7 +48,7 @@ def batchinfer(args: argparse.Namespace) -> Run:
 
 
 def generate(args: argparse.Namespace) -> Run:
-    """transformers' ``generate``: left-padded batches of rows sorted by their output length."""
+    """transformers' ``generate`` with left-padded batches of rows, sorted by output length."""
     import torch
 
     model = _transformers_model(args)
@@ -76,7 +76,7 @@ def generate(args: argparse.Namespace) -> Run:
                 pad_token_id=0,
                 **({"do_sample": False} | sampling),
             )
-            # Tokens past a row's own length are not counted.
+            # Tokens after a row's output length are not counted.
             lengths |= {at: [rows[at].output_len] * n for at in batch}
         return [lengths[at] for at in range(len(rows))]
 
@@ -84,7 +84,7 @@ def generate(args: argparse.Namespace) -> Run:
 
 
 def generate_batch(args: argparse.Namespace) -> Run:
-    """transformers' continuous batching, each row with its own length."""
+    """transformers' continuous batching."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = _transformers_model(args)
@@ -124,7 +124,7 @@ def generate_batch(args: argparse.Namespace) -> Run:
                 result = manager.get_result(timeout=1)
                 if result is None:
                     if not manager.is_running():
-                        raise RuntimeError("the batching thread has ended")
+                        raise RuntimeError("the batching thread ended")
                 elif result.is_finished():
                     at = of_request[result.request_id.split("__child")[0]]
                     lengths.setdefault(at, []).append(len(result.generated_tokens))
@@ -135,7 +135,7 @@ def generate_batch(args: argparse.Namespace) -> Run:
 
 
 def openvino(args: argparse.Namespace) -> Run:
-    """OpenVINO GenAI's continuous batching with prefix caching, weights exported beforehand."""
+    """OpenVINO GenAI's continuous batching with prefix caching; weights are exported first."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
@@ -161,7 +161,7 @@ def openvino(args: argparse.Namespace) -> Run:
         generation = genai.GenerationConfig()
         generation.max_new_tokens = row.output_len
         generation.ignore_eos = True
-        generation.set_eos_token_id(0)  # one has to be named
+        generation.set_eos_token_id(0)  # required
         generation.apply_chat_template = False
         if row.n > 1:
             generation.do_sample = True
@@ -172,7 +172,7 @@ def openvino(args: argparse.Namespace) -> Run:
 
     def run(rows: list[Row]) -> list[list[int]]:
         prompts = [ov.Tensor(np.array([row.prompt], dtype=np.int64)) for row in rows]
-        if args.prime:  # a prefix is found only after a request that had it has finished
+        if args.prime:  # a prefix is cached when a request with it has finished
             pipeline.generate(prompts[:1], [config(Row(rows[0].prompt, 1))])
         results = pipeline.generate(prompts, [config(row) for row in rows])
         return [[len(sample) for sample in result.m_generation_ids] for result in results]
@@ -181,13 +181,13 @@ def openvino(args: argparse.Namespace) -> Run:
 
 
 def openvino_primed(args: argparse.Namespace) -> Run:
-    """The same, with one request run alone first so that the others find its prefix."""
+    """OpenVINO GenAI, after one request that caches the prefix."""
     args.prime = True
     return openvino(args)
 
 
 def llama(args: argparse.Namespace) -> Run:
-    """llama.cpp through llama-cpp-python; ``--quantization q8_0``, or as ``--dtype`` says."""
+    """llama.cpp through llama-cpp-python, with ``--quantization q8_0`` or ``--dtype``."""
     import llama
 
     return llama.make(args.model, args.quantization or args.dtype, args.threads)
@@ -252,10 +252,10 @@ def _transformers_model(args: argparse.Namespace) -> Any:
 
 
 def _exported_for_openvino(args: argparse.Namespace) -> str:
-    """The model in OpenVINO's format, kept beside the original."""
+    """Export the model to OpenVINO's format, next to the original."""
     import subprocess
 
-    # It knows no bfloat16 weights.
+    # OpenVINO has no bfloat16 weights.
     weights = args.quantization or {"float32": "fp32", "bfloat16": "fp16"}[args.dtype]
     folder = f"{args.model}.openvino-{weights}"
     if not os.path.exists(os.path.join(folder, "openvino_model.xml")):
@@ -267,14 +267,16 @@ def _exported_for_openvino(args: argparse.Namespace) -> str:
 
 
 def measure(run: Run, rows: list[Row]) -> dict[str, Any]:
-    """Run a little once, then all rows against the clock."""
+    """Warm up with one short row, then run all rows and measure the time."""
     run([Row(list(range(400, 403)), 4, rows[0].n)])
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.perf_counter()
     lengths = run(rows)
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert lengths == [[row.output_len] * row.n for row in rows], "an engine cut an output short"
+    assert lengths == [[row.output_len] * row.n for row in rows], (
+        "an engine returned a shorter output"
+    )
     output_tokens = sum(map(sum, lengths))
     return {
         "seconds": seconds,
@@ -292,21 +294,21 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=["W1"])
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--quantization", help="as the engine calls it")
+    parser.add_argument("--quantization", help="name of the engine's quantization")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
     parser.add_argument("--cache-gib", type=int, default=2, help="KV cache of the peers")
     parser.set_defaults(prime=False)
     args = parser.parse_args()
     stdout = os.dup(1)
-    os.dup2(2, 1)  # some engines print there
+    os.dup2(2, 1)  # some engines print to stdout
     run = ENGINES[args.engine](args)
-    asked = {name: value for name, value in vars(args).items() if name not in ("model", "prime")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("model", "prime")}
     for name in args.workload:
         result = measure(run, workload(name, args.scale))
-        line = json.dumps({**asked, "workload": name, **result})
+        line = json.dumps({**settings, "workload": name, **result})
         os.write(stdout, line.encode() + b"\n")
-    os._exit(0)  # vLLM's threads do not end by themselves
+    os._exit(0)  # vLLM's threads keep running
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Scaling of workers that claim parts, on a simulated clock.
+"""Simulates how well workers that claim parts share a job.
 
     python benchmarks/fleet.py [--workers 1,2,4,8,32] [--rows 200000] [--rows-per-part 4096]
 
-How many parts a claim has is decided by the real function. A worker runs ``SLOTS`` rows at a time,
-a row of n tokens for n steps, and claims more parts when fewer rows than that wait outside its
-engine. Output lengths are uniform from 10 to 2,000 tokens; from two workers on, one is four times
-slower. Prints the share of the ideal time: all slots busy until all rows are done at once.
+The sizes of claims come from the real function. A worker runs ``SLOTS`` rows at a time; a row with
+n tokens takes n steps. It claims more parts if fewer than ``SLOTS`` rows wait outside its engine.
+Output lengths are uniform from 10 to 2,000 tokens. With two workers or more, one worker is four
+times slower. Prints the share of the ideal time, in which all slots are busy until the end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from batchinfer.job.row_ids import Part
 SLOTS = 64
 WINDOW_ROWS = 65_536
 _QUEUED = SLOTS // 2
-"""Rows that wait inside an engine."""
+"""Rows queued inside an engine."""
 
 
 def share_of_ideal(
     num_workers: int, num_rows: int = 200_000, rows_per_part: int = 4096, slowness: float = 4.0
 ) -> float:
-    """Share of the ideal time of a job, one of whose workers is slower."""
+    """Return the share of the ideal time; one worker is slower."""
     lengths = np.random.default_rng(0).integers(10, 2001, num_rows)
     paces = [1.0] * (num_workers - 1) + [slowness if num_workers > 1 else 1.0]
     ideal = float(lengths.sum()) / (SLOTS * sum(1 / pace for pace in paces))
@@ -41,18 +41,18 @@ def share_of_ideal(
 
 
 def _run(lengths: list[int], free: list[Part], paces: list[float]) -> float:
-    """Steps until the last row is done."""
+    """Return the steps until the last row is finished."""
     waiting = [deque[int]() for _ in paces]
-    """Rows of each worker that do not run."""
+    """Rows of each worker that wait."""
     running = [0] * len(paces)
     made = [0] * len(paces)
     """Rows that each worker has finished."""
     late = set[int]()
-    """Workers that claim nothing, as the others are faster without them."""
+    """Workers that claim nothing because the other workers finish sooner without them."""
     missing = {part.index: part.num_rows for part in free}
     """Rows of each part that are not finished."""
     owner: dict[int, int] = {}
-    """The worker of each part that is claimed."""
+    """The worker of each claimed part."""
     size, rows_per_part = dict(missing), free[0].num_rows
     ends: list[tuple[float, int, int]] = []
     now = 0.0
@@ -89,8 +89,8 @@ def _run(lengths: list[int], free: list[Part], paces: list[float]) -> float:
         running[worker] -= 1
         made[worker] += 1
         missing[row // rows_per_part] -= 1
-        for one in (worker, *late) if free else (worker,):
-            feed(one)
+        for each in (worker, *late) if free else (worker,):
+            feed(each)
     return now
 
 
@@ -99,10 +99,10 @@ def main() -> None:
     parser.add_argument("--workers", default="1,2,4,8,32")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--rows-per-part", type=int, default=4096)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("| workers | share of the ideal time |\n|---|---|")
-    for number in map(int, given.workers.split(",")):
-        share = share_of_ideal(number, given.rows, given.rows_per_part)
+    for number in map(int, args.workers.split(",")):
+        share = share_of_ideal(number, args.rows, args.rows_per_part)
         print(f"| {number} | {share:.3f} |", flush=True)
 
 

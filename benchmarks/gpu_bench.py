@@ -1,6 +1,6 @@
-"""This project's engine: right beside transformers, and timed on the fixed workloads.
+"""Compares the engine with transformers, and measures it on the workloads.
 
-Tokens/s, share of the roofline, and waste.
+Measures tokens/s, the share of the roofline, and KV waste.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchinfer.config import EngineConfig, SamplingParams
 from batchinfer.engine.request import Request
 from batchinfer.engine.stats import StepStats
 
-_PROFILED_STEPS = (20, 60)  # of W1: from, to
+_PROFILED_STEPS = (20, 60)  # first and last profiled step of W1
 _W1_REPEATS = 3
 _WARM_ROWS, _WARM_TOKENS = 64, 16
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of the logits' norm: in float32 for another order of sums, in bfloat16 for its rounding."""
+"""Allowed relative errors of logits: order of sums in float32, rounding in bfloat16."""
 
 
 def bench(
@@ -38,12 +38,12 @@ def bench(
     *,
     dry_run: bool,
 ) -> None:
-    """Workloads on one model, each warmed up by rows of its own kind.
+    """Measure workloads on one model, each after a warm-up with rows of the same kind.
 
-    W1 is repeated, and watched for idle time, while there is time for that; its cell is replaced.
+    While there is time, W1 is profiled and repeated, and its cell replaced.
 
     Args:
-        ends: when this process is ended, by `time.monotonic`.
+        ends: time limit of this process, by `time.monotonic`.
     """
     settings = EngineConfig(
         max_num_seqs=8 if dry_run else 1024,
@@ -85,17 +85,17 @@ def bench(
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
-    """Rows after which the timed ones meet no kernel for the first time; they generate little.
+    """Return rows with short outputs that compile all kernels that the workload needs.
 
-    All of them where they share prefixes: steps that are too large for a graph list what is shared
-    by a kernel for each power of two of sequences.
+    If rows share prefixes, all rows are needed: in steps that are too large for a graph, the kernel
+    that lists shared pieces is compiled for each power of two of sequences.
     """
     rows = jobs if any(job.shared_len for job in jobs) else jobs[:_WARM_ROWS]
     return [replace(job, output_len=min(job.output_len, _WARM_TOKENS)) for job in rows]
 
 
 def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
-    """One for each job: greedy, or drawn where a row has several samples."""
+    """Return one request per job: greedy, or with temperature 1 if it has several samples."""
     return [
         Request(
             row_id=row,
@@ -113,7 +113,7 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
 
 
 def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
-    """All jobs against the clock. Each seed has prompts of its own: no run finds another's."""
+    """Run all jobs and measure the time. Each seed has other prompts, so no prefixes are cached."""
     engine = built.engine
     todo = requests(jobs, built.vocab, seed)
     _synchronize()
@@ -145,7 +145,7 @@ def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
 
 
 def _cell(runs: list[dict[str, Any]], bound_s: float) -> dict[str, Any]:
-    """The median run, beside the bound."""
+    """Return the median run, compared with the bound."""
     ordered = sorted(runs, key=lambda run: run["seconds"])
     middle = ordered[len(ordered) // 2]
     return {
@@ -157,7 +157,7 @@ def _cell(runs: list[dict[str, Any]], bound_s: float) -> dict[str, Any]:
 
 
 def _busy_share(built: Ready) -> float:
-    """Share of the time in which a kernel of a CUDA device ran, over some steps of decoding."""
+    """Return the share of time in which a CUDA kernel ran, over some decode steps."""
     engine = built.engine
     for request in requests(gpu_workload("W1"), built.vocab, seed=99):
         engine.add_request(request)
@@ -190,7 +190,7 @@ def _synchronize() -> None:
 
 
 def parity(results: Results, device: torch.device, *, dry_run: bool) -> None:
-    """Tokens in float32, then logits of both dtypes against float32's."""
+    """Compare tokens in float32, and logits in both dtypes, with transformers."""
     jobs = [Job(length, 16, 8 if dry_run else 32) for length in (17, 40, 65, 129, 20)]
     jobs = jobs[:2] if dry_run else jobs
     results.measure("parity", "tokens", lambda: _tokens(device, jobs))
@@ -200,7 +200,7 @@ def parity(results: Results, device: torch.device, *, dry_run: bool) -> None:
 
 
 def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
-    """Greedy tokens of rows run together against each row alone."""
+    """Compare greedy tokens of rows in one batch with transformers on each row alone."""
     settings = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=128)
     built = ready("tiny", device, torch.float32, settings)
     for request in requests(jobs, built.vocab, seed=0):
@@ -231,7 +231,7 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Logits after a prompt that is computed in two chunks, against float32's."""
+    """Compare logits after a prompt that is computed in two chunks with float32 logits."""
     jobs = [Job(48, 0, 1)]
     settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=32)
     built = ready("tiny", device, dtype, settings)

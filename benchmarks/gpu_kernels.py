@@ -1,4 +1,4 @@
-"""The tests under the marker ``gpu``, dealt out to several processes: they mostly compile."""
+"""Runs the tests with the marker ``gpu`` in several processes, because compilation takes long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 _PROCESSES = 8
-_SPARE_S = 10.0  # for what is left to do when a test hangs
+_SPARE_S = 10.0  # reserved for reading logs if a test hangs
 _OUTCOME = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 _PYTEST = (
     sys.executable, "-m", "pytest", "-m", "gpu", "-o", "filterwarnings=default",
@@ -23,16 +23,16 @@ _PYTEST = (
 
 
 def kernels(results: Results, ends: float, *, dry_run: bool) -> None:
-    """Run the tests, a cell for each process; a dry run only collects them."""
-    found = _collect()
-    results.add("kernels", "collected", {"ok": bool(found), "tests": len(found)})
+    """Run the tests, and add one cell per process; a dry run only collects the tests."""
+    tests = _collect()
+    results.add("kernels", "collected", {"ok": bool(tests), "tests": len(tests)})
     if dry_run:
         return
     logs = results.folder / "logs"
     logs.mkdir(exist_ok=True)
-    count = min(_PROCESSES, max(1, (os.cpu_count() or 1) - 2), len(found))
+    count = min(_PROCESSES, max(1, (os.cpu_count() or 1) - 2), len(tests))
     running = {
-        f"tests-{place}": _start(found[place::count], logs, f"tests-{place}")
+        f"tests-{place}": _start(tests[place::count], logs, f"tests-{place}")
         for place in range(count)
     }
     for place, (name, process) in enumerate(running.items()):
@@ -42,11 +42,11 @@ def kernels(results: Results, ends: float, *, dry_run: bool) -> None:
             process.kill()
             process.wait()
         log = (logs / f"{name}.log").read_text(errors="replace")
-        results.add("kernels", name, outcomes(found[place::count], log))
+        results.add("kernels", name, outcomes(tests[place::count], log))
 
 
 def outcomes(tests: list[str], log: str) -> dict[str, Any]:
-    """What a process's log says of its tests: how many passed, which did not, and which not yet."""
+    """Parse a log: return numbers of tests, and the names of failed tests and of missing ones."""
     seen = dict(_OUTCOME.findall(log))
     passed = [test for test in tests if seen.get(test) == "PASSED"]
     failed = [test for test in tests if seen.get(test) in ("FAILED", "ERROR")]
@@ -61,11 +61,13 @@ def outcomes(tests: list[str], log: str) -> dict[str, Any]:
 
 
 def test_files() -> list[str]:
-    """Files that have tests under the marker."""
+    """Return the files with tests that have the marker."""
     return sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"pytest\.mark\.gpu\b|\b(NEEDS_CUDA|CPU_AND_CUDA|on_both)\b", path.read_text())
+        if re.search(
+            r"pytest\.mark\.gpu\b|\b(NEEDS_CUDA|CPU_AND_CUDA|on_both\w*)", path.read_text()
+        )
     )
 
 
@@ -76,7 +78,7 @@ def _collect() -> list[str]:
     )  # fmt: skip
     print(done.stderr, *done.stdout.splitlines()[-20:], sep="\n")
     if done.returncode != 0:
-        raise RuntimeError("pytest could not collect the tests; what it says is above")
+        raise RuntimeError("pytest could not collect the tests; its output is above")
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

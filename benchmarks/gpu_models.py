@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the device, and an engine around them."""
+"""Models with real shapes and random weights, created on the device, and engines that run them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape_of(name: str) -> Shape:
-    """A model's shape, for the roofline."""
+    """Return a model's shape for the roofline."""
     values = _CONFIGS[name][1]
     return Shape(
         layers=values["num_hidden_layers"],
@@ -80,7 +80,7 @@ def shape_of(name: str) -> Shape:
 def random_model(
     name: str, device: torch.device, dtype: torch.dtype, attention: str = ATTENTION_NAME
 ) -> Any:
-    """transformers' own model; the same weights for the same name, device and dtype."""
+    """Create a transformers model; weights depend only on name, device and dtype."""
     family, values = _CONFIGS[name]
     config = CONFIG_MAPPING[family](
         max_position_embeddings=MAX_MODEL_LEN,
@@ -98,7 +98,7 @@ def random_model(
 
 
 def _free_memory(device: torch.device) -> DeviceMemory:
-    """Of the device; nothing is swapped to the host here, nor sized by a CPU's memory."""
+    """Return the device's memory, without host memory for swapping."""
     if device.type == "cpu":
         return DeviceMemory("cpu", 2**32, 2**32, None)
     return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), None)
@@ -106,7 +106,7 @@ def _free_memory(device: torch.device) -> DeviceMemory:
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine with a model, fused and captured."""
+    """An engine with a fused model and captured CUDA graphs."""
 
     engine: Engine
     graphs: StepGraphs | None
@@ -116,7 +116,7 @@ class Ready:
 
 
 def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineConfig) -> Ready:
-    """Make a model and an engine the way ``batchinfer`` does, without files."""
+    """Create a model and an engine like ``batchinfer`` does, without files."""
     model = random_model(name, device, dtype)
     config = model.config.to_dict()
     dtype_name = str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Attention kernels and linear layers alone, beside what the device itself can do.
+"""Benchmarks of attention kernels and linear layers, compared with the device's limits.
 
-Bandwidth of decodes, FLOP/s of prefills, what shared prefixes save; float8 in blocks beside cuBLAS
-in bfloat16.
+Measures the bandwidth of decodes, FLOP/s of prefills, the gain from shared prefixes, and float8
+linear layers compared with cuBLAS in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from batchinfer.worker.linear.fp8 import Fp8Linear
 
 _COPY_BYTES, _MATRIX = 4 * 2**30, 8192
 _BLOCK, _WIDTH, _KV_HEADS = 16, 128, 8
-_ROTATED_BYTES = 2**30  # layers in turn, so that none is found in a cache
+_ROTATED_BYTES = 2**30  # total bytes of alternating layers, so that no cache holds them
 _DECODES = ((64, 256), (64, 1024), (256, 300), (256, 1000), (1024, 1000), (16, 8000))
 _PREFILLS = ((1, 8192), (8, 1024), (2, 4096))
-# Rows, samples of each, tokens that all rows share, tokens of a row's own prompt.
+# Rows, samples per row, tokens that all rows share, further prompt tokens of each row.
 _TREES = ((128, 8, 2048, 512), (256, 1, 2048, 0), (16, 8, 1024, 0), (1, 64, 32768, 0))
-_OWN = 100  # tokens of a sequence that no other has
+_UNSHARED = 100  # tokens per sequence that no other sequence has
 _PIECES = (256, 512)
 _MOST_POOL_BYTES, _SHARE_OF_FREE = 100e9, 0.85
-_STRIDED = (256, 800)  # sequences, tokens of each
+_STRIDED = (256, 800)  # sequences, tokens per sequence
 _ROWS = (1, 64, 256, 4096)
-_ROTATED_CODES = 2**28  # of codes; weights in turn, so that none is found in a cache
+_ROTATED_CODES = 2**28  # total codes of alternating weights, so that no cache holds them
 _MOST_WEIGHTS = 32
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median of replays of a CUDA graph, so that launches do not count; on a CPU of one run."""
+    """Return the median time of replays of a CUDA graph; on a CPU, the time of one run."""
     if device.type == "cpu":
         began = time.perf_counter()
         run()
@@ -66,7 +66,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) 
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Copy bandwidth and matrix rate, on random data."""
+    """Measure copy bandwidth and matrix rate on random data."""
     if device.type == "cpu":
         return Ceilings(_copy_rate(device, 2**22), _matrix_rate(device, dtype, 128), 8 * 2**30)
     properties = torch.cuda.get_device_properties(device)
@@ -79,14 +79,14 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _copy_rate(device: torch.device, num_bytes: int) -> float:
-    """Bytes read plus bytes written, a second."""
+    """Return bytes read plus bytes written per second."""
     source = torch.randint(0, 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds(lambda: target.copy_(source), device)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of a square product."""
+    """Return FLOP/s of a square GEMM."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), device)
@@ -95,7 +95,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
 def attention(
     results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
 ) -> None:
-    """Each case with the heads of a model; contexts are not equal."""
+    """Measure all cases with the heads of a model; context lengths vary."""
     heads = max(shape_of(model).heads, _KV_HEADS)  # a dry run's model has fewer
     measure = partial(_measure, results, model)
     strided = (2, 20) if dry_run else _STRIDED
@@ -122,12 +122,12 @@ def _measure(results: Results, model: str, name: str, run: Callable[[], dict[str
 
 
 class Pool:
-    """Several layers' caches, and tables of blocks that lie scattered over all slots.
+    """Caches of several layers, and block tables with random slots.
 
     Args:
-        layers: by default so many that one reads what no cache holds.
-        num_slots: by default no more than the contexts take.
-        layer_major: a layer's blocks lie together; else a block's layers do.
+        layers: default: enough to exceed caches.
+        num_slots: default: as many as the contexts need.
+        layer_major: store the blocks of a layer together, instead of the layers of a block.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Pool:
         return self._pool.nbytes
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer, [slot, 2, kv_head, token, width]."""
+        """Return keys and values of a layer, [slot, 2, kv_head, token, width]."""
         return self._pool.select(self._layer_dim, layer)
 
     def attend(
@@ -199,10 +199,10 @@ def _strided(
     context: int,
     layer_major: bool,
 ) -> dict[str, Any]:
-    """Decodes of all of a model's layers, blocks scattered over as much memory as a pool has.
+    """Measure decodes of all layers, with random blocks of a pool that fills most of the memory.
 
-    Block-major, as the engine's pool is, one layer's keys and values of a block lie as far from
-    the next block's as all layers of a block take.
+    In a block-major pool like the engine's, the distance between two blocks of a layer is the size
+    of all layers of a block.
     """
     layers = shape_of(model).layers
     slot_bytes = layers * 2 * _KV_HEADS * _BLOCK * _WIDTH * 2
@@ -218,7 +218,7 @@ def _strided(
 
 
 def _spread(count: int, context: int) -> list[int]:
-    """Lengths of half to one and a half times ``context``."""
+    """Return random lengths from 0.5 to 1.5 times ``context``."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randint(context // 2, 3 * context // 2, (count,), generator=generator)
     return [int(length) for length in spread]
@@ -237,7 +237,7 @@ def _decode(
 def _timed_decode(
     device: torch.device, ceilings: Ceilings, pool: Pool, heads: int
 ) -> dict[str, Any]:
-    """One token of every sequence, through all of the pool's layers."""
+    """Measure one decode step of all sequences, through all layers of the pool."""
     count = len(pool.context_lens)
     query = torch.randn(count, heads, _WIDTH, device=device, dtype=pool.dtype)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -267,8 +267,8 @@ def _timed_decode(
 def _shared(
     device: torch.device, heads: int, rows: int, samples: int, prefix: int, prompt: int
 ) -> dict[str, Any]:
-    """Samples of rows below one prefix: the same step with the tree told, and without."""
-    count, context = rows * samples, prefix + prompt + _OWN
+    """Measure a decode step of rows that share a prefix, with and without sharing."""
+    count, context = rows * samples, prefix + prompt + _UNSHARED
     pool = Pool(device, [context] * count)
     for row in range(rows):
         of_row = slice(row * samples, (row + 1) * samples)
@@ -294,9 +294,9 @@ def _shared(
         )
         pool.attend(query, starts, work=work)
 
-    told = seconds(lambda: run(**tree), device) / pool.layers
+    shared = seconds(lambda: run(**tree), device) / pool.layers
     apart = seconds(run, device) / pool.layers
-    return {"seconds": told, "seconds_apart": apart}
+    return {"seconds": shared, "seconds_apart": apart}
 
 
 def _prefill(
@@ -325,7 +325,7 @@ def _prefill(
 def linears(
     results: Results, device: torch.device, ceilings: Ceilings, model: str, *, dry_run: bool
 ) -> None:
-    """A cell for each linear layer and number of rows."""
+    """Add one cell per linear layer and number of rows."""
     for name, (outputs, width) in weights_of(shape_of(model)).items():
         for rows in (3,) if dry_run else _ROWS:
             measure = partial(_linear_cell, device, ceilings, rows, outputs, width)
@@ -333,7 +333,7 @@ def linears(
 
 
 def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's merged products."""
+    """Return outputs and inputs of a decoder layer's merged linear layers."""
     queries = shape.heads * shape.width
     return {
         "qkv": (queries + 2 * shape.kv_heads * shape.width, shape.hidden),
@@ -347,7 +347,7 @@ def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
 def _linear_cell(
     device: torch.device, ceilings: Ceilings, rows: int, outputs: int, width: int
 ) -> dict[str, Any]:
-    """Microseconds of a product; what float8 reads of the weights, and multiplies, a second."""
+    """Measure microseconds, TFLOP/s and share of copy bandwidth for bfloat16 and float8."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     num = 1 if device.type == "cpu" else min(_MOST_WEIGHTS, _ROTATED_CODES // (outputs * width))
     x = torch.randn(rows, width, device=device).to(dtype)
@@ -358,18 +358,18 @@ def _linear_cell(
         ]
         for rows_too in (True, False)
     }
-    found: dict[str, Any] = {}
+    cell: dict[str, Any] = {}
     for name, layers in ways.items():
         each = seconds(partial(_run_all, layers, x), device) / len(layers)
-        found |= {
+        cell |= {
             f"{name} us": each * 1e6,
             f"{name} TFLOP/s": 2e-12 * rows * outputs * width / each,
         }
         if name != "bf16":
-            found[f"{name} share of copy"] = outputs * width / each / ceilings.bytes_per_s
-            found[f"{name} error"] = _difference(layers[0](x), plain[0](x))
-    found["ok"] = all(found[f"{name} error"] < 0.1 for name in ways if name != "bf16")
-    return found
+            cell[f"{name} share of copy"] = outputs * width / each / ceilings.bytes_per_s
+            cell[f"{name} error"] = _difference(layers[0](x), plain[0](x))
+    cell["ok"] = all(cell[f"{name} error"] < 0.1 for name in ways if name != "bf16")
+    return cell
 
 
 def _linear(outputs: int, width: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
@@ -384,5 +384,5 @@ def _run_all(layers: list[Any], x: torch.Tensor) -> None:
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of the norm: that of rounding is 0.03 to 0.04, of weights and rows."""
+    """Return the relative error; rounding weights and rows to float8 causes 0.03 to 0.04."""
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())

@@ -1,4 +1,4 @@
-"""What else there is, on W1 alone and for at most 20 seconds each."""
+"""Measures other engines on W1, for at most 20 seconds each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BATCHES = (64, 128, 256)
 
 
 def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """transformers' ``generate``: rows sorted by output length, the best of some batch sizes.
+    """transformers' ``generate`` with rows sorted by output length; the best of some batch sizes.
 
-    Only the first batch of each size is run, and cut off after its share of the time: it has the
-    longest outputs and wastes least.
+    Runs only the first batch of each size, with a time limit. This batch has the longest outputs
+    and wastes the least.
     """
     model = random_model(model_name, device, _dtype(tiny), "sdpa")
     jobs = gpu_workload("W1", tiny=tiny)
@@ -53,7 +53,7 @@ def generate(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any
 
 
 def generate_batch(model_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """transformers' continuous batching, with flash attention where it is installed."""
+    """transformers' continuous batching, with flash attention if it is installed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     flash = next(
@@ -88,7 +88,7 @@ def generate_batch(model_name: str, device: torch.device, tiny: bool) -> dict[st
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
-                    raise RuntimeError("the batching thread has ended")
+                    raise RuntimeError("the batching thread ended")
                 continue
             lengths[result.request_id] = len(result.generated_tokens)
             finished += result.is_finished()
@@ -126,7 +126,7 @@ PEERS = {"generate": generate, "generate_batch": generate_batch, "flashinfer": f
 
 
 def peer(results: Results, device: torch.device, name: str, model: str, *, dry_run: bool) -> None:
-    """Run one of them."""
+    """Run one peer."""
     if name == "generate_batch" and device.type == "cpu" and find_spec("psutil") is None:
         results.add("peers", f"{model} {name}", {"note": "on a CPU transformers needs psutil"})
         return

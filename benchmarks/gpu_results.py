@@ -1,4 +1,4 @@
-"""Results that outlive what comes after them: each is on disk as soon as it is measured."""
+"""Stores each benchmark result on disk as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 
 class Results:
-    """Cells of a table in a folder: appended to ``cells.jsonl``, merged in ``results.json``.
+    """Cells of a table in a folder: appended to ``cells.jsonl`` and merged into ``results.json``.
 
-    A cell that is measured again replaces the one before. Processes that write to one folder do so
-    one after the other.
+    A cell that is measured again replaces the earlier one. Only one process may write at a time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,10 +22,10 @@ class Results:
         self._log = folder / "cells.jsonl"
 
     def add(self, stage: str, cell: str, values: dict[str, Any]) -> None:
-        """Keep a cell, and print it."""
+        """Store a cell, and print it."""
         line = json.dumps({"stage": stage, "cell": cell, "values": values}, default=str)
         with self._log.open("ab") as file:
-            # Whoever was killed in the middle of a line has left it without its end.
+            # A process that was killed may have left an incomplete line.
             start = b"\n" if file.tell() and not self._ends_a_line() else b""
             file.write(start + line.encode() + b"\n")
             file.flush()
@@ -35,7 +34,7 @@ class Results:
         print(f"{stage}: {cell}: {_text(values)}", flush=True)
 
     def measure(self, stage: str, cell: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Keep what ``run`` returns as a cell; of an error its message, and print its traceback."""
+        """Store the result of ``run`` as a cell; after an error, store its message."""
         try:
             values = run()
         except Exception as error:
@@ -44,16 +43,16 @@ class Results:
         self.add(stage, cell, values)
 
     def read(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """All cells, by stage and name."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        """Return all cells by stage and name."""
+        cells: dict[str, dict[str, dict[str, Any]]] = {}
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         for line in lines:
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # cut off
-            found.setdefault(entry["stage"], {})[entry["cell"]] = entry["values"]
-        return found
+                continue  # an incomplete line
+            cells.setdefault(entry["stage"], {})[entry["cell"]] = entry["values"]
+        return cells
 
     def merge(self) -> None:
         """Write all cells into one file."""

@@ -1,4 +1,4 @@
-"""One task of ``gpu.py``, in a process of its own."""
+"""Runs one task of ``gpu.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "f
 
 
 def ceilings(results: Results, device: torch.device) -> Ceilings:
-    """What the device can do: measured once, and then found among the results."""
+    """Return the device's measured limits; measure them if the results do not have them yet."""
     name = _device_name(device)
     known = results.read().get("machine", {}).get(name, {})
     if "ceilings" not in known:
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="until this task is killed")
+    parser.add_argument("--seconds", type=float, required=True, help="time limit of this task")
     parser.add_argument("--model", default="")
     parser.add_argument("--workloads", nargs="*", default=[])
     parser.add_argument("--peer", default="")
@@ -57,7 +57,7 @@ def main() -> None:
     results = Results(args.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dry = args.dry_run
-    # Each imports no more than it needs: what is missing then fails one task alone.
+    # Imports are local, so that a missing package fails only the tasks that need it.
     if args.stage == "kernels":
         from gpu_kernels import kernels
 

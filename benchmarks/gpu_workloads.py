@@ -1,4 +1,4 @@
-"""What the GPU benchmark runs: token ids, fixed lengths, end-of-sequence ignored."""
+"""Workloads of the GPU benchmark: token ids with fixed output lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_ID = 300  # ordinary tokens begin here
 
 @dataclass(frozen=True)
 class Job:
-    """A row: how long, how much of its prompt it shares with the others, and how many samples."""
+    """A row: numbers of prompt, shared prompt and output tokens, and samples."""
 
     prompt_len: int
     shared_len: int
@@ -21,9 +21,9 @@ class Job:
 
 
 def gpu_workload(name: str, *, tiny: bool = False) -> list[Job]:
-    """W1 (the lengths of nano-vllm's benchmark), W2 (long prompts), W3 (a prefix and 8 samples).
+    """Return W1 (nano-vllm's lengths), W2 (long prompts) or W3 (a shared prefix and 8 samples).
 
-    ``tiny`` has the same proportions and takes a CPU seconds.
+    ``tiny`` shrinks the workload, so that a CPU runs it in seconds.
     """
     if name == "W1":
         return _mixed(4, 4, 16) if tiny else _mixed(256, 100, 1024)
@@ -35,7 +35,7 @@ def gpu_workload(name: str, *, tiny: bool = False) -> list[Job]:
 
 
 def _mixed(count: int, low: int, high: int) -> list[Job]:
-    """Uniform lengths, drawn as nano-vllm's bench.py draws them at its seed."""
+    """Return the uniform random lengths of nano-vllm's bench.py."""
     draw = random.Random(0)
     prompt_lens = []
     for _ in range(count):
@@ -46,7 +46,7 @@ def _mixed(count: int, low: int, high: int) -> list[Job]:
 
 
 def prompts(jobs: list[Job], vocab: int, seed: int) -> list[np.ndarray]:
-    """Token ids, int32: random, but for what the jobs share."""
+    """Return random int32 token ids, with the shared prefix of the jobs."""
     rng = np.random.default_rng(seed)
     low = min(FIRST_ID, vocab // 2)
     shared = rng.integers(low, vocab, max(job.shared_len for job in jobs), dtype=np.int32)

@@ -1,12 +1,11 @@
-"""The engine's own time per step: scheduling and taking back, with a runner that computes nothing.
+"""Measures the engine's own time per step, with a runner that computes nothing.
 
     python benchmarks/host.py [--sequences 1024]
 
-Prints the median and the mean of the thread's processor time per call of ``Engine.step`` with
-nearly all sequences running: for steps that only decode and for those that also start rows, for an
-engine that reads each step at once and for one that runs a step ahead (where a call schedules the
-step after the one it counts for). Rows are 100-1,023 prompt tokens and as many output tokens; of
-the pool there is plenty.
+Prints median and mean processor time per call of ``Engine.step`` with nearly all sequences running:
+for steps that only decode and steps that also start rows, and for an engine that reads each step at
+once and one that runs a step ahead (whose calls schedule the next step). Rows have 100 to 1,023
+prompt tokens and as many output tokens. The pool is never full.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class StubRunner:
     """Draws the same token for every sample."""
 
     def submit(self, step: Step) -> Ready:
-        """A result of the right shape."""
+        """Return a result of the right shape."""
         count = step.num_samples
         return Ready(
             StepResult(
@@ -52,7 +51,7 @@ class StubRunner:
 
 @dataclass(frozen=True)
 class Timed:
-    """One step: processor seconds of the host, and what it ran."""
+    """Processor seconds of one step, and its sizes."""
 
     seconds: float
     num_running: int
@@ -86,7 +85,7 @@ def steps(num_sequences: int, num_rows: int, *, runs_ahead: bool) -> Iterator[Ti
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Host time per step.")
+    parser = argparse.ArgumentParser(description="Measure the host time per step.")
     parser.add_argument("--sequences", type=int, default=1024)
     sequences = parser.parse_args().sequences
     list(steps(16, 32, runs_ahead=False))  # imports and first calls

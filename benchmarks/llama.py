@@ -1,7 +1,7 @@
-"""llama.cpp through llama-cpp-python's low-level API: continuous batching over its sequences.
+"""Runs llama.cpp through llama-cpp-python's low-level API, with continuous batching.
 
-Its own server is not measured, so that nothing but the engine is. Samples of a row share the cells
-of its prompt.
+llama.cpp's own server is not measured, only the engine. Samples of a row share the KV cells of its
+prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from workloads import Row
 
-_SEQUENCES = 64  # at a time
-_CELLS = 640  # for each
-_BATCH = 1024  # tokens of a step
+_SEQUENCES = 64  # that run together
+_CELLS = 640  # KV cells per sequence
+_BATCH = 1024  # tokens per step
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _FILE_TYPES = {"float32": 0, "bfloat16": 32, "q8_0": 7}
 _LAYER_TENSORS = {
@@ -38,7 +38,7 @@ _TENSORS = {
 
 
 def make(model: str, kind: str, threads: int) -> Callable[[list[Row]], list[list[int]]]:
-    """Load a Llama and return what runs rows on it.
+    """Load a Llama, and return a function that runs rows.
 
     Args:
         kind: float32, bfloat16 or q8_0.
@@ -59,7 +59,7 @@ def make(model: str, kind: str, threads: int) -> Callable[[list[Row]], list[list
 
 
 class _Batching:
-    """All samples of some rows, as many side by side as there are sequences."""
+    """Runs all samples of rows, up to ``_SEQUENCES`` at a time."""
 
     def __init__(self, cpp: Any, model: Any, context: Any, rows: list[Row]) -> None:
         self._cpp, self._context, self._rows = cpp, context, rows
@@ -69,10 +69,10 @@ class _Batching:
         self._random = np.random.default_rng(0)
         self._free = list(range(_SEQUENCES))
         self._waiting = [(at, sample) for at, row in enumerate(rows) for sample in range(row.n)]
-        self._todo: dict[int, list[int]] = {}  # by sequence: tokens that are not computed yet
+        self._todo: dict[int, list[int]] = {}  # by sequence: tokens to compute
         self._computed: dict[int, int] = {}
         self._of: dict[int, tuple[int, int]] = {}  # by sequence: row and sample
-        self._leads: dict[int, int] = {}  # by row: the sequence that has its prompt
+        self._leads: dict[int, int] = {}  # by row: the sequence with its prompt
         self._counts = [[0] * row.n for row in rows]
 
     def run(self) -> list[list[int]]:
@@ -87,7 +87,7 @@ class _Batching:
             prompt, lead = self._rows[at].prompt, self._leads.get(at)
             if sample and lead is not None and self._of.get(lead, (None,))[0] == at:
                 if self._computed[lead] < len(prompt):
-                    return  # the leader's prompt first
+                    return  # wait for the prompt
                 shared = len(prompt) - 1
             else:
                 lead, shared = None, 0
@@ -141,7 +141,7 @@ class _Batching:
 
 
 def _converted(folder: Path, kind: str) -> Path:
-    """The model in llama.cpp's format, kept beside the original."""
+    """Convert the model to llama.cpp's format, next to the original."""
     import gguf
 
     path = folder.with_name(f"{folder.name}.{kind}.gguf")
@@ -177,7 +177,7 @@ def _converted(folder: Path, kind: str) -> Path:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and float32 values of a safetensors file; its own reader for numpy has no bfloat16."""
+    """Yield names and float32 values of a safetensors file; its NumPy reader has no bfloat16."""
     data = np.memmap(file, np.uint8, "r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     entries = json.loads(bytes(data[8:start]))
@@ -194,7 +194,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _interleaved(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """Queries and keys with the two halves of a head's rotary positions side by side."""
+    """Interleave the two halves of each head's rotary dimensions."""
     key = next((k for k in ("q_proj", "k_proj") if f"self_attn.{k}" in name), None)
     if key is None:
         return values

@@ -1,11 +1,11 @@
-"""One long sequence on a CPU: right, and in the memory that was planned?
+"""Checks one long sequence on a CPU: its results, and the memory that it takes.
 
     python benchmarks/long_context.py [--tokens 131072] [--outputs 16] [--block-size 16]
 
-A random Llama of two small layers, its positions scaled as Llama 3.1's are, prefills one prompt in
-chunks and decodes after it. What it leaves in the KV pool, at every position and layer, and the log
-probability of every output token are compared with transformers' own model over the whole sequence
-at once (by torch's attention, which makes no matrix of scores). Prints one JSON line.
+A random Llama of two small layers with Llama 3.1's scaled positions prefills one prompt in chunks,
+then decodes. Keys and values at every position and layer, and the log probability of every output
+token, are compared with transformers on the whole sequence (with torch's attention, which allocates
+no matrix of scores). Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LEN = 131072 + 64
 
 
 def make_model(path: Path) -> Path:
-    """Hidden width 64, two query heads for each KV head, float32."""
+    """Create a model with hidden width 64 and two query heads per KV head, in float32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -67,18 +67,18 @@ def make_model(path: Path) -> Path:
 
 
 def peak_rss() -> int:
-    """Most bytes of this program so far; ``ru_maxrss`` may be of what started it."""
+    """Return this process's peak bytes; ``ru_maxrss`` may include the parent process."""
     status = Path("/proc/self/status").read_text()
     (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024
 
 
 class Watched:
-    """A runner that remembers the last step it was given."""
+    """A runner that stores the last step."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.cache: KVCache = runner._runner._cache  # below what sets the threads
+        self.cache: KVCache = runner._runner._cache  # inside the runner that sets threads
         self.step: Step | None = None
 
     def submit(self, step: Step) -> Any:
@@ -88,7 +88,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of the prompt, and seconds until its first output token and after it."""
+    """The completion, and seconds of prefill and decode."""
 
     completion: Completion
     prefill_s: float
@@ -96,7 +96,7 @@ class Generated:
 
 
 def generate(engine: Engine, prompt: Any, num_outputs: int) -> Generated:
-    """Greedy tokens, with their log probabilities."""
+    """Generate greedy tokens with log probabilities."""
     params = SamplingParams(max_tokens=num_outputs, temperature=0.0, logprobs=0, ignore_eos=True)
     engine.add_request(Request(0, prompt, params, (1, 0)))
     began = first = time.perf_counter()
@@ -110,7 +110,7 @@ def generate(engine: Engine, prompt: Any, num_outputs: int) -> Generated:
 
 
 def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dict[str, float]:
-    """Against transformers over the whole sequence: of keys and values, and of logprobs."""
+    """Return the largest errors of keys and values, and of logprobs, against transformers."""
     (output,) = completion.outputs
     count = len(output.token_ids)
     tokens = torch.tensor([*completion.request.prompt_token_ids, *output.token_ids])
@@ -133,7 +133,7 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
 
 
 def planned_mib(lines: list[str]) -> float:
-    """Sum of the lines about memory that say what for, not how much there is."""
+    """Return the sum of planned uses in the lines about memory."""
     planned = [line for line in lines if not line.startswith(("available", "swap space"))]
     return sum(float(line.split()[-2].replace(",", "")) for line in planned)
 
@@ -141,7 +141,7 @@ def planned_mib(lines: list[str]) -> float:
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate, then compare."""
     table: list[str] = []
-    # What is imported and started with the first model is not the engine's memory.
+    # Run a small model first: imports and start-up are not the engine's memory.
     torch.nn.Linear(64, 64)(torch.zeros(1024, 64))
     before = peak_rss()
     settings = EngineConfig(
@@ -172,7 +172,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description="One long sequence on a CPU.")
+    parser = argparse.ArgumentParser(description="Check one long sequence on a CPU.")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--outputs", type=int, default=16)
     parser.add_argument("--block-size", type=int, default=16)

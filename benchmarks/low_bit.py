@@ -1,4 +1,4 @@
-"""Weights of few bits on a CPU beside bfloat16, OpenVINO's int8 and llama.cpp's Q8_0, in turn.
+"""Compares low-bit weights on a CPU with bfloat16, OpenVINO's int8 and llama.cpp's Q8_0.
 
 python benchmarks/low_bit.py --threads 4 2 --rounds 1 --minutes 12 --json out/low_bit.json
 python benchmarks/low_bit.py --engines batchinfer-bf16 batchinfer-int8 --models small
@@ -33,15 +33,15 @@ ENGINES = {
 }
 FEW_ROWS = ("D1", "D4", "D8")
 MODELS = {"small": (make_small, 0.25), "large": (make_large, 0.125)}
-"""What makes each, and the share of the workloads' rows that it runs."""
+"""Function that creates each model, and the share of the workloads' rows that it runs."""
 SHARES = {"llama-q8_0": 0.5}
-"""Of those rows, for an engine that takes several times as long as the others."""
+"""Share of those rows for engines that are several times slower than the other engines."""
 
 Run = dict[str, Any]
 
 
 def run_all(name: str, model: str, threads: int, args: argparse.Namespace) -> list[Run]:
-    """One engine over all workloads on one model, in a fresh process."""
+    """Run an engine on all workloads with one model, in a new process."""
     engine, *options = ENGINES[name]
     workloads = [*args.workloads]
     if engine == "batchinfer" and model == "large":
@@ -51,23 +51,23 @@ def run_all(name: str, model: str, threads: int, args: argparse.Namespace) -> li
     scale = MODELS[model][1] * SHARES.get(name, 1.0)
     command += ["--workload", *workloads, "--scale", str(scale)]
     command += ["--dtype", "bfloat16", "--threads", str(threads)]
-    asked = {"name": name, "model": model, "threads": threads}
+    settings = {"name": name, "model": model, "threads": threads}
     began = time.perf_counter()
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=args.timeout
         )
     except subprocess.TimeoutExpired:
-        return [asked | {"error": f"more than {args.timeout} s"}]
+        return [settings | {"error": f"more than {args.timeout} s"}]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        return [asked | {"error": done.stderr.strip().splitlines()[-1:]}]
+        return [settings | {"error": done.stderr.strip().splitlines()[-1:]}]
     took = time.perf_counter() - began
-    return [asked | {"process_s": took, "load": os.getloadavg()[0]} | line for line in lines]
+    return [settings | {"process_s": took, "load": os.getloadavg()[0]} | line for line in lines]
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """A B C, A B C, ... on each model and number of threads, for as long as there is time."""
+    """Run all engines in turn on each model and number of threads, until the time is over."""
     ends = time.monotonic() + 60 * args.minutes
     runs: list[Run] = []
     for _ in range(args.rounds):
@@ -77,21 +77,23 @@ def measure(args: argparse.Namespace) -> list[Run]:
             new = run_all(name, model, threads, args)
             runs += new
             for run in new:
-                said = run.get("output_tokens_per_s", run.get("error"))
-                print(model, f"{threads} threads", name, run.get("workload", ""), said, flush=True)
+                result = run.get("output_tokens_per_s", run.get("error"))
+                print(
+                    model, f"{threads} threads", name, run.get("workload", ""), result, flush=True
+                )
             keep(runs, args)
     return runs
 
 
 def perplexities() -> list[Run]:
-    """What the same weights cost in perplexity and right answers, on the quickstart's model."""
+    """Measure perplexity and correct answers of the quickstart's model with low-bit weights."""
     command = [sys.executable, str(HERE / "perplexity.py")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None = None) -> None:
-    """Write what has been measured so far, with date and machine."""
+    """Write all results so far, with date and machine."""
     where = {"date": date.today().isoformat(), "cpu": _cpu_name(), "threads": args.threads}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     results = {"machine": where, "runs": runs, "quickstart": accuracy or []}
@@ -99,7 +101,7 @@ def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None =
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:
-    """Medians of output tokens/s, and how many times that of bfloat16 each is."""
+    """Return a table of median output tokens/s, with ratios to bfloat16."""
     lines = [f"| | {' | '.join(args.engines)} |", "|---" * (len(args.engines) + 1) + "|"]
     for model, threads in product(args.models, args.threads):
         for workload in (*args.workloads, *(FEW_ROWS if model == "large" else ())):
@@ -113,12 +115,12 @@ def table(runs: list[Run], args: argparse.Namespace) -> str:
 
 
 def accuracy_table(accuracy: list[Run]) -> str:
-    """Perplexities of the quickstart's texts and answers, and its right answers."""
-    lines = ["| weights | text | answers | right |", "|---|---|---|---|"]
-    for one in accuracy:
-        text, answers = one["text_perplexity"], one["answer_perplexity"]
-        name = one["quantization"] or one["dtype"]
-        lines.append(f"| {name} | {text:.4f} | {answers:.5f} | {one['right']:.1%} |")
+    """Return a table of perplexities and shares of correct answers."""
+    lines = ["| weights | text | answers | correct |", "|---|---|---|---|"]
+    for run in accuracy:
+        text, answers = run["text_perplexity"], run["answer_perplexity"]
+        name = run["quantization"] or run["dtype"]
+        lines.append(f"| {name} | {text:.4f} | {answers:.5f} | {run['right']:.1%} |")
     return "\n".join(lines)
 
 
@@ -139,12 +141,12 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W1", "W3"])
     parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=10, help="no run begins after them")
-    parser.add_argument(
-        "--timeout", type=float, default=240, help="seconds, of an engine on a model"
-    )
+    parser.add_argument("--minutes", type=float, default=10, help="start no run after this time")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds per engine and model")
     parser.add_argument("--folder", type=Path, default=HERE / "work", help="models")
-    parser.add_argument("--peers", type=Path, default=HERE / "work", help="their environments")
+    parser.add_argument(
+        "--peers", type=Path, default=HERE / "work", help="environments of other engines"
+    )
     parser.add_argument("--json", type=Path, default=HERE / "results" / "low-bit.json")
     args = parser.parse_args()
     for model in args.models:

@@ -1,29 +1,26 @@
-"""A job of many short rows through everything but a model: memory, resume, cost of commits.
+r"""Runs a job with many short rows through everything except a model: memory, resume, commits.
 
     python benchmarks/million_rows.py [--rows 1000000] [--folder DIR] [--slack 1]
     python benchmarks/million_rows.py --rows 400000 --kill-at 0 --blocks 2048
     python benchmarks/million_rows.py --rows 200000 --kill-at 0 --blocks 2048 --order input \
         --prefixes 10000
 
-Reading, prompts, tokens, scheduling, texts, segments, parts and records are the real ones; the
-engine's runner draws one token at once, and writes to host memory where a block is swapped out.
-The job is killed at nine tenths (kill -9), then run to its end. With ``--prefixes`` each row begins
-with one of so many texts, drawn at random.
-Prints, and exits 1 where one is missed:
+Only the engine's runner is fake: it returns one token immediately, and writes to host memory when a
+block is swapped out. The job is killed (kill -9) after nine tenths of its rows, then resumed. With ``--prefixes``, each row begins with one of these texts, chosen at random. Prints the following
+numbers, and exits with 1 if a bound is exceeded:
 
-- memory: growth of the process's resident memory by rows finished, over the last three quarters of
-  the first run, least squares; under 1 MB per 100,000 rows. And the most that the last run took,
-  its end included, and its child processes together, without what these share;
-- swap: blocks that the last run copied to the host; at most 1 % of them never come back;
-- resume: from the call that runs the job to its first step; under 10 s;
-- commits: seconds spent writing segments, parts and records, as a share of the time that the job's
-  tokens (prompts and outputs) take at 20,000 tokens/s; under 1 %.
+- memory: growth of resident memory over the last three quarters of the first run (least squares),
+  at most 1 MB per 100,000 rows; and the peak of the last run, and of its child processes together
+  without shared memory;
+- swap: blocks that the last run copied to the host; at most 1 % of them are never used again;
+- resume: time from the call that runs the job to its first step, at most 10 s;
+- commits: seconds for writing segments, parts and records, at most 1 % of the time that the job's
+  tokens (prompts and outputs) take at 20,000 tokens/s.
 
-The allocators' heaps take some half a million rows to settle: until then their free space grows by
-2 MB per 100,000 rows, while what is in use (Python's objects, malloc, Arrow) stays as it is to
-0.2 MB. So kill late. Small jobs (below a quarter of a million rows) end before that: they print the
-numbers and are held to the last two only. What is measured in seconds may be ``--slack`` times as
-much: on a machine that does other things too it says little.
+The allocators' heaps settle after about half a million rows. Until then, their free space grows by
+2 MB per 100,000 rows, while memory in use (Python's objects, malloc, Arrow) stays within 0.2 MB.
+Jobs with less than a quarter of a million rows are checked for the last two numbers only.
+``--slack`` multiplies bounds of time, for machines that are busy.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ ROWS_PER_FILE = 100_000
 
 
 def write_input(folder: Path, num_rows: int, num_prefixes: int) -> None:
-    """Prompts in files of ``ROWS_PER_FILE`` rows."""
+    """Write prompts to files of ``ROWS_PER_FILE`` rows."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for first in range(0, num_rows, ROWS_PER_FILE):
@@ -90,13 +87,13 @@ def write_input(folder: Path, num_rows: int, num_prefixes: int) -> None:
         if num_prefixes:
             drawn = rng.integers(num_prefixes, size=len(prompts)).tolist()
             pairs = zip(drawn, prompts, strict=True)
-            prompts = [f"Text {one:07d} that many rows begin with. {own}" for one, own in pairs]
+            prompts = [f"Text {at:07d} that many rows begin with. {text}" for at, text in pairs]
         table = pa.table({"prompt": prompts})
         pq.write_table(table, folder / f"{first:08d}.parquet", row_group_size=10_000)
 
 
 def job(folder: Path, num_blocks: int, order: str) -> JobSpec:
-    """The job, in ``folder``."""
+    """Return the job."""
     return JobSpec.model_validate(
         {
             "model": {"name": "stub"},
@@ -111,7 +108,7 @@ def job(folder: Path, num_blocks: int, order: str) -> JobSpec:
 
 
 class SwappingStub(StubRunner):
-    """Writes to host memory where a block goes there."""
+    """Writes to host memory when a block is swapped out."""
 
     num_out = 0
     """Blocks copied to the host."""
@@ -122,7 +119,7 @@ class SwappingStub(StubRunner):
         self._num_overwritten = 0
 
     def submit(self, step: Step) -> Ready:
-        """A result of the right shape."""
+        """Return a result of the right shape."""
         for slot in step.swap_outs[:, 1].tolist():
             self._host[slot] = 1
             self._num_overwritten += slot in self._unread
@@ -133,13 +130,13 @@ class SwappingStub(StubRunner):
 
     @property
     def num_unread(self) -> int:
-        """Blocks that went to the host and never came back."""
+        """Blocks that were copied to the host and never used again."""
         return self._num_overwritten + len(self._unread)
 
 
 @dataclass(frozen=True)
 class StubBuilt:
-    """What ``build_engine`` returns, around a runner that computes nothing."""
+    """The result of ``build_engine``, with a runner that computes nothing."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -163,7 +160,7 @@ class StubBuilt:
 def build(
     runner: SwappingStub, model: object, engine: EngineConfig, *, log: Callable[[str], None]
 ) -> StubBuilt:
-    """In place of ``build_engine``."""
+    """Replace ``build_engine``."""
     num_blocks = engine.num_kv_blocks
     assert num_blocks is not None
     pool = BlockPool(
@@ -183,19 +180,19 @@ def build(
 
 
 def host_blocks(engine: EngineConfig) -> int:
-    """Blocks that the swap space holds."""
+    """Return the number of blocks in the swap space."""
     return engine.swap_bytes // BYTES_PER_BLOCK
 
 
 class Stopwatch:
-    """Adds up the time spent in functions, however they are nested."""
+    """Sums the time spent in functions, which may be nested."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._inside = False
 
     def time(self, owner: Any, name: str) -> None:
-        """Time calls of ``owner.name``; all of them are made in one thread."""
+        """Time calls of ``owner.name``, which must all be in one thread."""
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -212,7 +209,7 @@ class Stopwatch:
 
 
 def run_here(spec: JobSpec, folder: Path) -> None:
-    """Run the job in this process; what it took goes to ``folder/run.json``."""
+    """Run the job in this process, and write measurements to ``folder/run.json``."""
     runner = SwappingStub(host_blocks(spec.engine))
     commits = Stopwatch()
     parts = ((part_writer, "stage"), (queue, "publish"))
@@ -242,32 +239,32 @@ def run_here(spec: JobSpec, folder: Path) -> None:
 
 
 def peak_bytes() -> int:
-    """Most resident memory that this process has had."""
+    """Return the peak resident memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(peak.split()[1]) * 1024
 
 
 def kill_on_its_way(process: subprocess.Popen[bytes], folder: Path, num_rows: float) -> None:
-    """Kill the process that runs the job when ``num_rows`` rows are in parts."""
+    """Kill the job's process when parts have ``num_rows`` rows."""
     records = folder / "out" / "_batchinfer" / "parts"
     wanted = num_rows / 4096
     while len(list(records.glob("*.json"))) < wanted:
         if process.poll() is not None:
-            raise SystemExit(f"the job ended with {process.returncode}")
+            raise SystemExit(f"the job exited with {process.returncode}")
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
 def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """This program, as the process that runs the job."""
+    """Start this program as the process that runs the job."""
     same = ["--blocks", str(options.blocks), "--order", options.order]
     return subprocess.Popen([sys.executable, __file__, "--folder", str(folder), "--here", *same])
 
 
 def wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the job's end; most bytes that its child processes had for themselves together.
+    """Wait for the job's end, and return the peak unshared bytes of its child processes.
 
     Raises:
         SystemExit: the job failed.
@@ -276,15 +273,15 @@ def wait(process: subprocess.Popen[bytes]) -> int:
     while process.poll() is None:
         with suppress(psutil.Error):
             memory = [child.memory_info() for child in job_process.children(recursive=True)]
-            most = max(most, sum(one.rss - one.shared for one in memory))
+            most = max(most, sum(child.rss - child.shared for child in memory))
         time.sleep(0.5)
     if process.returncode:
-        raise SystemExit(f"the job ended with {process.returncode}")
+        raise SystemExit(f"the job exited with {process.returncode}")
     return most
 
 
 def growth(folder: Path) -> float:
-    """Growth of resident memory in the first run, MB per 100,000 rows."""
+    """Return the growth of resident memory in the first run, in MB per 100,000 rows."""
     steps = pq.read_table(folder / "out" / "stats" / "steps.parquet")
     first = steps.filter(pc.equal(steps["run_id"], steps["run_id"][0]))
     rows = np.cumsum(first["decode_tokens"].to_numpy()) / OUTPUT_TOKENS
@@ -296,16 +293,16 @@ def growth(folder: Path) -> float:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="A job of many short rows without a model.")
+    parser = argparse.ArgumentParser(description="Run a job with many short rows without a model.")
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--prefixes", type=int, default=0, help="texts that rows begin with")
+    parser.add_argument("--prefixes", type=int, default=0, help="number of shared prefixes")
     parser.add_argument("--blocks", type=int, default=20_000, help="KV blocks")
     parser.add_argument("--order", choices=["prefix", "input"], default="prefix")
     parser.add_argument(
-        "--kill-at", type=float, default=0.9, help="share of the rows done by then; 0: no kill"
+        "--kill-at", type=float, default=0.9, help="kill after this share of the rows; 0: never"
     )
-    parser.add_argument("--folder", type=Path, help="for data and output; kept")
-    parser.add_argument("--slack", type=float, default=1.0, help="factor on bounds of time")
+    parser.add_argument("--folder", type=Path, help="folder for data and output; not deleted")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor for bounds of time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
@@ -327,12 +324,12 @@ def main() -> int:
 def report(
     folder: Path, num_rows: int, killed_s: float | None, slack: float, child_bytes: int
 ) -> bool:
-    """Print what was found; whether all is as it must be."""
+    """Print the measurements, and return whether all bounds hold."""
     facts = json.loads((folder / "run.json").read_text())
     summary = json.loads((folder / "out" / "summary.json").read_text())
     slope = growth(folder)
     unread, blocks_out = facts["blocks_unread"], facts["blocks_out"]
-    # Of the run that went on, and of what it computed.
+    # The resumed run computed this share of the rows.
     share_of_rows = 1 - (0 if killed_s is None else _rows_kept(folder) / num_rows)
     tokens = sum(summary["tokens"][name] for name in ("prompt", "output")) * share_of_rows
     share = facts["commit_s"] / (tokens / TOKENS_PER_S)
@@ -343,12 +340,12 @@ def report(
         f"memory   {slope:+.2f} MB per 100,000 rows, {facts['peak_bytes'] / 1e6:,.0f} MB at most, "
         f"child processes {child_bytes / 1e6:,.0f} MB"
     )
-    print(f"swap     {blocks_out:,} blocks to the host, {unread:,} of them never back")
+    print(f"swap     {blocks_out:,} blocks copied to the host, {unread:,} of them never used again")
     killed = "" if killed_s is None else f" (killed at {killed_s:.0f} s)"
     print(f"resume   {facts['first_step_s']:.2f} s to the first step{killed}")
     print(
         f"commits  {facts['commit_s']:.1f} s, {share:.2%} of the time of the tokens, "
-        f"{per_row * 1e6:.1f} us a row"
+        f"{per_row * 1e6:.1f} us per row"
     )
     return (
         summary["rows"]["ok"] == num_rows
@@ -360,7 +357,7 @@ def report(
 
 
 def _rows_kept(folder: Path) -> int:
-    """Rows that the killed run had finished."""
+    """Return the rows that the killed run had finished."""
     runs = folder / "out" / "_batchinfer" / "runs"
     return int(json.loads((runs / "run-00001.json").read_text())["rows"])
 

@@ -1,4 +1,4 @@
-"""Random models of real architectures, so that a benchmark needs no download.
+"""Creates random models of real architectures, so that benchmarks need no download.
 
 python benchmarks/models.py FOLDER     # writes FOLDER/small, 88 M parameters
 python benchmarks/models.py FOLDER --shape large     # 1.0 B, in bfloat16
@@ -32,12 +32,12 @@ LARGE = {
 
 
 def make_small(path: Path, max_positions: int = 2048) -> Path:
-    """A Llama of 88 M parameters in float32, with an end-of-sequence token it does not use."""
+    """Create a Llama of 88 M parameters in float32."""
     return _make(path, SMALL, torch.float32, max_positions)
 
 
 def make_large(path: Path, max_positions: int = 2048) -> Path:
-    """A Llama of 1.0 B parameters in bfloat16, the same otherwise."""
+    """Create a Llama of 1.0 B parameters in bfloat16."""
     return _make(path, LARGE, torch.bfloat16, max_positions)
 
 
@@ -53,7 +53,7 @@ def _make(path: Path, shape: dict[str, int], dtype: torch.dtype, max_positions: 
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=None,
-        initializer_range=0.08,  # wider than usual, so that the likeliest token is not near-tied
+        initializer_range=0.08,  # wide, so that the most likely token is clear
         **shape,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(path)

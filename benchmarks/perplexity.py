@@ -1,4 +1,4 @@
-"""What quantization costs: perplexity of the quickstart's texts and answers, and right answers.
+"""Measures the accuracy of quantized weights: perplexity and correct answers on the quickstart.
 
 python benchmarks/perplexity.py --rows 256 --quantizations none int8 int4
 """
@@ -20,7 +20,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "jobs" / "quickstart"
 
 
 def load_rows(count: int) -> list[dict[str, Any]]:
-    """Rows of the quickstart; `context` and `answer` as token ids, the answer with its end."""
+    """Return rows of the quickstart with token ids of contexts and of answers with end token."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     rows = pl.read_parquet(QUICKSTART / "prompts.parquet").head(count).to_dicts()
     for row in rows:
@@ -36,15 +36,15 @@ def load_rows(count: int) -> list[dict[str, Any]]:
 
 
 def measure(quantization: str | None, dtype: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Perplexities over tokens of all rows, and the share of answers that are right."""
+    """Return perplexities over the tokens of all rows, and the share of correct answers."""
     llm = LLM(str(QUICKSTART / "model"), dtype=dtype, quantization=quantization)
     scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     wholes = [row["context"] + row["ids"] for row in rows]
     text, answer = [], []
     for row, output in zip(rows, llm.generate(wholes, scored, use_tqdm=False), strict=True):
-        found = output.prompt_logprobs[1:]
+        logprobs = output.prompt_logprobs[1:]
         ids = output.prompt_token_ids[1:]
-        losses = [-one[token].logprob for one, token in zip(found, ids, strict=True)]
+        losses = [-by_id[token].logprob for by_id, token in zip(logprobs, ids, strict=True)]
         text += losses[: -len(row["ids"])]
         answer += losses[-len(row["ids"]) :]
     greedy = SamplingParams(max_tokens=64, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Result files of benchmarks: JSON with one measurement a line, short and easy to compare."""
+"""Writes benchmark results as JSON with one measurement per line, which is easy to compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results`` as JSON: one line for each key, and for each entry of a list of records."""
+    """Write ``results`` as JSON, with one line per key and per record of a list."""
     lines = ",\n".join(f" {json.dumps(key)}: {_value(value)}" for key, value in results.items())
     path.write_text(f"{{\n{lines}\n}}\n")
 

@@ -1,13 +1,13 @@
-"""A large job that finds nearly all of its rows in the output of another; no model.
+"""Measures a large job that reuses nearly all rows of another job's output; runs no model.
 
     python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
 
-A tenth of ``--rows`` short prompts are run on a runner that computes nothing, to see what keys cost
-of a job that computes. A job of all of them is then given one answer for every row, and two jobs
-reuse its output: one whose input has ``--new`` rows more at its end, and one in which as many rows,
-drawn at random, are others, so that every part waits for some. Prints, for each job, seconds of
-wall and of processor time of this process and its children, the rows computed, what their keys took
-as a share of the job's processor time, and bytes a row of keys on disk.
+First, a tenth of ``--rows`` short prompts run on a runner that computes nothing, to measure the
+cost of row keys. Then a job with all rows gets one answer for every row, and two jobs reuse its
+output: one with ``--new`` additional rows at the end of its input, and one with as many random rows
+replaced, so that every part waits for some. Prints, for each job, seconds of wall time and of
+processor time (including children), computed rows, the keys' share of the processor time, and bytes
+of keys per row on disk.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _BLOCKS = 4096
 
 
 class TimedKeys(RowKeys):
-    """Adds up the processor time that keys take."""
+    """Sums the processor time of computing row keys."""
 
     seconds = 0.0
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Rows with their keys."""
+        """Return rows with their keys."""
         for batch in batches:
             began = time.thread_time()
             (keyed,) = super().with_keys(iter([batch]))
@@ -58,7 +58,7 @@ class TimedKeys(RowKeys):
 
 
 def write_input(folder: Path, prompts: list[str]) -> None:
-    """Prompts in files of ``ROWS_PER_FILE`` rows."""
+    """Write prompts to files of ``ROWS_PER_FILE`` rows."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for first in range(0, len(prompts), ROWS_PER_FILE):
@@ -67,7 +67,7 @@ def write_input(folder: Path, prompts: list[str]) -> None:
 
 
 def spec(folder: Path, out: str, *others: str) -> JobSpec:
-    """A job over ``folder/in``."""
+    """Return a job with the input ``folder/in``."""
     return JobSpec.model_validate(
         {
             "model": {"name": "stub"},
@@ -85,13 +85,13 @@ def spec(folder: Path, out: str, *others: str) -> JobSpec:
 
 
 def processor_s() -> float:
-    """Processor time of this process and of the children that have ended."""
+    """Return the processor time of this process and of its finished children."""
     times = psutil.Process().cpu_times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
-    """Run a job; what it took."""
+    """Run a job, and return its measurements."""
     TimedKeys.seconds = 0.0
     before, began = processor_s(), time.perf_counter()
     stub = partial(build, SwappingStub(1 << 20))
@@ -112,7 +112,7 @@ def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
 
 
 class OneAnswer(RowReuse):
-    """In place of other outputs: finds one answer for every row."""
+    """Replaces other outputs: has the same answer for every row."""
 
     def __init__(self, outputs: Any, generated: pa.Schema, warn: Any) -> None:
         super().__init__([], generated, warn)
@@ -141,7 +141,7 @@ class OneAnswer(RowReuse):
         hand_over: Callable[[FoundRows], None],
         admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
-        """No rows: all are found."""
+        """Return no rows: all rows are reused."""
         for batch in batches:
             nowhere = np.zeros(len(batch), dtype=np.int64)
             hand_over(
@@ -156,7 +156,7 @@ class OneAnswer(RowReuse):
         yield from ()
 
     def copied(self, found: FoundRows) -> Iterator[pa.Table]:
-        """The rows with their answer."""
+        """Return the rows with the answer."""
         table = self._answer.take(pa.array(found.sources))
         schema = segment_schema(self._schema)
         own = {
@@ -175,7 +175,7 @@ class OneAnswer(RowReuse):
 
 
 def timed_row_keys(job: Job, context: Any) -> RowKeys:
-    """In place of ``job.row_keys``."""
+    """Replace ``job.row_keys``."""
     return TimedKeys(job.manifest.job, context.max_model_len, context.adapters)
 
 

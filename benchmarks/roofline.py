@@ -1,8 +1,9 @@
-"""The least time a workload can take on a device whose operators run one after the other.
+"""Computes the shortest time for a workload on a device that runs operators one after the other.
 
-Every operator of every step takes the longer of its FLOPs over the measured matrix rate and its
-bytes over the measured copy bandwidth: what an engine with perfect kernels, and no gaps between
-them, would reach. Chunked prefill, decodes first, blocks for a whole row reserved at admission.
+Each operator takes the longer of its FLOPs at the measured matrix rate and its bytes at the
+measured copy bandwidth. This is the speed of an engine with perfect kernels and no gaps between
+them. The schedule has chunked prefill, decodes first, and reserves blocks for a whole row at
+admission.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from gpu_workloads import Job
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured on the device."""
+    """Limits of a device; all are measured except those of the L2 cache."""
 
     bytes_per_s: float
     """Copy bandwidth, bytes read plus bytes written."""
     flop_per_s: float
-    """Of a large matrix product in the model's dtype."""
+    """Rate of a large GEMM in the model's dtype."""
     memory_bytes: float
     l2_bytes: float = 60e6
     l2_bytes_per_s: float = 6e12
-    """Not measured."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
     heads: int
     kv_heads: int
     width: int
-    """Of a head."""
+    """Elements per head."""
     inner: int
     vocab: int
     tied: bool
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' matrices."""
+        """Number of weights in the matrices of all layers."""
         attention = self.hidden * self.width * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
@@ -61,24 +61,25 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, all layers."""
+        """Bytes of keys and values per token, for all layers."""
         return 2 * self.layers * self.kv_heads * self.width * self.element_bytes
 
     @property
     def pair_flops(self) -> int:
-        """Attention of one query token to one key, all layers and heads."""
+        """FLOPs of attention from one query token to one key, for all layers and heads."""
         return 4 * self.layers * self.heads * self.width
 
     @property
     def activation_bytes(self) -> int:
-        """Of one token, all layers: each operator between two products is one pass."""
+        """Bytes of activations per token, for all layers; each operator between GEMMs is one
+        pass."""
         query, key = self.heads * self.width, self.kv_heads * self.width
         elements = 10 * self.hidden + 3 * (query + 2 * key) + 3 * query + 6 * self.inner
         return self.layers * elements * self.element_bytes
 
 
 class _Running:
-    """What the sequences that decode at the moment have in their contexts."""
+    """Numbers of decoding sequences and of their context tokens."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -87,7 +88,7 @@ class _Running:
 
     @property
     def shared(self) -> int:
-        """Tokens that all of them share."""
+        """Tokens that all decoding sequences share."""
         return self.ends[0][2].shared_len if self.ends else 0
 
     def add(self, job: Job, step: int, order: int) -> None:
@@ -96,7 +97,7 @@ class _Running:
         heapq.heappush(self.ends, (step + job.output_len - 1, order, job))
 
     def advance(self, step: int) -> list[Job]:
-        """One token each; the jobs that this ends."""
+        """Decode one token of each sequence, and return the jobs that finish."""
         self.tokens += self.count
         ended = []
         while self.ends and self.ends[0][0] <= step:
@@ -118,10 +119,10 @@ def sequential_seconds(
     memory_share: float = 0.92,
     reserved_bytes: float = 4e9,
 ) -> float:
-    """Seconds for all jobs.
+    """Return seconds for all jobs.
 
-    A prefix that jobs share is computed and stored once, and read anew for every sequence: from the
-    L2 cache where a layer of it fits.
+    A shared prefix is computed and stored once, and read again for every sequence: from the L2
+    cache if one layer of it fits.
     """
 
     def blocks(tokens: int) -> int:

@@ -1,11 +1,11 @@
-"""Scoring beside transformers: rows of one long context and four short choices.
+"""Compares scoring with transformers: rows with one long context and four short choices.
 
     python benchmarks/scoring.py FOLDER [--rows 200] [--context 256] [--batch 32]
 
-Both run on one model (``small`` of models.py, float32): a job with ``task: score`` over a Parquet
-file, timed without loading, and transformers' own forward pass over batches of context and choice,
-padded on the left, with logits of the choices alone. Asserts that every log-likelihood is equal to
-1e-4 a token, and prints one JSON line.
+Both run the model ``small`` of models.py in float32: a job with ``task: score``, timed without
+loading, and transformers' forward pass over left-padded batches of contexts and choices, with
+logits of the choices only. Checks that log-likelihoods agree within 1e-4 per token, and prints a
+JSON line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = tuple[list[int], list[list[int]]]
 
 
 def make_rows(count: int, context: int) -> list[Row]:
-    """Contexts of up to an eighth more or less than ``context`` tokens, choices of 2 to 8."""
+    """Return random rows: contexts within an eighth of ``context`` tokens, choices of 2 to 8."""
     rng = np.random.default_rng(0)
 
     def ids(shortest: int, longest: int) -> list[int]:
@@ -48,7 +48,7 @@ def make_rows(count: int, context: int) -> list[Row]:
 
 
 def by_job(model: Path, rows: list[Row], folder: Path) -> tuple[float, list[list[float]], Any]:
-    """Seconds, log-likelihoods, and the summary."""
+    """Run the job; return seconds, log-likelihoods and the summary."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     contexts, choices = (list(column) for column in zip(*rows, strict=True))
@@ -70,7 +70,7 @@ def by_job(model: Path, rows: list[Row], folder: Path) -> tuple[float, list[list
 
 @torch.inference_mode()
 def by_transformers(model: Path, rows: list[Row], batch: int) -> tuple[float, list[list[float]]]:
-    """Seconds and log-likelihoods."""
+    """Run transformers; return seconds and log-likelihoods."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     pairs = [
         (len(context) + len(choice), row, at)
@@ -102,7 +102,7 @@ def by_transformers(model: Path, rows: list[Row], batch: int) -> tuple[float, li
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Scoring beside transformers.")
+    parser = argparse.ArgumentParser(description="Compare scoring with transformers.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--context", type=int, default=256)

@@ -1,10 +1,10 @@
-"""How long a job takes to its first token, from the start of its process.
+"""Measures the time from the start of a job's process to its first token.
 
     python benchmarks/start.py                          # the quickstart, seven times
     python benchmarks/start.py --job job.yaml --runs 3
 
-Each run is a process of its own that ends as soon as the first step has been read; the first one is
-left out, as it fills the page cache. Prompts must fit one step for that to be their first token.
+Each run is a process that ends after its first step. The first run is not counted, because it fills
+the page cache. Prompts must fit into one step.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "jobs" / "quickstart.yaml"
 
 
 def run_to_first_token(job: str, output: str) -> NoReturn:
-    """Be the program, and say after the first step how old the process is, in seconds."""
+    """Run the job in this process, and print the age of the process after the first step."""
     from batchinfer.__main__ import main
     from batchinfer.engine.engine import Engine, StepOutcome
 
     step = Engine.step
 
-    def step_and_tell(self: Engine) -> StepOutcome:
+    def step_and_report(self: Engine) -> StepOutcome:
         outcome = step(self)
         if outcome.stats is not None:
             print(time.time() - psutil.Process().create_time(), flush=True)
             os._exit(0)
         return outcome
 
-    Engine.step = step_and_tell  # type: ignore[method-assign]
+    Engine.step = step_and_report  # type: ignore[method-assign]
     sys.argv = ["batchinfer", "run", job, "--output", output, "--quiet"]
     main()
     sys.exit("the job has no rows to run")
 
 
 def seconds_of_a_run(job: Path) -> float:
-    """Run a job in a process of its own, to its first token."""
+    """Run a job in a new process until its first token, and return the seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--job", str(job), "--child", f"{folder}/out"]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -1,10 +1,10 @@
-"""Rows a second from a dataset to prompts: read, rendered, tokenized; nothing runs on an engine.
+"""Measures rows per second from a dataset to prompts: reading, templates and tokenizing.
 
     python benchmarks/text_plane.py [--seconds 3] [--rounds 3]
 
-Two datasets through the quickstart's tokenizer and chat template: its own prompts (some 700
-characters, of two columns), and prompts of 64 characters. Prints rows a second of wall time, and
-microseconds of processor time a row in this process and in its children.
+Uses two datasets with the quickstart's tokenizer and chat template: the quickstart's prompts (about
+700 characters, from two columns), and prompts of 64 characters. Prints rows per second of wall
+time, and microseconds of processor time per row in this process and in its children.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MESSAGES = [
 
 @dataclass(frozen=True)
 class NoEngine:
-    """What ``build_engine`` returns, as far as prompts are concerned."""
+    """The part of the result of ``build_engine`` that prompts need."""
 
     tokenizer: Any
     eos_token_ids: frozenset[int] = frozenset({0})
@@ -49,10 +49,10 @@ class NoEngine:
 
 
 def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """Name, file and ``prompt`` of each dataset."""
-    own = pq.read_table(QUICKSTART / "prompts.parquet")
+    """Yield name, file and ``prompt`` setting of each dataset."""
+    rows = pq.read_table(QUICKSTART / "prompts.parquet")
     path = folder / "quickstart.parquet"
-    pq.write_table(pa.concat_tables([own] * (NUM_ROWS // len(own))), path)
+    pq.write_table(pa.concat_tables([rows] * (NUM_ROWS // len(rows))), path)
     yield "quickstart", path, {"messages": MESSAGES}
     path = folder / "short.parquet"
     pq.write_table(pa.table({"prompt": [SHORT.format(row=row) for row in range(NUM_ROWS)]}), path)
@@ -60,14 +60,14 @@ def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 
 def rows_per_second(spec: JobSpec, seconds: float) -> str:
-    """What reading a job's rows again and again comes to in so many seconds."""
+    """Read a job's rows repeatedly for some seconds, and return the rates as text."""
     job = open_job(spec, open_input(spec))
     tokenizer = make_tokenizer(spec.model.config())
     loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(tokenizer))
     assert loaded is not None
     with closing(loaded) if hasattr(loaded, "close") else nullcontext():
         reader, parts = loaded.reader, job.manifest.parts()
-        # All is loaded then.
+        # Load everything first.
         next(read_prompts(job.source.batches(reader.columns, parts), reader))
         rows, began, used, of_children = 0, time.perf_counter(), time.process_time(), _children()
         while time.perf_counter() < began + seconds:
@@ -78,13 +78,13 @@ def rows_per_second(spec: JobSpec, seconds: float) -> str:
         took = time.perf_counter() - began
         used, of_children = time.process_time() - used, _children() - of_children
     return (
-        f"{rows / took:9,.0f} rows/s; processor: {used / rows * 1e6:6.1f} us a row here, "
+        f"{rows / took:9,.0f} rows/s; processor: {used / rows * 1e6:6.1f} us per row here, "
         f"{of_children / rows * 1e6:6.1f} in children"
     )
 
 
 def _children() -> float:
-    """Processor seconds of all processes below this one."""
+    """Return the processor seconds of all child processes."""
     times = (child.cpu_times() for child in psutil.Process().children(recursive=True))
     return sum(time.user + time.system for time in times)
 

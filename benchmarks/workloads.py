@@ -1,4 +1,4 @@
-"""The workloads everything is measured on: token ids, fixed lengths, end-of-sequence ignored."""
+"""Defines the CPU benchmark's workloads: token ids with fixed output lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_ID, LAST_ID = 300, 8192  # ordinary tokens of the benchmark's vocabulary
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, how many tokens to generate, and how many samples."""
+    """A prompt, and its numbers of output tokens and samples."""
 
     prompt: list[int]
     output_len: int
@@ -19,10 +19,10 @@ class Row:
 
 
 def workload(name: str, scale: float = 1.0) -> list[Row]:
-    """Rows of W1 (mixed lengths), W2 (a shared prefix of 512), W3 (8 samples a row), or D1, D2 and
-    so on (so many rows that decode side by side).
+    """Return the rows of W1 (mixed lengths), W2 (a shared prefix of 512 tokens), W3 (8 samples per
+    row), or D1, D2 and so on (that number of rows that decode together).
 
-    ``scale`` takes that fraction of the rows; the first rows stay the same.
+    ``scale`` selects a share of the rows, from the first row on.
     """
     rng = np.random.default_rng(0)
 
