@@ -6,7 +6,8 @@ r"""Runs a job with many short rows through everything except a model: memory, r
         --prefixes 10000
 
 Only the engine's runner is fake: it returns one token immediately, and writes to host memory when a
-block is swapped out. The job is killed (kill -9) after nine tenths of its rows, then resumed. With ``--prefixes``, each row begins with one of these texts, chosen at random. Prints the following
+block is swapped out. The job is killed (kill -9) after nine tenths of its rows, then resumed. With
+``--prefixes``, each row begins with one of these texts, chosen at random. Prints the following
 numbers, and exits with 1 if a bound is exceeded:
 
 - memory: growth of resident memory over the last three quarters of the first run (least squares),

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: the same code on tiny shapes, and the bound it compares with."""
+"""`make gpu` as a dry run without a GPU, and the roofline that it compares with."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def start(python: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def cells(folder: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
-    return found
+    stored: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return stored
 
 
 @pytest.mark.long
-def test_every_stage_runs_with_few_packages_and_leaves_results_when_it_ends(
+def test_dry_run_of_all_stages_needs_few_packages_and_stores_results_of_each_stage(
     tmp_path: Path,
 ) -> None:
-    """The packages that `benchmarks/README.md` names: none of those for jobs."""
+    """The environment has the packages that `benchmarks/README.md` names."""
     python = str(make_environment(tmp_path / "environment", [*PACKAGES, "pytest"]))
     code = f"from importlib.util import find_spec; print([n for n in {ABSENT} if find_spec(n)])"
     assert subprocess.check_output([python, "-c", code], text=True) == "[]\n"
@@ -58,21 +58,20 @@ def test_every_stage_runs_with_few_packages_and_leaves_results_when_it_ends(
         assert process.stdout is not None
         for line in process.stdout:
             printed.append(line)
-            if said := re.match(r"tasks: \S+: stage (\w+)  ok True", line):
-                ended.append(said[1])
-                # Whatever kills the run from here on, what this stage found is on disk.
+            if finished := re.match(r"tasks: \S+: stage (\w+)  ok True", line):
+                ended.append(finished[1])
                 assert ended[-1] in cells(out)
     assert process.returncode == 0, "".join(printed)
     assert list(dict.fromkeys(ended)) == list(gpu.STAGES)
-    found = cells(out)
-    assert found["parity"]["tokens"]["same"] == 2
-    assert set(found["bench"]) == {f"tiny {cell}" for cell in ("start", "W1", "W2", "W3")}
-    assert found["kernels"]["collected"]["tests"] > 100
+    stored = cells(out)
+    assert stored["parity"]["tokens"]["same"] == 2
+    assert set(stored["bench"]) == {f"tiny {cell}" for cell in ("start", "W1", "W2", "W3")}
+    assert stored["kernels"]["collected"]["tests"] > 100
     assert "bench: tiny W3" in (out / "logs" / "bench-tiny.log").read_text()
 
 
 @pytest.mark.long
-def test_a_killed_run_leaves_its_cells_and_the_next_one_adds_to_them(tmp_path: Path) -> None:
+def test_killed_run_keeps_cells_of_this_and_earlier_runs(tmp_path: Path) -> None:
     Results(tmp_path).add("parity", "tokens", {"ok": True})
     chosen = ("--stages", "bench", "--workloads", "W2")
     with start(sys.executable, "--dry-run", *chosen, "--out", str(tmp_path)) as process:
@@ -87,7 +86,7 @@ def test_a_killed_run_leaves_its_cells_and_the_next_one_adds_to_them(tmp_path: P
     assert "bench: tiny start" in (tmp_path / "logs" / "bench-tiny.log").read_text()
 
 
-def test_a_task_that_takes_too_long_is_killed_and_says_so(tmp_path: Path) -> None:
+def test_task_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     (task,) = gpu.tasks("parity", [], [])
     outcome = gpu.run_task(task, tmp_path, 0.2, dry_run=True)
     assert not outcome["ok"]
@@ -95,21 +94,21 @@ def test_a_task_that_takes_too_long_is_killed_and_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_task_that_fails_says_why_and_its_log_has_the_traceback(tmp_path: Path) -> None:
+def test_failed_task_reports_its_error_and_logs_the_traceback(tmp_path: Path) -> None:
     task = gpu.Task("attention", "attention-x", ("--model", "no such model"), 60)
     outcome = gpu.run_task(task, tmp_path, 600, dry_run=True)
-    assert outcome["error"] == "ended with 1: KeyError: 'no such model'"
+    assert outcome["error"] == "exit code 1: KeyError: 'no such model'"
     assert "Traceback" in (tmp_path / outcome["log"]).read_text()
 
 
-def test_a_machine_without_a_gpu_is_told_so() -> None:
+def test_missing_gpu_is_reported() -> None:
     with start(sys.executable, "--stages", "bench") as process:
         printed, _ = process.communicate()
     assert process.returncode == 1
-    assert "no CUDA device: give --dry-run" in printed
+    assert "no CUDA device; --dry-run" in printed
 
 
-def test_a_model_that_is_not_known_is_refused_with_those_that_are() -> None:
+def test_unknown_model_is_refused_with_a_list_of_models() -> None:
     with start(sys.executable, "--models", "Qwen3-7B") as process:
         printed, _ = process.communicate()
     assert process.returncode == 2
@@ -117,7 +116,7 @@ def test_a_model_that_is_not_known_is_refused_with_those_that_are() -> None:
     assert "Llama-3.1-8B" in printed
 
 
-def test_any_two_stages_fit_in_nine_minutes() -> None:
+def test_any_two_stages_take_at_most_nine_minutes() -> None:
     assert all(sum(pair) <= 540 for pair in combinations(gpu.STAGES.values(), 2))
     for stage, limit in gpu.STAGES.items():
         todo = gpu.tasks(stage, list(gpu.MODELS), list(gpu.WORKLOADS))
@@ -125,7 +124,7 @@ def test_any_two_stages_fit_in_nine_minutes() -> None:
         assert len({task.name for task in todo}) == len(todo)
 
 
-def test_a_cell_that_fails_keeps_its_error_and_a_new_one_replaces_it(
+def test_failed_cell_stores_its_error_until_it_is_measured_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = Results(tmp_path)
@@ -138,7 +137,7 @@ def test_a_cell_that_fails_keeps_its_error_and_a_new_one_replaces_it(
     assert cells(tmp_path) == {"bench": {"W1": {"seconds": 2.0}}}
 
 
-def test_a_line_that_was_cut_off_costs_its_cell_alone(tmp_path: Path) -> None:
+def test_incomplete_line_loses_only_its_cell(tmp_path: Path) -> None:
     Results(tmp_path).add("bench", "W1", {"seconds": 1.0})
     Results(tmp_path).add("bench", "W2", {"seconds": 2.0})
     log = tmp_path / "cells.jsonl"
@@ -147,7 +146,7 @@ def test_a_line_that_was_cut_off_costs_its_cell_alone(tmp_path: Path) -> None:
     assert set(cells(tmp_path)["bench"]) == {"W1", "W3"}
 
 
-def test_a_log_says_which_tests_passed_and_which_were_not_reached() -> None:
+def test_log_is_parsed_into_passed_failed_and_missing_tests() -> None:
     log = (
         "tests/a.py::test_one[x y] PASSED                  [ 25%]\n"
         "tests/a.py::test_two FAILED                       [ 50%]\n"
@@ -155,61 +154,61 @@ def test_a_log_says_which_tests_passed_and_which_were_not_reached() -> None:
         "tests/a.py::test_four \n"
     )
     tests = [f"tests/a.py::test_{name}" for name in ("one[x y]", "two", "three", "four")]
-    found = gpu_kernels.outcomes(tests, log)
-    assert (found["passed"], found["skipped"], found["ok"]) == (1, 1, False)
-    assert found["failed"] == ["tests/a.py::test_two"]
-    assert found["not_run"] == ["tests/a.py::test_four"]
+    outcome = gpu_kernels.outcomes(tests, log)
+    assert (outcome["passed"], outcome["skipped"], outcome["ok"]) == (1, 1, False)
+    assert outcome["failed"] == ["tests/a.py::test_two"]
+    assert outcome["not_run"] == ["tests/a.py::test_four"]
 
 
-def test_files_with_gpu_tests_are_found_and_need_no_hypothesis() -> None:
+def test_files_with_gpu_tests_do_not_import_hypothesis() -> None:
     files = gpu_kernels.test_files()
     assert {"tests/kernels/test_fp8.py", "tests/worker/test_kv_cache.py"} <= set(files)
-    of_hypothesis = re.compile(r"^(import|from) hypothesis\b", re.MULTILINE)
-    assert [path for path in files if of_hypothesis.search((ROOT / path).read_text())] == []
+    imports_hypothesis = re.compile(r"^(import|from) hypothesis\b", re.MULTILINE)
+    assert [path for path in files if imports_hypothesis.search((ROOT / path).read_text())] == []
 
 
-def test_rows_that_share_prefixes_are_warmed_up_whole() -> None:
+def test_warm_up_uses_all_rows_if_they_share_prefixes() -> None:
     for name, rows in (("W1", 64), ("W2", 64), ("W3", 128)):
         warm = warm_up(gpu_workload(name))
         assert len(warm) == rows
         assert max(job.output_len for job in warm) <= 16
 
 
-def test_the_bound_of_one_decode_step_is_its_bytes() -> None:
-    """One token, then another: weights twice, the head twice, and little else."""
+def test_bound_of_one_decode_step_is_its_weight_bytes() -> None:
+    """Two tokens read the layers' weights and the head twice."""
     weights = 2 * (LLAMA_8B.layer_weights + LLAMA_8B.head_weights)
     taken = sequential_seconds(LLAMA_8B, [Job(1, 0, 2)], DEVICE)
     assert taken == pytest.approx(2 * weights / 1e12, rel=1e-3)
 
 
-def test_the_bound_of_a_long_prefill_is_its_products() -> None:
+def test_bound_of_a_long_prefill_is_its_flops() -> None:
     taken = sequential_seconds(LLAMA_8B, [Job(16000, 0, 1)], DEVICE)
-    products = 2 * LLAMA_8B.layer_weights * 16000 + LLAMA_8B.pair_flops * 16000 * 16001 / 2
-    assert taken == pytest.approx(products / 1e14, rel=0.1)
-    assert taken > products / 1e14
+    flops = 2 * LLAMA_8B.layer_weights * 16000 + LLAMA_8B.pair_flops * 16000 * 16001 / 2
+    assert taken == pytest.approx(flops / 1e14, rel=0.1)
+    assert taken > flops / 1e14
 
 
-def test_a_shared_prompt_is_computed_once() -> None:
+def test_bound_computes_a_shared_prompt_once() -> None:
     alone = sequential_seconds(LLAMA_8B, [Job(8000, 0, 1)], DEVICE)
     shared = sequential_seconds(LLAMA_8B, [Job(8000, 7900, 1)] * 4, DEVICE)
     apart = sequential_seconds(LLAMA_8B, [Job(8000, 0, 1)] * 4, DEVICE)
     assert shared < 1.2 * alone < 0.4 * apart
 
 
-def test_little_memory_makes_sequences_wait() -> None:
+def test_bound_with_little_memory_makes_sequences_wait() -> None:
     jobs = [Job(100, 0, 1000)] * 64
     small = Ceilings(1e12, 1e14, memory_bytes=24e9)
     waiting = sequential_seconds(LLAMA_8B, jobs, small)
     assert waiting > 2 * sequential_seconds(LLAMA_8B, jobs, DEVICE)
 
 
-def test_w1_has_the_lengths_it_is_known_for() -> None:
+def test_w1_has_the_lengths_of_nano_vllm() -> None:
     jobs = gpu_workload("W1")
     assert sum(job.prompt_len for job in jobs) == 142_827
     assert sum(job.output_len for job in jobs) == 133_966
 
 
-def test_prompts_share_what_their_jobs_say_and_no_more() -> None:
+def test_prompts_share_only_their_prefixes() -> None:
     first, second = prompts([Job(40, 32, 1), Job(50, 32, 1)], vocab=1000, seed=0)
     assert (first[:32] == second[:32]).all()
     assert (first[32:] != second[32:40]).any()
