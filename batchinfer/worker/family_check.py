@@ -25,6 +25,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, UnsupportedAtt
 from batchinfer.worker.attention.latent import keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.model.meta_model import described
+from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.shallow_copy import ShallowCopy, shallow_copy
 from batchinfer.worker.recurrent.gated_delta_net import page_recurrent_state
 from batchinfer.worker.verify import (
@@ -148,7 +149,8 @@ def _eager(model: Any, token_ids: list[int]) -> torch.Tensor:
     """[T, vocabulary] logits by transformers."""
     model.set_attn_implementation("eager")
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    with torch.inference_mode():
+    # transformers warns that its recurrent layers run without kernels, which only this check does.
+    with torch.inference_mode(), quiet_transformers():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.fusion.layers import LOGITS_TOLERANCE, fuse_layers, fused_layer
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.model.quantization import is_plain
@@ -173,6 +174,8 @@ def _recipes(module: Any) -> list[_Recipe]:
         return [partial(FusedAttention, norm_offset=offset) for offset in offsets]
     if _has_linears(module, parts - {"act_fn"}, {"gate_proj", "up_proj", "down_proj"}):
         return [lambda mlp, _: FusedGatedMLP(mlp)]
+    if FusedGatedDeltaNet.fits(module):
+        return [lambda layer, _: FusedGatedDeltaNet(layer)]
     if _is_norm(module):
         return [partial(_norm, offset) for offset in _NORM_OFFSETS]
     return []

@@ -1,8 +1,9 @@
 """Decoder layers whose last two matrix products add to the residual directly.
 
-A layer of the Llama shape ends its attention and its MLP with ``residual + x @ weight.T``. A matrix
-product that adds to its output costs nothing more, and saves a pass over the hidden state that
-reads two tensors and writes one: two launches less per layer. Norms then read the sum.
+A layer of the Llama shape ends its attention (or recurrence) and its MLP with
+``residual + x @ weight.T``. A matrix product that adds to its output costs nothing more, and saves
+a pass over the hidden state that reads two tensors and writes one: two launches less per layer.
+Norms then read the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from batchinfer.worker.verify import Probe, Swap, swap_verified
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """Tolerance of logits by the model's dtype: fused modules round to 16 bits less often."""
 PROBE_TOKENS = (3, 7, 5, 3)
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_MIXERS = {"self_attn": "o_proj", "linear_attn": "out_proj"}
+"""Modules in which tokens see each other, with their last products."""
+_OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 class AddLinear(nn.Module):
@@ -59,19 +62,27 @@ class FusedDecoderLayer(nn.Module):
         keep_plain_attributes(self, layer)
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self.self_attn = _adding(layer.self_attn, "o_proj")
+        self.mixer = _mixer(layer)
+        setattr(self, self.mixer, _adding(getattr(layer, self.mixer), _MIXERS[self.mixer]))
         self.mlp = _adding(layer.mlp, "down_proj")
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """Run the layer on [1, T, hidden], in place; returns the same tensor."""
         residual = hidden_states[0]
         attended = self.input_layernorm(hidden_states)
-        self.self_attn.o_proj.residual = residual
-        self.self_attn(hidden_states=attended, **options)
+        mixer = getattr(self, self.mixer)
+        getattr(mixer, _MIXERS[self.mixer]).residual = residual
+        mixer(hidden_states=attended, **options)
         gated = self.post_attention_layernorm(hidden_states)
         self.mlp.down_proj.residual = residual
         self.mlp(gated)
         return hidden_states
+
+
+def _mixer(layer: nn.Module) -> str:
+    """The name of a layer's module in which tokens see each other; "": it has none, or several."""
+    parts = {name for name, _ in layer.named_children()} - _OTHER_PARTS
+    return parts.pop() if len(parts) == 1 else ""
 
 
 def _adding(module: nn.Module, name: str) -> Any:
@@ -110,7 +121,9 @@ def find_swaps(model: nn.Module, make: Callable[[Any], nn.Module | None]) -> lis
 
 def fused_layer(layer: Any) -> FusedDecoderLayer | None:
     """Make a layer that adds in place from a module with such parts; None: it has others."""
-    if {name for name, _ in layer.named_children()} != _PARTS:
+    mixer = _mixer(layer)
+    if mixer not in _MIXERS or not all(hasattr(layer, part) for part in _OTHER_PARTS):
         return None
-    products = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
+    last = getattr(getattr(layer, mixer), _MIXERS[mixer], None)
+    products = last, getattr(layer.mlp, "down_proj", None)
     return FusedDecoderLayer(layer) if all(map(is_plain, products)) else None

@@ -273,6 +273,8 @@ def _pass_on_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> boo
 def _fits(layer: Any, dtype: torch.dtype) -> bool:
     if type(layer) is not FusedDecoderLayer or not supports(dtype):
         return False
+    if layer.mixer != "self_attn":
+        return False
     attention, mlp = layer.self_attn, layer.mlp
     if not (type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
         return False

@@ -7,8 +7,9 @@ replaced: the layer keeps its projections, which other code quantizes, packs and
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,108 +33,104 @@ class LayerInputs(NamedTuple):
     """[T, Hv] logit of the writing strength."""
 
 
-class _Family(Protocol):
-    """Names of the parts of a family's layer."""
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of transformers' layer in a family."""
 
-    output: str
-    norm: str
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    """Projections whose outputs are queries, keys and values, in this order."""
+    gate: str = "in_proj_z"
+    decay: str = "in_proj_a"
+    beta: str = "in_proj_b"
+    output: str = "out_proj"
+    norm: str = "norm"
+    by_key_head: bool = False
+    """The outputs of two projections, for all inputs, are ordered by key head."""
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """All projections of the layer's input, in the order of ``LayerInputs``."""
+        return (*self.qkv, self.gate, self.decay, self.beta)
 
     def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
         """Project packed hidden states [T, H]."""
-        ...
+        if self.by_key_head:
+            parts = module.fix_query_key_value_ordering(
+                module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
+            )
+            query, key, value, gate, beta, decay = (part[0].flatten(1) for part in parts)
+            return LayerInputs(torch.cat([query, key, value], dim=1), gate, decay, beta)
+        qkv = [getattr(module, name)(hidden) for name in self.qkv]
+        others = (getattr(module, name)(hidden) for name in (self.gate, self.decay, self.beta))
+        return LayerInputs(qkv[0] if len(qkv) == 1 else torch.cat(qkv, dim=1), *others)
 
 
-class _Qwen35:
-    output, norm = "out_proj", "norm"
-
-    def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
-        return LayerInputs(
-            module.in_proj_qkv(hidden),
-            module.in_proj_z(hidden),
-            module.in_proj_a(hidden),
-            module.in_proj_b(hidden),
-        )
-
-
-class _Qwen3Next:
-    output, norm = "out_proj", "norm"
-
-    def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
-        parts = module.fix_query_key_value_ordering(
-            module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
-        )
-        query, key, value, gate, beta, decay = (part[0].flatten(1) for part in parts)
-        return LayerInputs(torch.cat([query, key, value], dim=1), gate, decay, beta)
-
-
-class _OlmoHybrid:
-    output, norm = "o_proj", "o_norm"
-
-    def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
-        qkv = [module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)]
-        return LayerInputs(
-            torch.cat(qkv, dim=1),
-            module.g_proj(hidden),
-            module.a_proj(hidden),
-            module.b_proj(hidden),
-        )
-
-
-_FAMILIES: dict[str, _Family] = {
-    "OlmoHybridGatedDeltaNet": _OlmoHybrid(),
-    "Qwen3NextGatedDeltaNet": _Qwen3Next(),
-    "Qwen3_5GatedDeltaNet": _Qwen35(),
-    "Qwen3_5MoeGatedDeltaNet": _Qwen35(),
+_QWEN3_5 = Family()
+FAMILIES = {
+    "OlmoHybridGatedDeltaNet": Family(
+        ("q_proj", "k_proj", "v_proj"), "g_proj", "a_proj", "b_proj", "o_proj", "o_norm"
+    ),
+    "Qwen3NextGatedDeltaNet": Family(by_key_head=True),
+    "Qwen3_5GatedDeltaNet": _QWEN3_5,
+    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
 }
-"""By the name of transformers' class."""
+"""Families by the name of transformers' class of their layers."""
 
 
 def page_recurrent_state(model: nn.Module) -> None:
     """Let a model's recurrent layers keep their state in the pool of the forward context."""
     for module in model.modules():
-        if type(module).__name__ in _FAMILIES:
+        if type(module).__name__ in FAMILIES:
             module.forward = MethodType(_forward, module)
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
-    family, context = _FAMILIES[type(self).__name__], current_context()
+    family = FAMILIES[type(self).__name__]
+    if (weights := getattr(self, "_paged_weights", None)) is None:
+        weights = self._paged_weights = weights_of(self, family)
     inputs = family.inputs(self, hidden_states[0])
+    output: torch.Tensor = getattr(self, family.output)(run_layer(inputs, weights, self.layer_idx))
+    return output[None]
+
+
+def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> torch.Tensor:
+    """Run a layer between its projections; returns [T, Hv * Dv].
+
+    Args:
+        layer: number of the layer in the model.
+    """
+    context = current_context()
     layout = context.cache.layout.state
     assert layout is not None
-    out = torch.empty_like(inputs.gate)
+    out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
     compute = native.gated_delta if native.supports(out.dtype) else gated_delta
     compute(
         *inputs,
-        weights=_weights(self, family),
+        weights=weights,
         states=context.cache.states,
-        places=places_of(layout, layout.layers.index(self.layer_idx)),
+        places=places_of(layout, layout.layers.index(layer)),
         state_tables=context.tensors["state_tables"],
         query_starts=context.tensors["query_starts"],
         context_lens=context.tensors["context_lens"],
         out=out,
     )
-    output: torch.Tensor = getattr(self, family.output)(out)
-    return output[None]
+    return out
 
 
-def _weights(module: Any, family: _Family) -> GatedDeltaWeights:
-    """The weights of a layer, kept with the layer after the first call."""
-    kept: GatedDeltaWeights | None = getattr(module, "_paged_weights", None)
-    if kept is None:
-        norm = getattr(module, family.norm)
-        kept = GatedDeltaWeights(
-            conv=module.conv1d.weight[:, 0].T.float().contiguous(),
-            decay_rate=module.A_log.float().exp(),
-            dt_bias=module.dt_bias.float().contiguous(),
-            norm=norm.weight.float().contiguous(),
-            norm_eps=norm.variance_epsilon,
-            max_beta=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
-            num_key_heads=module.num_k_heads,
-            key_width=module.head_k_dim,
-        )
-        module._paged_weights = kept
-    return kept
+def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
+    """The weights of transformers' layer that are not projections."""
+    norm = getattr(layer, family.norm)
+    return GatedDeltaWeights(
+        conv=layer.conv1d.weight[:, 0].T.float().contiguous(),
+        decay_rate=layer.A_log.float().exp(),
+        dt_bias=layer.dt_bias.float().contiguous(),
+        norm=norm.weight.float().contiguous(),
+        norm_eps=norm.variance_epsilon,
+        max_beta=2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
+        num_key_heads=layer.num_k_heads,
+        key_width=layer.head_k_dim,
+    )
 
 
 @functools.cache

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from batchinfer.config import ModelConfig
+from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.verify import Probe
+from tests.lora import make_adapter
 from tests.models import RECURRENT_FAMILIES, make_checkpoint, tiny_model
 from tests.parity import CPU, Setup, assert_greedy, prompts, run, tokens_of
 
@@ -61,3 +64,23 @@ def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
         changed = Setup(**{**vars(setup), "n": 4, "temperature": 1.0, "backwards": True})
         completions, _ = run(checkpoint(family), changed)
         assert tokens_of(completions) == tokens_of(plain), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_adapters_apply_to_projections_of_recurrent_layers(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / "model")
+    targets = r".*linear_attn\.(in_proj_.*|out_proj)"
+    peft = make_adapter(tiny_model(family), tmp_path / "a", seed=1, r=4, target_modules=targets)
+    choice = ModelConfig(str(folder), adapters={"a": str(tmp_path / "a")})
+    loaded = load_model(choice, device=CPU)
+    token_ids = prompts()[0]
+    probe = Probe(loaded.model, loaded.layout(16), token_ids, adapters=[1])
+    with torch.inference_mode():
+        expected = peft(torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(probe.logits(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_projections_of_recurrent_layers_are_merged(checkpoint) -> None:
+    layers = checkpoint("qwen3_5_text").model.model.layers
+    mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    assert [type(mixer) for mixer in mixers] == [FusedGatedDeltaNet] * 3

@@ -1,0 +1,55 @@
+"""A Gated DeltaNet layer with one product for all projections of its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.worker.fusion.modules import keep_plain_attributes, starts_of
+from batchinfer.worker.linear.packed_linear import merged
+from batchinfer.worker.model.quantization import is_plain
+from batchinfer.worker.recurrent.gated_delta_net import (
+    FAMILIES,
+    LayerInputs,
+    run_layer,
+    weights_of,
+)
+
+
+class FusedGatedDeltaNet(nn.Module):
+    """One product for queries, keys, values, gates and decays.
+
+    Args:
+        layer: transformers' own.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layer)
+        family = FAMILIES[type(layer).__name__]
+        linears = [getattr(layer, name) for name in family.projections]
+        self.in_proj = merged(*linears)
+        self.layer = int(layer.layer_idx)
+        self.starts = starts_of(layer, "in_proj", family.projections)
+        self.out_proj = getattr(layer, family.output)
+        self._weights = weights_of(layer, family)
+        self._widths = (
+            sum(linear.out_features for linear in linears[: len(family.qkv)]),
+            *(linear.out_features for linear in linears[len(family.qkv) :]),
+        )
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Whether a module is a layer whose projections are plain and can be merged."""
+        family = FAMILIES.get(type(layer).__name__)
+        if family is None or family.by_key_head:
+            return False
+        return all(is_plain(getattr(layer, name)) for name in family.projections)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """[1, T, H] to [1, T, H]."""
+        inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self._widths, dim=1))
+        output: torch.Tensor = self.out_proj(run_layer(inputs, self._weights, self.layer))
+        return output[None]
