@@ -1,9 +1,9 @@
-"""Train two adapters of the quickstart's model, and write the rows that choose between them.
+"""Trains two adapters for the quickstart's model, and writes rows that use them.
 
-The model answers with JSON. `lines` makes it answer with a line for each value instead, `first`
-with the first value alone.
+The model answers in JSON. With the adapter `lines` it answers with one line per value, with `first`
+only with the first value.
 
-    python jobs/adapters/train.py        # writes lines/, first/ and rows.parquet beside this file
+    python jobs/adapters/train.py        # writes lines/, first/ and rows.parquet next to this file
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ ADAPTERS = {"lines": lines, "first": first}
 
 
 def json_rows(seed: int) -> Iterator[Row]:
-    """Rows without end whose answers are JSON."""
+    """Yield an endless sequence of rows with JSON answers."""
     return (row for row in training_rows(seed) if row.answer.startswith("{"))
 
 
 def train(name: str) -> None:
-    """Train an adapter for the answers that its function makes, and save it in 16 bits."""
+    """Train an adapter for the answers that a function returns, and save it in 16 bits."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "model", dtype=torch.float32)
@@ -90,11 +90,11 @@ def train(name: str) -> None:
             print(f"{name} step {step}: loss {loss.item():.3f}", flush=True)
     model.peft_config["default"].base_model_name_or_path = "quickstart/model"
     model.to(torch.bfloat16).save_pretrained(str(HERE / name))
-    (HERE / name / "README.md").unlink()  # an empty form
+    (HERE / name / "README.md").unlink()  # an empty template
 
 
 def write_rows() -> None:
-    """Rows of the quickstart, each with the name of an adapter or null."""
+    """Return rows of the quickstart, each with the name of an adapter or null."""
     rows = pq.read_table(QUICKSTART / "prompts.parquet").to_pylist()
     chosen = [row for row in rows if row["answer"].startswith("{")][:NUM_ROWS]
     for row, name in zip(chosen, cycle((None, *ADAPTERS)), strict=False):

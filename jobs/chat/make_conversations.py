@@ -1,4 +1,4 @@
-"""Write ``conversations.parquet``: some quickstart rows as conversations.
+"""Writes ``conversations.parquet``: quickstart rows as conversations.
 
 python jobs/chat/make_conversations.py
 """
@@ -16,7 +16,7 @@ NUM_ROWS = 64
 
 
 def conversations(rows: list[dict[str, str]]) -> pa.Table:
-    """One conversation a row: the instruction, a worked example, then the row's own document."""
+    """Return a conversation per row: instruction, an example with its answer, and the document."""
     by_task: dict[str, dict[str, str]] = {}
     messages = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Write ``prompts.jsonl``: some quickstart rows as lines, a few with parameters of their own.
+"""Writes ``prompts.jsonl``: quickstart rows as lines, a few with sampling parameters.
 
 python jobs/jsonl/make_prompts.py
 """
@@ -16,7 +16,7 @@ NUM_ROWS = 48
 
 
 def line(at: int, row: dict[str, str]) -> str:
-    """A row: its id, a conversation, and for every eighth how to sample it."""
+    """Return a row: id, conversation, and sampling parameters for every eighth row."""
     turns = (("system", row["instruction"]), ("user", row["document"]))
     messages = [{"role": role, "content": content} for role, content in turns]
     made: dict[str, Any] = {"id": row["id"], "messages": messages}

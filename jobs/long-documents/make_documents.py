@@ -1,4 +1,4 @@
-"""Write ``documents.parquet``: long documents, made of quickstart ones.
+"""Writes ``documents.parquet``: long documents, concatenated from the quickstart's.
 
 python jobs/long-documents/make_documents.py
 """
@@ -16,7 +16,7 @@ NUM_PIECES = 8
 
 
 def documents(rows: list[dict[str, str]]) -> pa.Table:
-    """A row asks about the last of its pieces; what comes before it differs from row to row."""
+    """Return rows that ask about their last document, after different other documents."""
     asked = rows[:NUM_ROWS]
     others = rows[NUM_ROWS:]
     long = []

@@ -1,4 +1,4 @@
-"""Write ``requests.jsonl``: some quickstart rows as requests of an OpenAI batch file.
+"""Writes ``requests.jsonl``: quickstart rows as requests of an OpenAI batch file.
 
 python jobs/openai-batch/make_requests.py
 """
@@ -16,7 +16,7 @@ FIRST_ROW, NUM_ROWS = 48, 48
 
 
 def line(at: int, row: dict[str, str]) -> str:
-    """A request; every eighth asks for log-probabilities as well."""
+    """Return a request; every eighth requests log probabilities."""
     turns = (("system", row["instruction"]), ("user", row["document"]))
     body: dict[str, Any] = {
         "model": "quickstart/model",

@@ -1,9 +1,9 @@
-"""Make the quickstart's rows: office text, a question about it, and the one right answer.
+"""Generates the quickstart's rows: an office text, a question about it, and the correct answer.
 
-Everything is put together from the templates in `office_documents.py`, so the training text needs
-no download and the expected answer of a row is known exactly. Names, ids, amounts, dates and the
-like (`office_values.py`) are of other values in the training text than in `prompts.parquet`: a
-model can therefore answer a prompt only by copying from it.
+Texts are generated from the templates in `office_documents.py`, so training needs no download and
+each row's correct answer is known. Names, ids, amounts and dates (`office_values.py`) differ
+between the training text and `prompts.parquet`, so a model can answer a prompt only by copying from
+it.
 
     python jobs/quickstart/make_data.py        # writes jobs/quickstart/prompts.parquet
 """
@@ -25,8 +25,7 @@ PROMPTS_PATH = HERE / "prompts.parquet"
 PROMPTS_SEED = 20_260
 NUM_PROMPTS = 2_048
 
-# One long instruction per task. Rows share them, so they are the shared prefix of the job.
-# The first sentence alone says which task it is.
+# One long instruction per task, a prefix that rows share. The first sentence identifies the task.
 INSTRUCTIONS: dict[str, str] = {
     "ticket": (
         "Read the support ticket and find the order number and the customer. "
@@ -116,7 +115,7 @@ TASKS = tuple(INSTRUCTIONS)
 
 @dataclass(frozen=True)
 class Row:
-    """One question: which task, the text it is about, and the expected answer."""
+    """A question: task, text and expected answer."""
 
     task: str
     document: str
@@ -124,13 +123,13 @@ class Row:
 
 
 def make_row(values: Values, task: str) -> Row:
-    """One row of the given task."""
+    """Generate a row of a task."""
     document, answer = MAKERS[task](values)
     return Row(task, document, answer)
 
 
 def copying_row(values: Values) -> Row:
-    """A few values to write down again: an exercise for the start of the training."""
+    """Generate an exercise for the start of training: copy a few values."""
     makers = [values.person, values.order, values.invoice, values.phone, values.date, values.room]
     makers += [values.clock, values.town, values.product, values.street, values.company]
     lines = [make() for make in values.rng.sample(makers, values.rng.randrange(1, 5))]
@@ -138,14 +137,14 @@ def copying_row(values: Values) -> Row:
 
 
 def training_rows(seed: int) -> Iterator[Row]:
-    """Training rows without end; the same seed gives the same rows."""
+    """Yield an endless sequence of training rows; equal seeds give equal rows."""
     values = Values(seed, "train")
     while True:
         yield make_row(values, values.pick(TASKS))
 
 
 def prompts_table(seed: int = PROMPTS_SEED, num_rows: int = NUM_PROMPTS) -> pa.Table:
-    """The rows of `prompts.parquet`: every task equally often, no document twice, shuffled."""
+    """Return the shuffled rows of `prompts.parquet`: all tasks equally often, no document twice."""
     values = Values(seed, "prompts")
     rows: dict[str, Row] = {}
     while len(rows) < num_rows:

@@ -1,4 +1,4 @@
-"""The quickstart's documents, a kind for each task, and the one right answer to each."""
+"""Generates the quickstart's documents, one kind per task, with the correct answer to each."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ASIDES = [
 
 
 def sentences(values: Values, pool: list[str], most: int) -> list[str]:
-    """Up to `most` different sentences of the pool, their places filled."""
+    """Return up to `most` different sentences of the pool, with values filled in."""
     chosen = values.rng.sample(pool, values.rng.randrange(most + 1))
     return [
         text.format(
@@ -91,7 +91,7 @@ def sentences(values: Values, pool: list[str], most: int) -> list[str]:
 
 
 def ticket_text(values: Values, name: str, order: str, category: str, urgency: str) -> str:
-    """A support mail with a header, the problem, and remarks that do not matter."""
+    """Generate a support mail: a header, the problem, and irrelevant remarks."""
     problem = values.pick(PROBLEMS[category]).format(order=order, product=values.product())
     hurry = values.pick(URGENCIES[urgency])
     body = [problem, *sentences(values, ASIDES, 3), *([hurry] if hurry else [])]
@@ -123,7 +123,7 @@ def money(cents: int) -> str:
 
 
 def make_invoice(values: Values) -> tuple[str, str]:
-    """An invoice whose sums are right; drawn again until its total is on this split's side."""
+    """Generate an invoice with correct sums; repeat until its total belongs to the split."""
     rng = values.rng
     while True:
         items = [
@@ -155,7 +155,7 @@ NOTES = [
 
 
 def make_order(values: Values) -> tuple[str, str]:
-    """An order with a payer and a receiver in any sequence; only the receiver is asked for."""
+    """Generate an order with payer and receiver in random order; the question is the receiver."""
     rng = values.rng
     label = f"{values.person()}, {values.street()}, {values.town()}"
     parties = [f"Deliver to: {label}"]
@@ -189,7 +189,7 @@ FAILURES = [
 
 
 def make_log(values: Values) -> tuple[str, str]:
-    """Log lines in order of time, exactly one of them an error."""
+    """Generate log lines in order of time, of which exactly one is an error."""
     rng = values.rng
     times = sorted({values.clock() for _ in range(rng.randrange(1, 7))})
     bad = rng.randrange(len(times))
@@ -265,7 +265,7 @@ NEWS = [
 
 
 def make_contact(values: Values) -> tuple[str, str]:
-    """A message that names other people too, and ends with the writer's signature."""
+    """Generate a message that names several people and ends with the writer's signature."""
     name, phone = values.person(), values.phone()
     email = values.email(name)
     body = " ".join([*sentences(values, NEWS, 4), "Please call me back."])
@@ -299,7 +299,7 @@ REMARKS = [
 
 
 def make_meeting(values: Values) -> tuple[str, str]:
-    """A note with the new plan, and often pieces of the old one."""
+    """Generate a note with the new plan, and often parts of the old plan."""
     new = {"date": values.date(), "time": values.time(), "room": values.room()}
     plan = values.pick(NEW_PLANS).format(topic=values.pick(TOPICS), **new)
     old = [

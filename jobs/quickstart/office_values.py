@@ -1,7 +1,7 @@
-"""Draws names, ids, amounts, dates and the like for the quickstart's documents.
+"""Generates random names, ids, amounts and dates for the quickstart's documents.
 
-They come from large spaces that are cut in two by checksum: the training text uses one side,
-`prompts.parquet` the other.
+A checksum divides the possible values into two splits: one for the training text, the other for
+`prompts.parquet`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Split = Literal["train", "prompts"]
 
 
 def words(text: str) -> list[str]:
-    """The words of the text."""
+    """Return the words of a text."""
     return text.split()
 
 
 def phrases(text: str) -> list[str]:
-    """The parts of the text between commas."""
+    """Return the parts of a text between commas."""
     return text.split(", ")
 
 
@@ -46,10 +46,10 @@ CURRENCIES = words("EUR USD GBP CHF")
 
 
 class Values:
-    """Draws values that belong to one split only.
+    """Generates values that belong to one split.
 
-    A value belongs to the prompts if its checksum is a multiple of eight, and to the training
-    text otherwise; this holds for each single word of a name, not only for the whole.
+    A value belongs to the prompts if its checksum is a multiple of eight, else to the training
+    text. This applies to each word of a name.
     """
 
     def __init__(self, seed: int, split: Split) -> None:
@@ -57,25 +57,25 @@ class Values:
         self._held_out = split == "prompts"
 
     def pick(self, choices: tuple[str, ...] | list[str]) -> str:
-        """One of the choices; for words that both splits share."""
+        """Return a random choice, for words that both splits share."""
         return self.rng.choice(choices)
 
     def owns(self, value: str) -> bool:
-        """Whether the value is on this split's side."""
+        """True if the value belongs to this split."""
         return (crc32(value.encode()) % 8 == 0) == self._held_out
 
     def draw(self, make: Callable[[], str]) -> str:
-        """Call `make` until it gives a value on this split's side."""
+        """Call `make` until it returns a value of this split."""
         while not self.owns(value := make()):
             pass
         return value
 
     def join(self, *parts: list[str]) -> str:
-        """A word made of one piece of each list."""
+        """Return a word composed of one piece from each list."""
         return self.draw(lambda: "".join(self.pick(part) for part in parts))
 
     def digits(self, count: int) -> str:
-        """A number with `count` digits; the first is not zero."""
+        """Return a number with `count` digits, whose first digit is not zero."""
         low = 10 ** (count - 1)
         return str(self.rng.randrange(low, 10 * low))
 
@@ -96,7 +96,7 @@ class Values:
         return f"{self.join(LAST_A, LAST_B, LAST_C)} {self.pick(COMPANY_KINDS)}"
 
     def email(self, name: str) -> str:
-        """A mail address for the first name of `name`; plain ASCII, as most addresses are."""
+        """Return an ASCII mail address for the first name of `name`."""
         user = name.split()[0].lower().replace("é", "e")
         return f"{user}@{self.town().lower()}.{self.pick(['com', 'net', 'org'])}"
 

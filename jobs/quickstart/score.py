@@ -1,4 +1,4 @@
-"""Compare what the quickstart job wrote with the expected answers.
+"""Compares the output of the quickstart job with the correct answers.
 
 python jobs/quickstart/score.py OUT        # OUT is the job's output directory
 """
@@ -13,16 +13,16 @@ import polars as pl
 
 
 def load(out_dir: str | Path) -> pl.DataFrame:
-    """The job's rows, with a column `right`; a row that failed counts as wrong."""
+    """Return the job's rows with a column `right`, which is false for failed rows."""
     parts = sorted(Path(out_dir).joinpath("data").glob("*.parquet"))
     if not parts:
-        raise FileNotFoundError(f"no finished parts in {out_dir}/data; has the job run?")
+        raise FileNotFoundError(f"no finished parts in {out_dir}/data; run the job first")
     matches = pl.col("generated_text").str.strip_chars() == pl.col("answer")
     return pl.read_parquet(parts).with_columns(right=matches.fill_null(False))
 
 
 def score(out_dir: str | Path) -> dict[str, Any]:
-    """`rows`, `right`, `accuracy`, and the accuracy of each task under `tasks`."""
+    """Return `rows`, `right`, `accuracy`, and the accuracy per task in `tasks`."""
     return summarise(load(out_dir))
 
 
@@ -37,7 +37,7 @@ def summarise(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def print_samples(rows: pl.DataFrame, count: int) -> None:
-    """A few rows as a person would look at them: right ones, and a wrong one if there is any."""
+    """Print a few rows: correct ones, and a wrong one if there is any."""
     right, wrong = rows.filter(pl.col("right")), rows.filter(~pl.col("right"))
     for row in [*right.head(count).iter_rows(named=True), *wrong.head(1).iter_rows(named=True)]:
         print(f"\n--- {row['id']} ({row['task']}): {'right' if row['right'] else 'WRONG'}")

@@ -1,12 +1,12 @@
-"""Train the quickstart's tokenizer and model on text that `make_data.py` makes up.
+"""Trains the quickstart's tokenizer and model on text from `make_data.py`.
 
-The model is a small Llama with its own byte-level BPE. It learns in two stages: the first steps
-see mostly an instruction's first sentence, which is cheap and is where the model learns to look
-things up and copy them; the others see the whole instruction, as the quickstart job sends it.
+The model is a small Llama with a byte-level BPE tokenizer. It learns in two stages. The first steps
+mostly have only an instruction's first sentence, which is cheap; in these steps the model learns to
+look up and copy values. Later steps have the whole instruction, like the quickstart job.
 
     torchrun --nproc-per-node 2 jobs/quickstart/train.py        # writes jobs/quickstart/model/
 
-It also runs alone, with half the rows in each step: `python jobs/quickstart/train.py`.
+It also runs in one process, with half the rows per step: `python jobs/quickstart/train.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 HERE = Path(__file__).resolve().parent
 PAD, BOS, IM_START, IM_END = SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 
-# A space joins a lower-case word, but neither a capital nor a digit: names and numbers then get
-# the same tokens after a space as after a quotation mark, which makes them easy to copy. Numbers
-# are cut into pairs of digits: a single digit occurs so often in a document that "what came
-# after it" does not say how a number goes on.
+# A space joins the token of a lower-case word, but not of a capital or a digit, so that names and
+# numbers have the same tokens after a space and after a quotation mark and are easy to copy.
+# Numbers are split into pairs of digits: single digits occur so often in a document that the
+# preceding digit does not determine the next.
 WORDS = r" ?\p{Ll}+|\p{Lu}+\p{Ll}*|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+|."
 
 CHAT_TEMPLATE = (
@@ -48,7 +48,7 @@ IGNORED = -100
 
 
 def build_tokenizer(rows: list[Row], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Learn the merges from the rows and the instructions, and add the chat template."""
+    """Train the tokenizer on rows and instructions, and add the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -85,7 +85,7 @@ def build_tokenizer(rows: list[Row], vocab_size: int, max_length: int) -> PreTra
 
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with random weights, its special tokens those of the tokenizer."""
+    """Create a Llama with random weights and the tokenizer's special tokens."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.width,
@@ -113,10 +113,10 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) ->
 
 @torch.no_grad()
 def start_as_copier(model: LlamaForCausalLM) -> None:
-    """Weights from which looking up and copying are learned soon.
+    """Initialize weights such that the model soon learns to look up and copy.
 
-    Queries start equal to keys, so that tokens look at their like, and the output projection
-    starts as the transpose of the value projection, so that what is looked at is passed on.
+    Queries start equal to keys, so that tokens attend to similar tokens. The output projection
+    starts as the transpose of the value projection, so that it passes attended values on.
     """
     config = model.config
     for weight in model.parameters():
@@ -138,7 +138,7 @@ def start_as_copier(model: LlamaForCausalLM) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """A row as tokens: `ids[document:answer]` is the user's turn, `ids[answer:]` the answer."""
+    """A tokenized row: `ids[document:answer]` is the user's turn, `ids[answer:]` the answer."""
 
     task: str
     ids: list[int]
@@ -147,7 +147,7 @@ class Example:
 
 
 class Encoder:
-    """Turns rows into tokens; the system turns are encoded once."""
+    """Tokenizes rows; system turns are encoded once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -163,7 +163,7 @@ class Encoder:
         return self._encode(f"{BOS}{IM_START}system\n{text}{IM_END}\n{IM_START}user\n")
 
     def encode(self, row: Row, whole: bool) -> Example:
-        """`whole`: with the whole instruction, not only its first sentence."""
+        """Tokenize a row; `whole`: with the whole instruction instead of its first sentence."""
         system = (self._long if whole else self._short)[row.task]
         document = self._encode(f"{row.document}{IM_END}\n{IM_START}assistant\n")
         answer = self._encode(f"{row.answer}{IM_END}")
@@ -174,7 +174,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded rows and, for each position, the token that should follow it."""
+    """Right-padded rows, and the next token for each position."""
 
     ids: torch.Tensor  # [rows, length]
     answers: torch.Tensor  # [rows, length], IGNORED outside the answer
@@ -198,7 +198,7 @@ def collate(examples: list[Example], pad: int) -> Batch:
 
 
 def batches(examples: list[Example], max_tokens: int, pad: int) -> list[Batch]:
-    """Rows of like length together, so that little of a batch is padding."""
+    """Group rows of similar length, so that batches have little padding."""
     result: list[Batch] = []
     group: list[Example] = []
     for example in sorted(examples, key=lambda example: len(example.ids)):
@@ -212,7 +212,7 @@ def batches(examples: list[Example], max_tokens: int, pad: int) -> list[Batch]:
 def training_batches(
     args: argparse.Namespace, encoder: Encoder, pad: int, step: int
 ) -> Iterator[Batch]:
-    """One batch per step: easy exercises, then short instructions, then whole ones."""
+    """Yield one batch per step: exercises, then short instructions, then whole instructions."""
     seed = args.seed + 1_000 * rank() + 10_000 * step
     rows, values = training_rows(seed), Values(seed, "train")
     while True:
@@ -224,14 +224,14 @@ def training_batches(
             else encoder.encode(next(rows), values.rng.random() < whole)
             for _ in range(256)
         ]
-        group = batches(examples, args.batch_tokens, pad)[:-1]  # the last one is not full
+        group = batches(examples, args.batch_tokens, pad)[:-1]  # the last batch is not full
         values.rng.shuffle(group)
         yield from group
         step += len(group)
 
 
 def loss_of(model: LlamaForCausalLM, batch: Batch, document_weight: float) -> torch.Tensor:
-    """Mean loss over the answers, plus a little of that over the documents.
+    """Return the mean loss over answers, plus a small share of the loss over documents.
 
     The documents repeat some of their own values, which helps the model to learn copying early.
     """
@@ -248,10 +248,10 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, document_weight: float) -> to
 
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, batch_list: list[Batch]) -> dict[str, float]:
-    """Share of rows, per task, whose greedy answer is right.
+    """Return the share of rows with a correct greedy answer, per task.
 
-    Greedy decoding gives the answer exactly if every token of it is the most likely one after the
-    tokens before it, so one forward pass over the finished row is enough.
+    Greedy decoding returns the answer if each of its tokens is the most likely one after the
+    previous tokens. So one forward pass over the complete row is enough.
     """
     right: dict[str, list[bool]] = defaultdict(list)
     for batch in batch_list:
@@ -263,7 +263,8 @@ def exact_match(model: LlamaForCausalLM, batch_list: list[Batch]) -> dict[str, f
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, a plateau, and a linear way down from `decay_from` on."""
+    """Return the learning rate factor: linear warm-up, plateau, linear decay from `decay_from`
+    on."""
     if step < args.decay_from:
         share = min(1.0, (step + 1) / args.warmup)
     else:
@@ -272,12 +273,12 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def rank() -> int:
-    """Number of this process among those that torchrun started; 0 if it is alone."""
+    """Return this process's rank in torchrun; 0 without torchrun."""
     return int(dist.get_rank()) if dist.is_initialized() else 0
 
 
 def share_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Average the gradients over the processes, in one message."""
+    """Average the gradients over all processes in one all-reduce."""
     if not dist.is_initialized():
         return
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -350,7 +351,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """Take up the training where the file says; the step to go on with."""
+    """Load the training state from a file, and return the next step."""
     if not path.exists():
         return 0
     step, weights, moments = torch.load(path)
@@ -366,9 +367,9 @@ def parse_args() -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--output", type=Path, default=HERE / "model")
-    option("--state", type=Path, help="file to go on from, and to keep the state in")
+    option("--state", type=Path, help="file to store the training state in and resume from")
     option("--seed", type=int, default=1)
-    option("--threads", type=int, default=1, help="of each process")
+    option("--threads", type=int, default=1, help="per process")
     option("--vocab-size", type=int, default=1408)
     option("--max-length", type=int, default=1024)
     option("--width", type=int, default=192)
@@ -379,9 +380,9 @@ def parse_args() -> argparse.Namespace:
     option("--steps", type=int, default=3_000)
     option("--copy-steps", type=int, default=1_000, help="steps until the copying exercises end")
     option("--short-steps", type=int, default=1_300, help="steps with short instructions")
-    option("--whole-early", type=float, default=0.1, help="share of whole ones before that")
-    option("--decay-from", type=int, default=1_500, help="step from which the rate goes down")
-    option("--batch-tokens", type=int, default=2_560, help="of each process")
+    option("--whole-early", type=float, default=0.1, help="share of whole instructions before that")
+    option("--decay-from", type=int, default=1_500, help="step from which the learning rate decays")
+    option("--batch-tokens", type=int, default=2_560, help="per process")
     option("--lr", type=float, default=1.5e-3)
     option("--warmup", type=int, default=100)
     option("--document-weight", type=float, default=0.1)

@@ -1,4 +1,4 @@
-"""Write ``choices.parquet``: some quickstart rows, each with four answers, one of them right.
+"""Writes ``choices.parquet``: quickstart rows, each with four answers, of which one is correct.
 
 python jobs/scoring/make_choices.py
 """
@@ -16,8 +16,8 @@ NUM_CHOICES = 4
 
 
 def with_choices(rows: list[dict[str, str]]) -> pa.Table:
-    """Each row's wrong answers are right ones of the rows of its task that come next; the right
-    one stands at a different place from row to row."""
+    """Return rows whose wrong answers are the answers of the next rows of the same task; the
+    position of the correct answer varies."""
     by_task: dict[str, list[str]] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row["answer"])
