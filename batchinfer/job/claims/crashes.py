@@ -198,9 +198,9 @@ def count_deaths(
     before = history = stored_history(out)
     new = [log for log in logs if log.name not in history.counted]  # a count may be interrupted
     if new:
-        given = np.unique(np.concatenate([NO_ROWS, *(logged_rows(out, log) for log in new)]))
-        in_flight = unfinished(given)
-        finished = np.setdiff1d(given, in_flight, assume_unique=True)
+        logged = np.unique(np.concatenate([NO_ROWS, *(logged_rows(out, log) for log in new)]))
+        in_flight = unfinished(logged)
+        finished = np.setdiff1d(logged, in_flight, assume_unique=True)
         tokens = [path.name for path in out.files.entries(out.tokens)]
         history = history.after_death(
             [log.name for log in new],

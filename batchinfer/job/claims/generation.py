@@ -43,7 +43,7 @@ def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
 
     Call it under the lock of ``out``.
     """
-    found = []
+    generations = []
     for path in out.files.entries(out.next):
         generation = out.generation(path.name)
         if path.name == own.root.name:
@@ -52,8 +52,8 @@ def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
             with storage_errors(path, "delete"):
                 out.files.delete(path)
         elif _has_plan(generation):
-            found.append(generation)
-    return found
+            generations.append(generation)
+    return generations
 
 
 def _has_plan(out: OutputDir) -> bool:

@@ -140,9 +140,9 @@ def parts_of_writer(
         other_writers: as ``PartsToMake.other_writers``.
     """
     owned = {part.index for part in parts} if is_owner else ()
-    found = _parts_to_make(Segments(out, plan.manifest, parts, generated, owned), plan, parts)
-    crashes = history.among(set(within(history.rows, found.missing).tolist()))
-    return replace(found, crashes=crashes, other_writers=other_writers)
+    to_make = _parts_to_make(Segments(out, plan.manifest, parts, generated, owned), plan, parts)
+    crashes = history.among(set(within(history.rows, to_make.missing).tolist()))
+    return replace(to_make, crashes=crashes, other_writers=other_writers)
 
 
 def _parts_to_make(segments: Segments, plan: ResumePlan, parts: Sequence[Part]) -> PartsToMake:

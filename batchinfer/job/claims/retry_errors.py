@@ -58,13 +58,13 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
 def _parts_with_errors(
     out: OutputDir, plan: Manifest, trust: Trust
 ) -> list[tuple[Part, PartRecord]]:
-    found = []
+    failed = []
     for part in plan.parts():
         with suppress(DataError):  # a damaged part is made again in any case
             record = out.finished(part, trust)
             if record is not None and record.error_codes:
-                found.append((part, record))
-    return found
+                failed.append((part, record))
+    return failed
 
 
 def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:

@@ -117,10 +117,10 @@ _STORED = TypeAdapter(FreshStart)
 
 def _stored_start(out: OutputDir, team: str) -> FreshStart | None:
     try:
-        found = _STORED.validate_json(read_file(out.files, out.shards))
+        start = _STORED.validate_json(read_file(out.files, out.shards))
     except (OSError, ValueError):
         return None
-    return found if found.team == team else None
+    return start if start.team == team else None
 
 
 class SharedClaim(Claim):
@@ -160,9 +160,10 @@ class SharedClaim(Claim):
                 if is_first and not has_rows(self.shared):
                     forget_kernels(self.shared)
                 self._parts = agreed.manifest.parts()
-                own = self.role.shard.parts(len(self._parts)) if self.role.shard else None
-                first_run = run_number(self.out.next_run_id)
-                self.claims.begin(first_run, [own] if own and self.role.is_static else [])
+                claimed = []
+                if self.role.shard is not None and self.role.is_static:
+                    claimed.append(self.role.shard.parts(len(self._parts)))
+                self.claims.begin(run_number(self.out.next_run_id), claimed)
                 stack.callback(self._drop_claims)
                 if is_first:
                     agreed = reopened(self.shared, agreed, reopen)

@@ -99,18 +99,17 @@ class ClaimedParts(PartQueue):
         Guided self-scheduling: a share of the rest, so that claims become smaller towards the end
         (Polychronopoulos and Kuck, 1987).
         """
-        claims = {writer: Claims(self._shared, writer) for writer in living}
         own = self._claims.claimed
-        claimed = {writer: one.claimed for writer, one in claims.items()}
-        theirs = set().union(*(c for who, c in claimed.items() if who != self._claims.writer))
+        others = [Claims(self._shared, each) for each in living if each != self._claims.writer]
+        theirs = set[int]().union(*(claims.claimed for claims in others))
         left = unrecorded(self._shared, self._plan.parts)
         free = [part for part in left if part.index not in theirs | own]
         held = [part for part in left if part.index in theirs]
         self._note_made_elsewhere(own | {part.index for part in left})
-        num_workers = max(self._num_workers, sum(one.number is not None for one in living))
+        num_workers = max(self._num_workers, sum(each.number is not None for each in living))
         taken = free[: claim_size(free, num_workers, self._window_rows)]
         rows_per_s = self._num_rows / (time.monotonic() - self._began)
-        speeds = [one.rows_per_s for who, one in claims.items() if who != self._claims.writer]
+        speeds = [claims.rows_per_s for claims in others]
         num_left = _num_rows(free) + _num_rows(held) // 2  # on average, held parts are half made
         if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
             return [], True

@@ -47,11 +47,11 @@ def check_part(file: pa.NativeFile, part: Part) -> None:
 
 
 def _check_row_ids(table: pa.Table, part: Part) -> None:
-    found = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
-    if len(found) != part.num_rows:
-        raise ValueError(f"it has {len(found):,} rows, not {part.num_rows:,}")
-    known = np.concatenate([[part.rows.start - 1], found, [part.rows.stop]])
-    if len(found) and not np.all(np.diff(known) > 0):
+    row_ids = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
+    if len(row_ids) != part.num_rows:
+        raise ValueError(f"it has {len(row_ids):,} rows, not {part.num_rows:,}")
+    known = np.concatenate([[part.rows.start - 1], row_ids, [part.rows.stop]])
+    if len(row_ids) and not np.all(np.diff(known) > 0):
         raise ValueError("its rows are not the input's, in input order")
 
 

@@ -18,12 +18,10 @@ from batchinfer.job.storage.urls import StorePath
 
 def is_open_file(path: PurePath) -> bool:
     """Return True for a pipe or device such as ``/dev/stdout``: lines are appended to it."""
-    found = Path(path)
-    if isinstance(path, StorePath) or found.is_dir():
+    file = Path(path)
+    if isinstance(path, StorePath) or file.is_dir():
         return False
-    return found.parts[:2] in (("/", "dev"), ("/", "proc")) or (
-        found.exists() and not found.is_file()
-    )
+    return file.parts[:2] in (("/", "dev"), ("/", "proc")) or (file.exists() and not file.is_file())
 
 
 def exists(out: OutputDir, combined_output: PurePath | None) -> bool:

@@ -63,10 +63,10 @@ def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _damaged(out: OutputDir) -> list[PurePath]:
-    found = []
+    damaged = []
     for path in (out.manifest_copy, out.manifest):
         try:
             read_manifest(path, out.files)
         except DataError:
-            found.append(path)
-    return found
+            damaged.append(path)
+    return damaged

@@ -58,8 +58,8 @@ def _paths(schema: pa.Schema) -> dict[str, str]:
     """Return Parquet's column paths, including nested ones, each with the column of the table."""
     sink = pa.BufferOutputStream()
     pq.write_table(schema.empty_table(), sink)
-    found = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
-    paths = [found.column(at).path for at in range(len(found))]
+    schema_of_file = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
+    paths = [schema_of_file.column(at).path for at in range(len(schema_of_file))]
     return {
         path: next(name for name in schema.names if f"{path}.".startswith(f"{name}."))
         for path in paths

@@ -157,7 +157,7 @@ class PartWriter:
         fewer = min(part.rows, self._rows, key=len)
         both = [row_id for row_id in fewer if row_id in part.rows and row_id in self._rows]
         in_memory = [self._rows[row_id] for row_id in both]
-        of_part, others = _divided(self._tables, part)
+        of_part, rest = _divided(self._tables, part)
         held = pa.concat_tables([segment_table(in_memory, self._segments.schema), *of_part])
         rows = pa.concat_tables(
             [self._segments.rows_of(part), with_worker(held, self._out.writer)]
@@ -174,7 +174,7 @@ class PartWriter:
         self._deliver(part, draft)
         for row in in_memory:
             del self._rows[row.values["row_id"]]
-        self._tables = others
+        self._tables = rest
         self._segments.drop(part)
 
     def _part_table(self, part: Part, rows: pa.Table) -> pa.Table:
@@ -216,5 +216,5 @@ def _divided(tables: Sequence[pa.Table], part: Part) -> tuple[list[pa.Table], li
 def _num_reused(rows: pa.Table) -> int:
     """Return the number of good rows that no run of this job has computed."""
     good = pc.equal(rows["status"], "ok")
-    found: int = pc.sum(pc.and_(good, rows[REQUEST_COLUMN].is_null())).as_py() or 0
-    return found
+    count: int = pc.sum(pc.and_(good, rows[REQUEST_COLUMN].is_null())).as_py() or 0
+    return count

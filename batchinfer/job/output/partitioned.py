@@ -81,19 +81,19 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
     inputs = {name: column for column, name in kept.items() if name in columns}
     if not inputs:
         return
-    found: set[_Values] = set()
+    partitions: set[_Values] = set()
     for _, batch in source.scan(list(inputs.values()), [source.rows_there]):
-        found.update(_values_of(batch.columns))
-        if len(found) > _COUNTED:
+        partitions.update(_values_of(batch.columns))
+        if len(partitions) > _COUNTED:
             break
-    if len(found) > MOST_PARTITIONS:
-        count = f"over {_COUNTED:,}" if len(found) > _COUNTED else f"{len(found):,}"
+    if len(partitions) > MOST_PARTITIONS:
+        count = f"over {_COUNTED:,}" if len(partitions) > _COUNTED else f"{len(partitions):,}"
         raise DataError(
             f"output.partition_by: {listed(list(inputs))} would make {count} partitions; "
             f"the limit is {MOST_PARTITIONS:,}",
             hint="choose columns with fewer values",
         )
-    for values in found:
+    for values in partitions:
         for name, value in zip(inputs, values, strict=True):
             if len(_folder_name(name, value)) > _MOST_BYTES:
                 raise DataError(

@@ -271,15 +271,15 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     Raises:
         LockedError: names the first foreign file.
     """
-    found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
+    foreign = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then no file here is this program's
         results = (out.success, out.summary, out.report, *out.openai_files)
         ours = (*results, *(out.stats / name for name in STATS_FILES))
-        found = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
-    if found:
+        foreign = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
+    if foreign:
         origin = "is not output of batchinfer" if begun else f"exists without {out.manifest.name}"
         raise LockedError(
-            f"{printable(str(found[0]))} {origin}",
+            f"{printable(str(foreign[0]))} {origin}",
             hint="use --output for another directory, or move the file away",
         )
 

@@ -90,12 +90,12 @@ def summary_facts(
             if draws_none
             else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
-        found, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
-        in_common = f", of {planned:.1%} that rows have in common" if planned > found else ""
+        reused, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
+        in_common = f", of {planned:.1%} that rows have in common" if planned > reused else ""
         yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
-            f"; {found:.1%} of the prompt tokens were there already{in_common}",
+            f"; {reused:.1%} of the prompt tokens were there already{in_common}",
         )
     made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
     yield SummaryLine("files", f"{printable(str(output))}:", f" {made}")

@@ -52,10 +52,10 @@ def _of_begun_update(spec: JobSpec, out: OutputDir) -> JobSpec | None:
         with suppress(JobError):
             plan = stored_manifest(out.generation(path.name))
             if plan.table_version is not None:
-                found = _at(spec, plan.table_version)
-                source = identified(open_input(found), plan)
-                if open_job(found, source).manifest.name == path.name:
-                    return found
+                candidate = _at(spec, plan.table_version)
+                source = identified(open_input(candidate), plan)
+                if open_job(candidate, source).manifest.name == path.name:
+                    return candidate
     return None
 
 

@@ -2,7 +2,8 @@
 
 ``python -m tests.job.claims.program FOLDER I/N|worker [NAME=VALUE ...]``: ``STEP=SIGNAL`` sends a
 signal before a step of the engine, ``freezes=yes`` stops the process before it claims parts for the
-second time, ``lapse=S`` is how soon others count as dead; any other name is a key of ``output``.
+second time, ``lapse=S`` is the time after which a
+silent process counts as dead; any other name is a key of ``output``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _freezing(claim: Callable[..., Any]) -> Callable[..., Any]:
     def claim_or_freeze(*arguments: Any) -> Any:
         if next(times) == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
-            signal.sigtimedwait([], 0.5)  # this thread may run on for a moment before it stops
+            signal.sigtimedwait([], 0.5)  # the thread may run a little longer before it stops
         return claim(*arguments)
 
     return claim_or_freeze

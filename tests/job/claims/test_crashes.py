@@ -1,4 +1,4 @@
-"""Rows in flight when processes died: who is suspected, and who is given up."""
+"""The crash history: rows that are suspected, and rows that are given up."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def died(
 
 
 def hunt(num_rows: int, poison: int, *, keep_tokens: bool = False) -> tuple[int, CrashHistory]:
-    """Run rows of which one kills the process whenever it runs; deaths, and what is left.
+    """Run rows until the poison row is given up; returns the number of deaths and the history.
 
     Args:
-        keep_tokens: whether the others put tokens on disk each time before it does.
+        keep_tokens: True if other rows store tokens before each death.
     """
     history, missing, deaths = CrashHistory(), set(range(num_rows)), 0
     while True:
@@ -152,14 +152,14 @@ def out(tmp_path: Path) -> OutputDir:
 
 
 def die(out: OutputDir, run: int, *row_ids: int) -> None:
-    """A run that is killed with these rows in flight."""
+    """Simulate a run that is killed with these rows in flight."""
     with suppress(KeyboardInterrupt), InFlightLog(out, run_id(run, out.writer)) as log:
         log.note(row_ids)
         raise KeyboardInterrupt
 
 
 def counted(out: OutputDir, missing: list[range] = ALL) -> CrashHistory:
-    """The history with the deaths of all logs that are there."""
+    """Return the history after counting all logs."""
     return count_deaths(out, out.files.entries(out.in_flight), lambda rows: within(rows, missing))
 
 
@@ -168,7 +168,7 @@ def test_rows_in_flight_at_two_deaths_are_suspects(out: OutputDir) -> None:
     assert counted(out).seen_once == (3, 5, 6)
     die(out, 2, 7, 5, 6)
     assert counted(out).groups == ((5,), (6,))
-    assert counted(out).groups == ((5,), (6,)), "which is remembered"
+    assert counted(out).groups == ((5,), (6,)), "the history is stored"
 
 
 def test_rows_being_made_into_prompts_are_in_flight(out: OutputDir) -> None:
@@ -196,14 +196,14 @@ def test_finished_rows_do_not_count_as_in_flight(out: OutputDir) -> None:
     die(out, 1, 3, 5, 6)
     assert counted(out, [range(0, 4), range(6, 8)]).seen_once == (3, 6)
     die(out, 2, 3, 6)
-    assert counted(out, [range(0, 4)]).groups == (), "6 has finished since"
+    assert counted(out, [range(0, 4)]).groups == (), "row 6 is finished"
 
 
 def test_death_is_counted_once_if_the_next_run_dies_too(
     out: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die(out, 1, 3, 5)
-    with monkeypatch.context() as patch:  # the next run dies after it has written this down
+    with monkeypatch.context() as patch:  # the next run dies after it has stored the history
 
         def die_too(path: Path) -> None:
             raise KeyboardInterrupt
@@ -223,7 +223,7 @@ def test_torn_in_flight_log_is_read_up_to_the_tear(out: OutputDir) -> None:
 
 
 def test_in_flight_logs_of_living_writers_are_kept(out: OutputDir) -> None:
-    """A process that has the name of a dead one has claimed under a later number of runs."""
+    """A new process with the name of a dead one has a higher run number."""
     shard = Writer(Shard(0, 2))
     for run, writer in ((1, shard.name), (2, shard.name), (1, "w01"), (4, "")):
         die(for_writer(out, writer), run, 1)

@@ -1,4 +1,4 @@
-"""Shards that write to an object store, by way of moto's server on this machine."""
+"""Shards that write to an object store, simulated by moto's server."""
 
 from __future__ import annotations
 

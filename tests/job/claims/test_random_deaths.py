@@ -1,4 +1,4 @@
-"""Jobs of rows that take a while, whose runs die at random: who is given up, by a model of runs."""
+"""The crash history in simulated jobs with long rows, whose runs die at random."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ TOKENS_PER_S = 20
 FLUSH_EVERY_S = 4.0
 LONGEST = 600
 LEAST_S = ALONE_S + 1 / TOKENS_PER_S
-"""That each run lives: a second after its first token."""
+"""Least lifetime of each run: a second after its first token."""
 
 
 class DiedError(Exception):
-    """The run dies."""
+    """Ends a simulated run."""
 
 
 @dataclass
 class Job:
-    """Rows by their lengths, of which one may kill once so many of its tokens are drawn."""
+    """A job by the lengths of its rows; ``poison`` is the row that kills, and at which token."""
 
     lengths: list[int]
     poison: tuple[int, int] | None = None
     history: CrashHistory = field(default_factory=CrashHistory)
     kept: dict[int, int] = field(default_factory=dict)
-    """Tokens on disk."""
+    """Stored tokens by row."""
     finished: set[int] = field(default_factory=set)
     deaths: int = 0
 
@@ -38,7 +38,7 @@ class Job:
         return {*range(len(self.lengths))} - self.finished
 
     def run(self, lives_s: float) -> bool:
-        """Run the job as ``PartsToMake.phases`` has it, for so long; whether it is finished."""
+        """Run the job in the phases of ``PartsToMake``; returns True if it is finished."""
         self._left = int(lives_s * TOKENS_PER_S)
         self._finished_now: set[int] = set()
         self._kept_tokens = False
@@ -87,7 +87,7 @@ def random_job(random: Random, *, has_poison: bool) -> Job:
 
 @pytest.mark.parametrize("has_poison", [False, True])
 def test_no_row_is_given_up_for_kills_from_outside(has_poison: bool) -> None:
-    """Beside a row that kills, too; that one is found in the end."""
+    """Also with a row that kills the process, which is given up in the end."""
     for seed in range(60):
         random = Random(seed)
         job, most_s = random_job(random, has_poison=has_poison), random.choice([1.5, 4.0, 20.0])

@@ -1,4 +1,4 @@
-"""How near workers that claim parts come to the ideal time, on a simulated clock."""
+"""The time of workers that claim parts compared with the ideal time, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_claims_with_a_ten_times_slower_worker_cost_little() -> None:
 
 def test_slow_worker_leaves_the_last_parts_to_the_others() -> None:
     assert is_too_slow(100, 300, 1.0, [10.0, 10.0])
-    assert not is_too_slow(100, 30_000, 1.0, [10.0, 10.0]), "they have enough to do"
-    assert not is_too_slow(100, 100, 10.0, [10.0] * 7), "no other makes one part faster"
+    assert not is_too_slow(100, 30_000, 1.0, [10.0, 10.0]), "the others have enough parts"
+    assert not is_too_slow(100, 100, 10.0, [10.0] * 7), "no other worker makes one part faster"
     assert not is_too_slow(100, 100, 0.0, [10.0])
-    assert not is_too_slow(100, 100, 1.0, [0.0]), "nothing is known of the others"
+    assert not is_too_slow(100, 100, 1.0, [0.0]), "the speed of the others is unknown"

@@ -1,4 +1,4 @@
-"""Which parts a shard makes, and which shard a command names."""
+"""The parts of a shard, and the option ``--shard``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs that shards make beside each other: real files, locks and processes."""
+"""Jobs that several shards run at the same time, with real files, locks and processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_shard(
 
 @contextmanager
 def living(spec: JobSpec, index: int, count: int = COUNT) -> Iterator[None]:
-    """While another shard runs."""
+    """Hold the claim of another shard."""
     shard = SharedClaim(output_at(spec.output.path), Role(Shard(index, count)), 1 << 16)
     manifest = open_job(spec, identified(open_source(spec.input.paths), None)).manifest
     with shard.begun(manifest, spec.output.if_exists):
@@ -52,7 +52,7 @@ def living(spec: JobSpec, index: int, count: int = COUNT) -> Iterator[None]:
 
 
 def die_at(step: int) -> FakeBuild:
-    """An engine that fails at a step; rows go to disk one by one."""
+    """Build an engine that dies at a step."""
     build = FakeBuild(max_num_seqs=4)
 
     def before_step(at: int) -> None:
@@ -96,7 +96,7 @@ def test_shard_without_parts_has_nothing_to_do(
 def processes(
     spec: JobSpec, *shards: str, failpoint: str = "", options: Sequence[str] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Shards that run at once, each in a process of its own; the failpoint is the first one's."""
+    """Run shards at the same time, each in its own process; the failpoint is set for the first."""
     program = [sys.executable, "-m", "tests.job.claims.program", str(out_of(spec).parent)]
     started = [
         subprocess.Popen(
@@ -177,7 +177,7 @@ def test_single_run_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[st
     with living(spec, 1):
         with pytest.raises(LockedError, match=r"shard 1/4 is writing to .*\nwait until"):
             run_job(spec, build=FakeBuild(), quiet=True)
-        assert run_shard(spec, 0) is ExitCode.OK, "which keeps no sibling out"
+        assert run_shard(spec, 0) is ExitCode.OK, "siblings may run"
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     check_finished(spec, plain)
 
@@ -225,7 +225,7 @@ def test_other_shard_count_is_refused_while_a_shard_lives(
 
 
 def kept(spec: JobSpec) -> set[int]:
-    """Rows that are on disk."""
+    """Return the rows in parts and segments."""
     state = out_of(spec) / "_batchinfer"
     parts = [int(path.stem[-5:]) for path in (state / "parts").iterdir()]
     rows = {row for part in parts for row in range(part * 10, min(part * 10 + 10, NUM_ROWS))}
@@ -286,7 +286,7 @@ def test_shard_makes_its_damaged_part_again(spec: JobSpec, plain: dict[str, byte
     with living(spec, 1):
         for index in (2, 3):
             run_shard(spec, index)
-        assert not (out_of(spec) / "_SUCCESS").exists(), "its record has gone before the others end"
+        assert not (out_of(spec) / "_SUCCESS").exists(), "the damaged part has no record"
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
 
@@ -330,14 +330,14 @@ def test_overwriting_shards_delete_old_output_once(
     old = job(tmp_path, sampling={"max_tokens": 7})
     run_job(old, build=FakeBuild(), quiet=True)
     assert run_shard(spec, 0, overwrite=True) is ExitCode.OK
-    assert len(data(spec)) == 2, "the others' have gone"
+    assert len(data(spec)) == 2, "the old parts are deleted"
     for index in (1, 2, 2):
         assert run_shard(spec, index, overwrite=True) is ExitCode.OK
     assert len(data(spec)) == 6
     assert run_shard(spec, 3, overwrite=True) is ExitCode.OK
     check_finished(spec, plain)
     assert run_shard(spec, 3, overwrite=True) is ExitCode.OK
-    assert len(data(spec)) == 2, "a finished job is begun afresh"
+    assert len(data(spec)) == 2, "a finished job starts over"
 
 
 @pytest.mark.long
@@ -345,7 +345,7 @@ def test_overwriting_shards_delete_old_output_once(
 def test_killed_overwriting_shard_leaves_the_deletion_to_another(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int
 ) -> None:
-    """While it writes down that it begins, then its plan, twice, then that all is clear."""
+    """Killed when it stores its start, each copy of its plan, or the end of the deletion."""
     run_job(job(tmp_path, sampling={"max_tokens": 7}), build=FakeBuild(), quiet=True)
     failpoint, options = f"_batchinfer-renamed:{times}", ["if_exists=overwrite"]
     ended = processes(spec, "1/2", failpoint=failpoint, options=options)
@@ -361,7 +361,7 @@ def test_output_stays_until_an_overwriting_shard_has_loaded_its_model(spec: JobS
 
     def fail(*arguments: object, **options: object) -> Any:
         with living(spec.model_copy(update={"output": overwrites}), 1):
-            pass  # a sibling begins meanwhile
+            pass  # a sibling begins at the same time
         raise UsageError("no model")
 
     overwrites = spec.output.model_copy(update={"if_exists": "overwrite"})
@@ -379,7 +379,7 @@ def test_shards_that_overwrite_together_share_a_plan(
 
     class Outer(FakeBuild):
         def __call__(self, *arguments: Any, **options: Any) -> Any:
-            run_shard(spec, 1, 2, build=inner, overwrite=True)  # begins later, deletes first
+            run_shard(spec, 1, 2, build=inner, overwrite=True)  # begins later, but deletes first
             return super().__call__(*arguments, **options)
 
     assert run_shard(spec, 0, 2, build=Outer(), overwrite=True) is ExitCode.OK
@@ -398,7 +398,7 @@ def test_overwriting_and_resuming_shards_refuse_each_other(spec: JobSpec, tmp_pa
         run_shard(spec, 2, overwrite=True)
     with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
         run_shard(spec, 2)
-    assert run_shard(spec, 2) is ExitCode.OK, "who was about to start over has died"
+    assert run_shard(spec, 2) is ExitCode.OK, "the shard that was about to start over has died"
     assert len(data(spec)) == 4
 
 
@@ -438,6 +438,6 @@ def test_shards_find_duplicate_ids_among_all_rows(tmp_path: Path) -> None:
 def test_last_shard_reports_too_many_errors(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", *("a" for _ in range(39))]})
     spec = job(tmp_path)
-    assert run_shard(spec, 0, 2) is ExitCode.OK, "that has the bad row, and cannot tell yet"
+    assert run_shard(spec, 0, 2) is ExitCode.OK, "the shard with the bad row cannot know the total"
     assert run_shard(spec, 1, 2) is ExitCode.TOO_MANY_ROW_ERRORS
     assert run_shard(spec, 0, 2) is ExitCode.TOO_MANY_ROW_ERRORS

@@ -1,4 +1,4 @@
-"""Whole jobs whose parts are claimed by workers beside each other: real files, locks, processes."""
+"""Jobs whose parts several workers claim, with real files, locks and processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def work(
 
 
 def begun(spec: JobSpec, *options: str, **environ: str) -> subprocess.Popen[str]:
-    """A worker in a process of its own."""
+    """Start a worker in a process of its own."""
     folder = str(Path(spec.output.path).parent)
     return subprocess.Popen(
         [sys.executable, "-m", "tests.job.claims.program", folder, "worker", *options],
@@ -75,7 +75,7 @@ def test_claim_size_falls_from_a_window_to_single_parts() -> None:
     assert sizes[0] == 16
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-24:] == [1] * 24
-    assert claim_size(parts(3), 8, 5) == 1, "a window is a part at least"
+    assert claim_size(parts(3), 8, 5) == 1, "a claim has at least one part"
     assert claim_size([], 8, 160) == 0
 
 
@@ -90,7 +90,7 @@ def test_single_worker_writes_the_bytes_of_a_run(spec: JobSpec, plain: dict[str,
 def test_workers_share_the_parts_and_one_ends_the_job(
     spec: JobSpec, plain: dict[str, bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each waits, before its first step, until both have claimed parts."""
+    """Each worker waits before its first step until both have claimed parts."""
     both, codes, builds = threading.Barrier(2), list[ExitCode](), [FakeBuild(), FakeBuild()]
     displays = [MeterDisplay(), MeterDisplay()]
     for build in builds:
@@ -113,7 +113,7 @@ def test_workers_share_the_parts_and_one_ends_the_job(
     assert (summary["rows"]["total"], summary["workers"]) == (NUM_ROWS, 2)
     first, second = (display.meter for display in displays)
     assert first.rows_finished + second.rows_finished == NUM_ROWS
-    for meter in (first, second):  # the bar of each counts all rows of the job
+    for meter in (first, second):  # the progress bar of each counts all rows of the job
         assert (meter.before + meter.total, meter.rows_finished) == (NUM_ROWS, meter.total)
 
 
@@ -193,7 +193,7 @@ def test_other_writers_are_refused_while_a_worker_runs(spec: JobSpec) -> None:
     build = FakeBuild()
     build.before_step = begin_others
     assert work(spec, build) is ExitCode.OK
-    # The other run meets either the worker's own lock or the directory's, held for a moment.
+    # The refused run finds either the worker's own lock or the directory's.
     assert all("is writing to" in line for line in refused)
 
 

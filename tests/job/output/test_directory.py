@@ -71,7 +71,7 @@ def empty(path: Path) -> None:
 
 
 def begun(out: OutputDir) -> Path:
-    """The file of the first part, the only one that is finished."""
+    """Begin a job, and finish its first part; returns the part's file."""
     return commit(out, begin(out)[0])
 
 
@@ -85,7 +85,7 @@ MODEL = {"model": {"model.safetensors": "a1"}}
         ({"job": {**MANIFEST.job, "sampling": {"top_p": 0.9}}}, "use --update"),
         (
             {"job": {**MANIFEST.job, "prompt": {"column": "b"}}, "inputs": (OTHER_FILE,)},
-            "use --update",  # the file at the same path was mended
+            "use --update",  # the file at the same path was corrected
         ),
         ({"job": {**MANIFEST.job, "task": "score"}}, "use --output"),
         ({"job": {**MANIFEST.job, "model_facts": MODEL}}, "use --output"),
@@ -147,7 +147,7 @@ def test_part_with_an_invalid_record_is_made_again(out: OutputDir, changes: dict
     path = out.parts / "part-00000.json"
     stored = json.loads(path.read_bytes())
     path.write_text(json.dumps(stored | RECORD))
-    assert [part.rows for part in begin(out)] == ROWS[1:], "these are possible"
+    assert [part.rows for part in begin(out)] == ROWS[1:], "the values before the change are valid"
     path.write_text(json.dumps(stored | RECORD | changes))
     assert [part.rows for part in begin(out)] == ROWS
 
@@ -178,7 +178,7 @@ def test_unfinished_files_of_another_plan_are_deleted(
     for path in left:
         path.touch()
     begin(out)
-    assert all(path.exists() for path in left), "the same plan's own"
+    assert all(path.exists() for path in left), "the same plan keeps them"
     begin(out, replace(MANIFEST, **changes))
     assert not any(path.exists() for path in left)
 
@@ -288,7 +288,7 @@ def test_overwrite_refuses_foreign_files_in_data(out: OutputDir, name: str) -> N
     with pytest.raises(LockedError, match=rf"data/{name} is not output of batchinfer"):
         begin(out, if_exists="overwrite")
     assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
-    assert len(begin(out)) == 2, "which is no hindrance to going on"
+    assert len(begin(out)) == 2, "the job can be resumed"
 
 
 @pytest.mark.parametrize("name", ["part-00003.parquet", "part-old.parquet", "x.parquet"])

@@ -1,4 +1,4 @@
-"""One output row per sample: the same rows, taken apart, through stops, repeats and checks."""
+"""``output.explode``: one output row per sample, also in jobs that are stopped and retried."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_explode_splits_large_columns_into_chunks(
 
 def test_first_of_rows_works_with_over_2_gib_of_text() -> None:
     text = pa.array(["x" * (1 << 26)])
-    kept = pa.chunked_array([text] * 40)  # over 2 GiB, in the memory of one
+    kept = pa.chunked_array([text] * 40)  # over 2 GiB, in the memory of one chunk
     row_ids = pa.array([0] * 30 + [1] * 10)
     table = pa.table({"kept": kept, "row_id": row_ids}).replace_schema_metadata({METADATA: "true"})
     assert first_of_rows(table)["row_id"].to_pylist() == [0, 1]
 
 
 def spec(tmp_path: Path, **output: Any) -> Any:
-    """A job of three samples a row; every tenth row has a prompt that is empty."""
+    """A job with three samples per row; every tenth prompt is empty."""
     path = tmp_path / "in" / "x.parquet"
     if not path.exists():
         prompts = ["" if at % 10 == 9 else f"{at} asks" for at in range(NUM_ROWS)]
@@ -162,7 +162,7 @@ def test_retry_errors_of_an_exploded_job(tmp_path: Path) -> None:
     run_job(spec(tmp_path), build=FakeBuild(), quiet=True)
     again = Build()
     assert run_job(spec(tmp_path), build=again, quiet=True, retry_errors=True) is ExitCode.OK
-    assert not again.ran  # all that failed have no prompt
+    assert not again.ran  # all failed rows have empty prompts
     check(tmp_path)
 
 

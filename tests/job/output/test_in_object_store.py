@@ -1,4 +1,4 @@
-"""Whole jobs that write to an object store, by way of moto's server on this machine."""
+"""Jobs that write to an object store, simulated by moto's server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -34,10 +33,7 @@ from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.stats.live import LiveFile
-from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.storage import connection, object_lock
-from batchinfer.job.storage.object_filesystem import StoreFiles
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 from tests.job.stores import (
@@ -103,7 +99,7 @@ def run(spec: JobSpec, build: FakeBuild | None = None, **options: bool) -> ExitC
 
 
 def rows(num_rows: int = NUM_ROWS) -> pa.Table:
-    """The output, every row of which is right."""
+    """Return the output after checking every row."""
     parts = sorted((name, data) for name, data in objects(f"{KEY}/data").items())
     assert [name for name, _ in parts] == [f"part-{at:05d}.parquet" for at in range(len(parts))]
     table = pa.concat_tables(pq.read_table(BytesIO(data)) for _, data in parts)
@@ -131,7 +127,7 @@ def test_update_cut_off_in_a_store_is_completed(
     assert "_SUCCESS" not in objects(KEY)
     build = FakeBuild()
     assert run(spec, build) is ExitCode.OK
-    assert build.count == 0, "it is put in place, and nothing is computed"
+    assert build.count == 0, "the update is put in place without computing rows"
     rows(len(prompts))
     assert not verify(output_at(OUT)).problems
     left = [name for name in objects(KEY) if "/next/" in name or "swap" in name]
@@ -144,7 +140,7 @@ def test_job_status_and_verify_in_a_store(
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert run(spec) is ExitCode.OK
-    assert sorted(tmp_path.rglob("*")) == before, "nothing of it is on this machine"
+    assert sorted(tmp_path.rglob("*")) == before, "no file is written to this machine"
     rows()
     found = objects(KEY)
     assert {"_SUCCESS", "summary.json", "stats/steps.parquet", "stats/requests.parquet"} <= set(
@@ -171,35 +167,6 @@ def test_job_status_and_verify_in_a_store(
     assert cli.invoke(app, ["status", f"{LAKE}/nothing"]).exit_code != 0
 
 
-def test_live_progress_in_a_store(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a thread beside the run; what it wrote goes when the run ends."""
-    files: list[LiveFile] = []
-    begin = LiveFile.__init__
-
-    def noting(self: LiveFile, *options: Any) -> None:
-        files.append(self)
-        begin(self, *options)
-        assert self.every_s > 5
-        self.every_s = 0.01
-
-    monkeypatch.setattr(LiveFile, "__init__", noting)
-    seen: list[Status] = []
-    build = FakeBuild()
-
-    def look(step: int) -> None:
-        if step == 2:
-            files[0].write()
-            seen.append(read_status(output_at(OUT), time.time()))
-
-    build.before_step = look
-    assert run(spec, build) is ExitCode.OK
-    [found] = seen
-    assert (found.state, found.rows_total) == ("running", NUM_ROWS)
-    assert found.rows_running
-    assert not [name for name in objects(KEY) if "live" in name]
-    rows()
-
-
 def test_secrets_are_in_no_artifact(spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(spec, build=FakeBuild())
     assert not [name for name, data in objects(KEY).items() if SECRET.encode() in data]
@@ -218,7 +185,7 @@ def test_killed_run_in_a_store_is_resumed(spec: JobSpec, tmp_path: Path, address
         for row in pq.read_table(BytesIO(data))["row_id"].to_pylist()
     ]
     assert 0 < len(kept) < NUM_ROWS
-    assert any("/in_flight/run-00001" in name for name in found), "for suspects"
+    assert any("/in_flight/run-00001" in name for name in found), "the log of rows in flight"
     assert json.loads(found["_batchinfer/lock.json"])["token"]
     second = TellingBuild()
     assert run(spec, second) is ExitCode.OK
@@ -234,7 +201,7 @@ def test_run_with_a_lapsed_lock_commits_nothing(
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over
     first, left = FakeBuild(max_num_seqs=2), {}
 
     def be_passed(step: int) -> None:
@@ -257,7 +224,7 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the next run takes over
     next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
     stopped = FakeBuild(max_num_seqs=4)
     late: list[str] = []
@@ -267,7 +234,7 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
             raise StorageError("stopped")
 
     def freeze(request: Request) -> None:
-        """The first segment is under way while the next job begins, and is stopped."""
+        """Let the next job begin and stop while the first segment is being sent."""
         if request.method == "PUT" and "/segments/" in request.path and not late:
             late.append(request.path.rpartition("/")[2])
             with pytest.raises(StorageError, match="stopped"):
@@ -307,7 +274,7 @@ def test_damaged_part_in_a_store_is_made_again(spec: JobSpec, damage: str) -> No
 
 
 def test_same_content_with_another_etag_is_kept(spec: JobSpec) -> None:
-    """As when a bucket is copied, or a store marks what it holds in another way."""
+    """As after a bucket is copied."""
     run(spec)
     record = json.loads(objects(KEY)["_batchinfer/parts/part-00001.json"])
     change("_batchinfer/parts/part-00001.json", json.dumps({**record, "etag": '"other"'}).encode())
@@ -339,23 +306,7 @@ def test_reuse_between_stores_and_folders(spec: JobSpec, tmp_path: Path) -> None
         run(job(tmp_path, output={"path": OUT, "reuse": [OUT]}), overwrite=True)
 
 
-def test_success_is_written_last(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    rename = StoreFiles.rename
-
-    def tell(self: StoreFiles, source: Any, target: Any) -> None:
-        order.append(target.name)
-        rename(self, source, target)
-
-    monkeypatch.setattr(StoreFiles, "rename", tell)
-    run(spec)
-    assert order[-1] == "_SUCCESS"
-    for part in ("part-00000", "part-00001", "part-00002"):
-        first_statistics = order.index(f"{part}.parquet")
-        assert order.index(f"{part}.parquet", first_statistics + 1) < order.index(f"{part}.json")
-
-
-# Stores that do not do as they are asked
+# Stores that fail or refuse
 
 
 @pytest.mark.long
@@ -365,7 +316,7 @@ def test_503_answers_are_retried(
     times: Counter[str] = Counter()
 
     def storm(request: Request) -> int | None:
-        """Every thing that is asked for is given the third time."""
+        """Answer every third request only."""
         asked = f"{request.method} {request.path}"
         times[asked] += 1
         return 503 if times[asked] % 3 else None
@@ -380,7 +331,7 @@ def test_503_answers_are_retried(
 def test_write_conflicts_are_retried(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """Refused, or taken and then said to be refused."""
+    """The store refuses the write, or accepts it and reports a conflict."""
     met: set[str] = set()
 
     def meet(request: Request) -> int | None:
@@ -418,9 +369,9 @@ def test_failing_store_ends_the_run_and_keeps_rows(
         with pytest.raises(StorageError, match=rf"cannot write {OUT}/.*{status}") as caught:
             run(spec, build)
     assert len(str(caught.value).splitlines()) <= 2
-    assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
+    assert len(set(asked)) <= 3, "the failed file, and at the end the lock and a log"
     point_to(address, monkeypatch)
-    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # the run could not release its lock
     again = TellingBuild()
     assert run(spec, again) is ExitCode.OK
     assert 0 < len(again.ran) < NUM_ROWS

@@ -41,7 +41,7 @@ def finished(row_id: int, code: str | None = None) -> FinishedRow:
 
 
 class Fixture:
-    """An input of ``num_rows`` rows and a sink for the parts of it that are left."""
+    """An input of ``num_rows`` rows, and a writer for its unfinished parts."""
 
     def __init__(self, path: Path, num_rows: int, rows_per_part: int, done: set[int]) -> None:
         prompts = [f"prompt {row}" for row in range(num_rows)]
@@ -75,7 +75,7 @@ class Fixture:
         self.commits += 1
 
     def segment_rows(self) -> list[int]:
-        """Rows on disk that are in no part yet."""
+        """Return the rows in segments."""
         segments = Segments(self.out, self.plan, self.parts, self.table.generated_schema)
         return segments.recover()[0].tolist()
 
@@ -85,7 +85,7 @@ class Fixture:
 
 @pytest.fixture
 def five(tmp_path: Path) -> Fixture:
-    """Five rows in parts of two."""
+    """A writer of five rows in parts of two."""
     return Fixture(tmp_path, 5, 2, set())
 
 
@@ -132,7 +132,7 @@ def test_held_rows_are_flushed_every_few_seconds(five: Fixture) -> None:
     assert five.segment_rows() == [4]
     five.sink.add(finished(3))
     five.sink.flush_if_due()
-    assert five.segment_rows() == [4], "not before the next few seconds have passed"
+    assert five.segment_rows() == [4], "the next flush is due some seconds later"
 
 
 def test_many_held_rows_are_flushed_at_once(five: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_part_without_kept_columns(tmp_path: Path) -> None:
 
 
 def test_closed_input_file_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # three rows' prompts, not two
+    monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # of two rows, not of three
     fixture = Fixture(tmp_path, 20, 3, done={2})
     for part in fixture.parts:
         for row_id in part.rows:

@@ -202,7 +202,7 @@ def test_partition_columns_added_later_are_checked(
         with pytest.raises(DataError, match="would make 25 partitions; the limit is 20"):
             run(spec.model_copy(update={"output": output}))
     assert not files(tmp_path)
-    assert run(spec) is ExitCode.OK, "what was finished is as it was"
+    assert run(spec) is ExitCode.OK, "the finished parts are unchanged"
 
 
 @given(st.none() | st.text(max_size=9), st.text(min_size=1, max_size=5))
@@ -214,7 +214,7 @@ def test_partition_folder_names_round_trip(value: str | None, column: str) -> No
 
 
 def test_hive_null_marker_is_refused_as_a_value(tmp_path: Path) -> None:
-    """However it is written, pyarrow and polars read it as null."""
+    """pyarrow and polars read it as null, even if it is percent-encoded."""
     spec = partitioned_job(tmp_path, "x", x=["a", None, *["__HIVE_DEFAULT_PARTITION__"] * 23])
     with pytest.raises(DataError, match="has the text __HIVE_DEFAULT_PARTITION__, which readers"):
         run(spec)

@@ -1,4 +1,4 @@
-"""Whole jobs that are stopped, fail or die, and go on: an engine that answers with the prompt."""
+"""Jobs that stop, fail or die, and are resumed, on an engine that answers with the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE_PART = {"rows_per_part": 100}
 
 
 def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
-    """A dataset of prompts, every fifth of them the same, with empty ones where they are bad."""
+    """Write prompts, every fifth of them the same; those of the rows ``bad`` are empty."""
     texts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
     for row in bad:
         texts[row] = ""
@@ -39,7 +39,7 @@ def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
 
 
 class Build(TellingBuild):
-    """Tells which rows are run, and does something before a step."""
+    """Notes the rows that run, and calls ``before_step``."""
 
     def __init__(self, before_step: Callable[[int], None] = lambda step: None) -> None:
         super().__init__(max_num_seqs=4)
@@ -63,7 +63,7 @@ def table(tmp_path: Path) -> pa.Table:
 
 
 def on_disk(tmp_path: Path) -> list[int]:
-    """Rows in segments."""
+    """Return the rows in segments."""
     paths = sorted((tmp_path / "out" / "_batchinfer" / "segments").iterdir())
     return sorted(row for path in paths for row in pq.read_table(path)["row_id"].to_pylist())
 
@@ -76,7 +76,7 @@ def check_answers(tmp_path: Path, texts: list[str]) -> None:
 
 
 def check_sums(tmp_path: Path) -> None:
-    """The identities of the contract."""
+    """Check the identities of the contract."""
     out = tmp_path / "out"
     tokens = json.loads((out / "summary.json").read_bytes())["tokens"]
     prefill = pc.sum(pq.read_table(out / "stats" / "steps.parquet")["prefill_tokens"]).as_py()
@@ -124,7 +124,7 @@ def test_steps_of_a_killed_run_are_counted(tmp_path: Path, monkeypatch: pytest.M
     killed = tmp_path / "killed"
 
     def look(step: int) -> None:
-        if step == 40:  # what kill -9 would leave
+        if step == 40:  # the files after kill -9
             shutil.copytree(tmp_path / "out", killed)
 
     spec = job(tmp_path, output=ONE_PART, stats={"every_steps": 1000})
@@ -188,7 +188,7 @@ def test_rows_of_a_damaged_segment_run_again(
 
 
 class Model(Build):
-    """Answers with the prompt, but for rows it cannot do."""
+    """Answers with the prompt, and refuses some rows."""
 
     def __init__(self, *rows: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_retry_errors_of_a_successful_job(tmp_path: Path) -> None:
         run_job(spec, build=Build(fail_at(0, DeviceError("gone"))), retry_errors=True, quiet=True)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     mended = Model()
-    assert run_job(spec, build=mended, quiet=True) is ExitCode.OK, "the retry goes on"
+    assert run_job(spec, build=mended, quiet=True) is ExitCode.OK, "the retry is resumed"
     assert mended.ran == [3]
     assert (tmp_path / "out" / "data" / "part-00001.parquet").stat().st_mtime_ns == other
 
@@ -286,7 +286,7 @@ def test_failed_deletion_names_the_file(
 
 
 class Dies(Build):
-    """An engine that dies of one row, as soon as it gets that."""
+    """Builds an engine that dies when it gets one row."""
 
     def __init__(self, row: int) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ def test_row_that_kills_the_process_is_given_up(tmp_path: Path, row: int) -> Non
 
 
 class Multiplying(FakeBuild):
-    """Builds engines whose products are by a kernel, and is told which one there was before."""
+    """Builds engines with a kernel, and keeps the pinned kernels that it got."""
 
     def __init__(self, name: str, stops_at: int | None = None, what: str = "float32") -> None:
         super().__init__(max_num_seqs=4)

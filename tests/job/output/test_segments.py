@@ -1,4 +1,4 @@
-"""Finished rows that wait for their part."""
+"""Segments: finished rows of unfinished parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def texts(segments: Segments, part: Part) -> list[tuple[int, str]]:
 
 
 def files(out: OutputDir) -> list[str]:
-    """Names of segments; what each run adds to them is cut off."""
+    """Return the names of segments without their hashes."""
     return [path.name.rpartition("-")[0] for path in out.files.entries(out.segments)]
 
 
@@ -137,7 +137,6 @@ def test_damaged_segment_is_reported_and_deleted(out: OutputDir, harm) -> None:
 
 
 def test_any_changed_byte_of_a_segment_is_noticed(out: OutputDir) -> None:
-    """Also where no page is: row counts and places are in the footer."""
     Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 9))
     path = only_file(out)
     data = path.read_bytes()
@@ -168,11 +167,11 @@ def test_forget_errors_keeps_good_rows(out: OutputDir) -> None:
 
 
 def test_late_segment_of_another_plan_is_ignored(out: OutputDir) -> None:
-    """As from a run that was frozen while this one was begun, with the same columns."""
+    """As from a frozen run with the same columns."""
     for late in (replace(PLAN, fingerprint="g"), replace(PLAN, planned_at="2026-11-20T10:00:01")):
         Segments(out, late, PARTS, GENERATED).add(rows(0, text="other"))
     Segments(out, PLAN, PARTS, GENERATED).add(rows(1))
-    assert len(files(out)) == 3, "none has taken the place of another"
+    assert len(files(out)) == 3, "their names differ"
     found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
     assert found.tolist() == [1]
     assert list(damaged.values()) == ["it is of another plan"] * 2
@@ -190,9 +189,9 @@ def test_writer_reads_and_deletes_only_its_own_segments(out: OutputDir) -> None:
     Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 8))
     one = of_writer(out, "s0000of2", PARTS[:1], range(1))
     assert [found.tolist() for found in (one.recover()[0],)] == [[0]]
-    assert one.recover()[1] == {}, "it has not read the other's"
+    assert one.recover()[1] == {}, "it has not read the other writer's segment"
     one.drop(PARTS[0])
-    assert len(files(out)) == 2, "one has a row of the other's, one is the other's"
+    assert len(files(out)) == 2, "both have rows of the other writer"
     two = of_writer(out, "s0001of2", PARTS[1:], range(1, 3))
     found, damaged = two.recover()
     assert (found.tolist(), list(damaged)) == ([8], [harmed.name])
@@ -217,7 +216,7 @@ def test_segment_deleted_by_another_writer_is_not_damaged(
 )
 @given(data=st.data())
 def test_no_row_of_several_writers_is_lost(out: OutputDir, data: st.DataObject) -> None:
-    """Writers of disjoint parts add, finish parts, die and come again, in any order."""
+    """Writers of disjoint parts add rows, finish parts, die and restart, in any order."""
     for path in out.files.entries(out.segments):
         path.unlink()
     owned = [range(1), range(1, 3)]

@@ -1,4 +1,4 @@
-"""What cannot be read is not damaged: it is read again, and no finished row is computed again."""
+"""Files that cannot be read are not damaged: reads are repeated, and no finished row runs again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ KEPT = [
     *("manifest.json", "parts/part-00000.json", "data/part-00000.parquet"),
     *("requests/part-00000.parquet", "segments/segment-*.parquet", "runs/run-00001.json"),
 ]
-"""Files that a stopped run has left and a later one reads, as patterns of their paths' ends."""
+"""Files of a stopped run that a later run reads, as patterns of the ends of their paths."""
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
-    """The folder of a job that was stopped with a part, and rows of others, finished."""
+    """The folder of a stopped job with a finished part and finished rows of other parts."""
     prompts(tmp_path)
     assert run_job(in_order(tmp_path), quiet=True, build=Build(stop_at(45))) is ExitCode.INTERRUPTED
     assert list(tmp_path.glob("out/data/*.parquet"))
@@ -49,7 +49,7 @@ def in_order(folder: Path) -> JobSpec:
 def failing_reads(
     pattern: str, times: int, number: int, patch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
-    """Reads of files of this kind fail so many times; a list of those that did."""
+    """Let the first ``times`` reads of matching files fail; yields the paths of failed reads."""
     failed: list[str] = []
 
     class Failing(io.FileIO):
@@ -73,7 +73,7 @@ def failing_reads(
 
 
 def finish(folder: Path) -> list[int]:
-    """Rows that a run computed, which ended the job."""
+    """Finish the job; returns the rows that ran."""
     build = Build()
     assert run_job(in_order(folder), quiet=True, build=build) is ExitCode.OK
     return build.ran
@@ -93,7 +93,7 @@ def test_failed_read_is_repeated(
     done = finished_rows(stopped)
     with failing_reads(pattern, READ_TRIES - 1, number, monkeypatch) as failed:
         assert not done & set(finish(stopped))
-    assert failed, "it was read"
+    assert failed, "the file was read"
     assert verify(output_at(str(stopped / "out"))).problems == []
 
 

@@ -1,4 +1,4 @@
-"""``verify``: whatever is off in an output directory is named."""
+"""``verify`` names all damage in an output directory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(root: Path) -> Verification:
 
 
 def rewrite(root: Path, change: Callable[[Path], None]) -> None:
-    """Change a part and have its record agree with it."""
+    """Change a part, and its record to match it."""
     part, record = root / PART, root / RECORD
     change(part)
     fields = json.loads(record.read_bytes())
@@ -180,7 +180,7 @@ def test_verify_without_a_plan(root: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 def test_verify_streams_large_parts(tmp_path: Path) -> None:
-    """Of 72 MiB, which do not compress: more than is fetched beforehand."""
+    """72 MiB of incompressible data: more than the reader prefetches."""
     blobs = [Random(row).randbytes(1 << 20) for row in range(72)]
     columns = {"prompt": ["asks"] * len(blobs), "blob": blobs}
     write_parquet(tmp_path / "in" / "x.parquet", columns)
@@ -195,7 +195,7 @@ def test_verify_streams_large_parts(tmp_path: Path) -> None:
 
 
 def peak_of_verify(root: Path) -> int:
-    """Bytes in memory, at most, in a process that verifies an output."""
+    """Return the peak memory in bytes of a process that verifies an output."""
     code = (
         "import sys; from pathlib import Path; "
         "from batchinfer.job.output.directory import OutputDir; "

@@ -1,4 +1,4 @@
-"""Model files that change between a stop and the run that would go on."""
+"""Model files that change between a stopped run and the next one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTER = "adapter_model.safetensors"
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Any:
-    """A job that was stopped, over a model and an adapter."""
+    """A stopped job with a model and an adapter."""
     prompts(tmp_path)
     for folder in ("model", "adapter"):
         (tmp_path / folder).mkdir()
@@ -42,7 +42,7 @@ def stopped(tmp_path: Path) -> Any:
 
 
 def change(path: Path) -> None:
-    """Another content of the same length in the same file, at the same time as before."""
+    """Change a file's content, but neither its size nor its time."""
     status = path.stat()
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -78,7 +78,7 @@ def test_moved_model_resumes(stopped: Any, tmp_path: Path) -> None:
 
 
 def forget_content(path: Path) -> None:
-    """Write a manifest as versions did that hashed no weights."""
+    """Change a manifest to the form of versions that hashed no weights."""
     plan = json.loads(path.read_bytes())
     model = plan["job"]["model_facts"]["model"]
     model["model.safetensors"] = model["model.safetensors"][:2]
@@ -104,7 +104,7 @@ def test_job_of_an_older_version_resumes(stopped: Any, tmp_path: Path) -> None:
 def test_moved_branch_names_the_commit_to_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch has moved on since; the message says how."""
+    """The error names the revision to set."""
     first, second = "a" * 40, "b" * 40
     hub = {None: first}
     commit = "batchinfer.job.model_files.facts.hub_commit"

@@ -1,4 +1,4 @@
-"""Equal rows are computed once: what is written is the same as if each had run by itself."""
+"""Equal rows are computed once, and their output is as if each had run by itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARAMS = [
 
 
 class Planned(Build):
-    """Notes how much of each prompt rows after it are said to need."""
+    """Notes the prefix of each prompt that later rows reuse."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         built = super().__call__(*arguments, **options)
@@ -101,7 +101,7 @@ def test_equal_rows_get_their_own_answers(
 
 
 def _work(at: int, prompt: str, cell: str | None) -> tuple[object, ...]:
-    """What decides what comes of a row; where nothing is drawn, a seed makes no difference."""
+    """Return the facts that decide a row's answer; without sampling, the seed has no effect."""
     params = json.loads(cell or "{}")
     drawn = at if params.pop("temperature", 0) else None
     params.pop("seed", None)
@@ -193,7 +193,7 @@ def test_followers_of_a_failed_leader_run_again(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["stop", "die"])
 def test_followers_count_as_in_flight(tmp_path: Path, end: str) -> None:
-    """Those that wait count as in flight: what kills the process is likely in all of them."""
+    """Followers count as in flight, because they are equal to the row that kills the process."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["poison"] * 3 + list("abcdef")})
     spec = job(tmp_path, errors={"max_error_rate": 1.0})
     if end == "stop":
@@ -220,4 +220,4 @@ def test_followers_count_as_in_flight(tmp_path: Path, end: str) -> None:
         assert [row["generated_text"] for row in rows[:3]] == ["poison"] * 3
     else:
         assert {row["error"]["code"] for row in rows[:3]} == {"crashed_engine"}
-        assert deaths <= 12, "14 if rows that wait were not in flight"
+        assert deaths <= 12, "it would be 14 if followers were not in flight"

@@ -1,4 +1,4 @@
-"""Whole jobs over inputs that are not all alike."""
+"""Jobs whose input files differ in columns, or have bad ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def output(tmp_path: Path) -> pa.Table:
 
 
 def stopped(at: int) -> FakeBuild:
-    """Builds an engine whose run is stopped at a step."""
+    """Build an engine that stops its run at a step."""
 
     def stop(step: int) -> None:
         if step == at:
@@ -73,7 +73,7 @@ def test_strict_job_resumes_as_union(tmp_path: Path) -> None:
 
 
 def with_bad_ids(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job of 40 rows: row 7 has no id, rows 11 and 33 have that of row 4."""
+    """A job of 40 rows: row 7 has no id, and rows 11 and 33 have the id of row 4."""
     ids = [None if row == 7 else 4 if row in (11, 33) else row for row in range(40)]
     rows = {"prompt": [f"number {row}" for row in range(40)], "id": ids}
     write_parquet(tmp_path / "in" / "x.parquet", rows)

@@ -1,4 +1,4 @@
-"""The engine's loop, where threads meet in ways that whole jobs cannot be made to repeat."""
+"""Races in the engine's loop that whole jobs cannot reproduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.job.fakes import FakeBuild, grammars
 
 
 class StoppedWhileReading(Prefetcher[list[PromptRow]]):
-    """Rows whose reading is cut short while the loop waits for them."""
+    """Rows whose reading is stopped while the loop waits for them."""
 
     def __init__(self, stop: Event) -> None:
         super().__init__([], depth=1)
@@ -43,6 +43,6 @@ def test_loop_stopped_while_reading_is_incomplete() -> None:
     )
     written: list[TurnResult] = []
     with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:
-        while not rows.exhausted:  # the thread has nothing to do but to end
+        while not rows.exhausted:  # until the thread has ended
             pass
         assert not loop.run(rows, writer.put)

@@ -1,4 +1,4 @@
-"""A row of a hundred megabytes is an error, and takes three times its size at most to be one."""
+"""A row of a hundred megabytes becomes an error, and takes at most three times its size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.job.fakes import FakeBuild, job
 
 ROW_BYTES = 100_000_000
 MARGIN = 0.2
-"""Of the row: what a second job finds in memory that the first has left."""
+"""Share of the row's size that the job before may have left in memory."""
 
 
 @pytest.mark.long

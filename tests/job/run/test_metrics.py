@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run: over HTTP while it goes on, in a file, and who is in the way."""
+"""Prometheus metrics of a run, over HTTP and in a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def some_job(tmp_path: Path) -> JobSpec:
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Values by name, all of the one job."""
+    """Return the values by name; all must be of one job."""
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     assert {one.labels["job"] for one in samples} <= {printable(HOSTILE)}
     return {one.name: one.value for one in samples if one.labels.keys() == {"job"}}
@@ -106,7 +106,7 @@ def test_metrics_count_reused_rows(tmp_path: Path) -> None:
     spec = spec.model_copy(update={"output": output})
     assert run_job(spec, build=Build(), quiet=True, metrics=str(path)) is ExitCode.OK
     found = parsed(path.read_text())
-    assert found["batchinfer_rows_reused_total"] == 9  # but not the one that failed
+    assert found["batchinfer_rows_reused_total"] == 9  # all but the failed row
     assert found["batchinfer_rows_finished_total"] == 31
     assert found["batchinfer_rows"] == 40
 
@@ -122,7 +122,8 @@ def test_metrics_count_reused_rows(tmp_path: Path) -> None:
 def test_invalid_metrics_places(tmp_path: Path, where: str, error: type[Exception]) -> None:
     with pytest.raises(error, match="--metrics ") as raised:
         run_job(some_job(tmp_path), build=Build(), metrics=where.format(tmp_path))
-    assert str(os.getpid()) not in str(raised.value).replace(str(tmp_path), "")  # a passing file
+    message = str(raised.value).replace(str(tmp_path), "")
+    assert str(os.getpid()) not in message, "the message has a temporary file's name"
 
 
 def test_metrics_without_prometheus_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``errors.min_rows``: a job that fewer rows come out of than it needs does not succeed."""
+"""``errors.min_rows``: a job with fewer good rows than it needs does not succeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDED, FAILED = ExitCode.OK, ExitCode.TOO_MANY_ROW_ERRORS
 
 
 def small_job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
-    """A job over four rows, one of which is in error."""
+    """A job of four rows, one of which fails."""
     folder = tmp_path / "in"
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table({"prompt": ["aa", "b", "ab", ""]}), folder / "x.parquet")

@@ -1,4 +1,4 @@
-"""Who is told when a run ends: how it ended, once, and nothing of a secret."""
+"""Notifications of ``on_end``: each end once, and without secrets."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.job.output.test_resume import Build, fail_at, stop_at
 
 
 class Hook(ThreadingHTTPServer):
-    """A webhook that keeps what it is told."""
+    """A webhook that keeps its messages."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self.authorized: list[str | None] = []
         self.code = 204
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert self.headers["Content-Type"] == "application/json"
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.told.append(json.loads(body))
+        self.server.messages.append(json.loads(body))
         self.server.authorized.append(self.headers["Authorization"])
         self.send_response(self.server.code)
         self.end_headers()
@@ -96,19 +96,19 @@ def test_webhook_gets_each_outcome_once(
     with pytest.raises(ZeroDivisionError):
         run_job(spec, build=Build(fail_at(1, ZeroDivisionError())))
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    assert run_job(spec, build=FakeBuild()) is ExitCode.OK  # nothing to do, nothing to tell
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK  # nothing to do, so no notification
     strict = spec.model_copy(
         update={"errors": spec.errors.model_copy(update={"max_error_rate": 0})}
     )
     code = run_job(strict, build=FakeBuild(), overwrite=True)
     assert code is ExitCode.TOO_MANY_ROW_ERRORS
-    stopped, failed, bug, well, many = hook.told
-    assert [one["outcome"] for one in hook.told] == [
+    stopped, failed, bug, well, many = hook.messages
+    assert [message["outcome"] for message in hook.messages] == [
         *("stopped", "failed", "failed", "succeeded", "too_many_errors")
     ]
-    assert [one["exit_code"] for one in hook.told] == [75, 2, 1, 0, 3]
-    assert {one["job"] for one in hook.told} == {spec.name}
-    assert {one["output"] for one in hook.told} == {out}
+    assert [message["exit_code"] for message in hook.messages] == [75, 2, 1, 0, 3]
+    assert {message["job"] for message in hook.messages} == {spec.name}
+    assert {message["output"] for message in hook.messages} == {out}
     assert stopped["summary"] is stopped["error"] is None
     assert stopped["rows"]["total"] == 40
     assert 0 < stopped["rows"]["finished"] < 40
@@ -141,12 +141,12 @@ def test_webhook_failure_is_shown(
 
 def test_on_end_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read()); print('done $HOME')"
-    told = tmp_path / "told; $(touch x).json"
-    spec = some_job(tmp_path, command=[sys.executable, "-c", code, str(told)])
+    file = tmp_path / "message; $(touch x).json"
+    spec = some_job(tmp_path, command=[sys.executable, "-c", code, str(file)])
     assert run_job(spec, build=FakeBuild(), as_json=True) is ExitCode.OK
-    assert json.loads(told.read_bytes())["outcome"] == "succeeded"
+    assert json.loads(file.read_bytes())["outcome"] == "succeeded"
     printed = capfd.readouterr()
-    assert json.loads(printed.out)["rows"]["ok"] == 39  # and nothing else
+    assert json.loads(printed.out)["rows"]["ok"] == 39  # the whole of stdout
     assert "done $HOME" in printed.err
 
 
@@ -179,11 +179,11 @@ def test_output_of_an_on_end_command_is_cut(
     code = "import sys; print('begins'); sys.stderr.write('x' * 3_000_000 + 'ends')"
     spec = some_job(tmp_path, command=[sys.executable, "-u", "-c", code])
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
-    told = capfd.readouterr().err
-    assert told.startswith("begins\nxxx")
-    assert "ends" not in told
-    assert told.endswith("\non_end.command: 2,934,475 more bytes are left out\n")
-    assert len(told) < on_end.MOST_OUTPUT + 100
+    printed = capfd.readouterr().err
+    assert printed.startswith("begins\nxxx")
+    assert "ends" not in printed
+    assert printed.endswith("\non_end.command: 2,934,475 more bytes are left out\n")
+    assert len(printed) < on_end.MOST_OUTPUT + 100
 
 
 def test_webhook_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +201,9 @@ def test_last_shard_notifies(tmp_path: Path, hook: Hook) -> None:
     spec = some_job(tmp_path, webhook=hook.url)
     assert run_job(spec, build=Build(stop_at(1)), role=Role(Shard(0, 2))) is ExitCode.INTERRUPTED
     assert run_job(spec, build=FakeBuild(), role=Role(Shard(0, 2))) is ExitCode.OK
-    assert hook.told == []
+    assert hook.messages == []
     assert run_job(spec, build=FakeBuild(), role=Role(Shard(1, 2))) is ExitCode.OK
-    assert [one["outcome"] for one in hook.told] == ["succeeded"]
+    assert [message["outcome"] for message in hook.messages] == ["succeeded"]
 
 
 def test_on_end_is_not_in_the_fingerprint(tmp_path: Path) -> None:

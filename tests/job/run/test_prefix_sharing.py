@@ -1,4 +1,4 @@
-"""Whole jobs whose rows have much in common: what they share, and when rows reach the engine."""
+"""Jobs whose rows share prefixes: how much is reused, and when rows reach the engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 def test_prefix_sharing_reaches_what_is_possible(
     tmp_path: Path, num_rows: int, order: str, least: float, most: float
 ) -> None:
-    """Three levels of prefixes, no multiple of a block; a pool of a tenth of what all rows need."""
+    """Prefixes on three levels, which do not end at blocks, in a pool for a tenth of all rows."""
     possible = write_shared_rows(tmp_path / "in" / "x.parquet", num_rows)
     need = (possible + num_rows * OUTPUT_TOKENS) // BLOCK_SIZE
     spec = shared_job(tmp_path, order)
@@ -71,7 +71,7 @@ def test_prefix_sharing_reaches_what_is_possible(
 
 
 def test_kv_waste_is_small(tmp_path: Path) -> None:
-    """256 rows of 100 to 1,024 tokens in and out, as a benchmark of GPUs has them."""
+    """256 rows of 100 to 1,024 input and output tokens, as in GPU benchmarks."""
     random_ = random.Random(0)
     lengths = [(random_.randint(100, 1024), random_.randint(100, 1024)) for _ in range(256)]
     columns = {
@@ -85,7 +85,7 @@ def test_kv_waste_is_small(tmp_path: Path) -> None:
     used, live = (steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live"))
     waste = 1 - live / (used * BLOCK_SIZE)
     assert waste == pytest.approx(steps["kv_waste"].to_numpy())
-    # By the blocks of each step, not by its time, which depends on what else the machine does.
+    # Weighted by blocks, because the times of steps depend on the machine's load.
     assert 0.005 < np.average(waste, weights=used) <= 0.01
     assert sum(output for _, output in lengths) == summary(tmp_path)["tokens"]["output"]
 
@@ -109,7 +109,7 @@ def test_prefix_sharing_of_a_resumed_job(tmp_path: Path) -> None:
     assert run_job(spec, build=FakeBuild(max_num_seqs=4), quiet=True) is ExitCode.OK
     sharing = summary(tmp_path)["sharing"]
     assert sharing["prompt_tokens"] == sum(map(len, prompts))
-    # Rows that ran in the second run were planned without those that had finished in the first.
+    # The second run planned its rows without the rows finished in the first.
     assert prefixes(prompts) < sharing["distinct_tokens"] <= prefixes(prompts) + 40
     requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
     assert sharing["distinct_tokens"] == pc.sum(requests["distinct_tokens"]).as_py()
@@ -139,11 +139,11 @@ def test_next_window_is_planned_before_the_last_one_drains(
         yield from windows
 
     monkeypatch.setattr(pipeline, "plan_windows", watched)
-    texts(tmp_path)  # four windows of a part each; the engine has room for less than one
+    texts(tmp_path)  # four windows of one part each; the engine has room for less than a window
     build, unfinished = Watched(max_num_seqs=4), []
 
     def before_step(step: int) -> None:
-        if step == 0:  # no row is finished, and yet the next window is read and planned
+        if step == 0:  # the next window is planned before a row is finished
             assert second_is_planned.wait(_LONG_S)
         unfinished.append(build.built.engine.num_unfinished)
 
@@ -152,7 +152,7 @@ def test_next_window_is_planned_before_the_last_one_drains(
     assert run_job(spec, build=build, quiet=True) is ExitCode.OK
     before_a_row_ends = unfinished[: spec.sampling.max_tokens]
     assert before_a_row_ends[0] == 10
-    assert before_a_row_ends[-1] == 20, "it has taken the next window's ten"
+    assert before_a_row_ends[-1] == 20, "the engine has the rows of the next window"
 
 
 @pytest.mark.parametrize("order", ["prefix", "input"])
@@ -173,7 +173,7 @@ def test_engine_starts_before_a_large_window_is_read(
         number, wait = len(batches), start_prompts(self, rows)
 
         def made() -> Any:
-            if number == 1:  # the thread that takes rows may not have begun yet
+            if number == 1:  # the consuming thread may not have begun yet
                 until = time.monotonic() + _LONG_S
                 while not hungry[0]() and time.monotonic() < until:
                     time.sleep(0.001)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,49 +27,14 @@ from batchinfer.errors import (
     UsageError,
 )
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.rows.reader import read_prompts
-from batchinfer.job.run import pipeline, run
-from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.job.run.threads import Prefetcher
-from batchinfer.requests.requests import PromptRow
 from tests.faults.hostile_texts import HostileBuild
-from tests.job.datasets import flip_bit, rot, strings, write_parquet
+from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
+from tests.job.run.outputs import numbered, output, snapshot, summary, tree
 
 MESSAGES = [{"role": "user", "content": "{{ prompt }}"}]
-LONG = "x" * 300  # the fake model takes 256 tokens
-
-
-@pytest.fixture
-def build() -> FakeBuild:
-    return FakeBuild()
-
-
-def numbered(tmp_path: Path, count: int = 25) -> list[str]:
-    """A dataset of prompts that end differently."""
-    prompts = [f"{row % 7} is the number {row}" for row in range(count)]
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts, "n": range(count)})
-    return prompts
-
-
-def output(tmp_path: Path) -> pa.Table:
-    return pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
-
-
-def summary(tmp_path: Path) -> dict[str, Any]:
-    return json.loads((tmp_path / "out" / "summary.json").read_bytes())
-
-
-def snapshot(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
-    data = tmp_path / "out" / "data"
-    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in data.iterdir()}
-
-
-def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
-    """All files of the output, but for the lock."""
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}
+LONG = "x" * 300  # the fake model takes up to 256 tokens
 
 
 def test_warm_up_compiles_the_sampling_of_the_job(tmp_path: Path, build: FakeBuild) -> None:
@@ -133,32 +93,6 @@ def test_output_is_in_input_order_with_kept_columns(tmp_path: Path, build: FakeB
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_eos_ends_the_text(tmp_path: Path, build: FakeBuild) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["short"]})
-    spec = job(tmp_path, output={"path": str(tmp_path / "out"), "include": ["token_ids", "prompt"]})
-    with pytest.raises(UsageError, match='"prompt"'):
-        run_job(spec, build=build)
-    spec = job(
-        tmp_path,
-        sampling={"max_tokens": 50, "n": 2},
-        output={
-            "path": str(tmp_path / "out"),
-            "include": ["token_ids", "prompt"],
-            "rename": {"prompt": "asked"},
-        },
-    )
-    assert run_job(spec, build=build) is ExitCode.OK
-    row = output(tmp_path).to_pylist()[0]
-    assert row["generated_text"] == "short"
-    assert (row["asked"], row["prompt"]) == ("short", "short")
-    assert [sample["index"] for sample in row["outputs"]] == [0, 1]
-    assert row["outputs"][0]["finish_reason"] == "stop"
-    assert row["outputs"][0]["stop_reason"] is None
-    assert row["outputs"][0]["num_tokens"] == 6
-    assert row["outputs"][0]["token_ids"][-1] == 0
-    assert row["num_output_tokens"] == 12
-
-
 def test_data_is_the_same_in_every_run(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
@@ -181,7 +115,7 @@ def test_file_metadata(tmp_path: Path, build: FakeBuild) -> None:
 
 
 def test_file_metadata_does_not_contain_the_model_path(tmp_path: Path, build: FakeBuild) -> None:
-    """Parts that are made after a project was moved are as those made before."""
+    """Moving a project does not change its parts."""
     numbered(tmp_path)
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)
@@ -347,81 +281,6 @@ def test_output_is_overwritten_only_by_a_job_that_can_run(
     assert build.count == 1
 
 
-def then(harm: Callable[[], object]) -> Callable[..., bool]:
-    """Makes the parts, and then something happens to a file."""
-
-    def make_and_harm(*arguments: Any) -> bool:
-        made = run_pipeline(*arguments)
-        harm()
-        return made
-
-    return make_and_harm
-
-
-@pytest.mark.parametrize(
-    ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"holds other bytes .*")]
-)
-@pytest.mark.parametrize("name", ["data", "_batchinfer/requests"])
-def test_part_damaged_during_the_run_withholds_success(
-    tmp_path: Path,
-    build: FakeBuild,
-    monkeypatch: pytest.MonkeyPatch,
-    harm: Callable[[Path], None],
-    says: str,
-    name: str,
-) -> None:
-    numbered(tmp_path)
-    file = tmp_path / "out" / name / "part-00001.parquet"
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(lambda: harm(file)))
-        with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
-            run_job(job(tmp_path), build=build)
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
-    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
-
-
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; "),
-        (lambda path: flip_bit(path, 40), "its hash differs"),
-        (rot, "its hash differs"),
-    ],
-)
-def test_damaged_part_is_named_with_the_reason(
-    tmp_path: Path,
-    build: FakeBuild,
-    capsys: pytest.CaptureFixture[str],
-    harm: Callable[[Path], None],
-    says: str,
-) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    path = tmp_path / "out" / "data" / "part-00001.parquet"
-    (tmp_path / "out" / "_SUCCESS").unlink()  # finished work is only glanced at
-    harm(path)
-    capsys.readouterr()
-    run_job(job(tmp_path), build=build)
-    line, before = capsys.readouterr().err.splitlines()
-    assert before == "15 of 25 rows were finished before"
-    assert line.startswith(f"part-00001 is made again: {path} ")
-    assert says in line
-
-
-def test_only_the_deleted_part_is_made_again(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    before = snapshot(tmp_path)
-    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
-    after = snapshot(tmp_path)
-    assert [name for name in before if before[name][0] != after[name][0]] == ["part-00001.parquet"]
-    assert before["part-00001.parquet"][1] == after["part-00001.parquet"][1]
-    assert summary(tmp_path)["rows"]["total"] == 25
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -438,67 +297,6 @@ def test_keys_outside_the_fingerprint_may_change(
     run_job(job(tmp_path), build=build)
     assert run_job(job(tmp_path, **sections), build=build) is ExitCode.OK
     assert build.count == 1
-
-
-def rewrite(path: Path, *, in_place: bool) -> None:
-    """Change a byte of a file whose size and time stay."""
-    data, stat = bytearray(path.read_bytes()), path.stat()
-    data[60] ^= 1
-    if not in_place:
-        path.unlink()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert path.stat().st_mtime_ns == stat.st_mtime_ns
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
-        (lambda path: rewrite(path, in_place=True), "was changed while the job ran, or its name"),
-        (lambda path: rewrite(path, in_place=False), "was changed while the job ran, or its name"),
-        (Path.unlink, "cannot be read any more"),
-    ],
-)
-def test_input_replaced_during_the_run_withholds_success(
-    tmp_path: Path,
-    build: FakeBuild,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None],
-    says: str,
-) -> None:
-    numbered(tmp_path)
-    path = tmp_path / "in" / "x.parquet"
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: change(path)))
-    with pytest.raises(DataError, match=rf"x\.parquet {says}"):
-        run_job(job(tmp_path), build=build)
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-
-
-def test_replaced_input_is_reported_before_too_many_errors(
-    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
-    with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
-        run_job(job(tmp_path), build=build)
-
-
-def test_foreign_part_withholds_success(
-    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbered(tmp_path)
-    stray = tmp_path / "out" / "data" / "part-00003.parquet"
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(stray.touch))
-        with pytest.raises(LockedError, match=r"part-00003\.parquet is not a part of this job"):
-            run_job(job(tmp_path), build=build)
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-    stray.unlink()
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
-    stray.touch()
-    with pytest.raises(LockedError, match=r"part-00003\.parquet is not a part of this job"):
-        run_job(job(tmp_path), build=build)
 
 
 def test_input_limit(tmp_path: Path, build: FakeBuild) -> None:
@@ -533,41 +331,6 @@ def test_mistakes_are_found_before_the_model_is_loaded(
     assert build.count == 0
 
 
-@pytest.mark.parametrize("linked", ["input file", "output data"])
-def test_linked_input_in_the_output_is_refused(
-    tmp_path: Path, build: FakeBuild, linked: str
-) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    source = tmp_path / "linked" / "part-00000.parquet"
-    source.parent.mkdir()
-    if linked == "input file":
-        source.symlink_to(tmp_path / "out" / "data" / source.name)
-    else:
-        shutil.rmtree(tmp_path / "out")
-        write_parquet(source, {"prompt": ["a"]})
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "data").symlink_to(source.parent)
-    spec = job(tmp_path, input={"path": str(source.parent)})
-    with pytest.raises(UsageError, match="both input and output"):
-        run_job(spec, build=build, overwrite=True)
-    assert source.exists()
-
-
-def test_corrupt_row_group_keeps_earlier_parts(tmp_path: Path, build: FakeBuild) -> None:
-    prompts = [f"row {row}" for row in range(60)]
-    path = tmp_path / "in" / "x.parquet"
-    write_parquet(path, {"prompt": prompts, "n": range(60)}, rows_per_group=20)
-    chunk = pq.ParquetFile(path).metadata.row_group(2).column(0)
-    data = bytearray(path.read_bytes())
-    data[chunk.dictionary_page_offset + chunk.total_compressed_size - 3] ^= 1
-    path.write_bytes(data)
-    spec = job(tmp_path, engine={"order": "input"})
-    with pytest.raises(DataError, match=r"x\.parquet: row group 2"):
-        run_job(spec, build=build)
-    assert output(tmp_path)["row_id"].to_pylist() == list(range(40))
-
-
 def test_columns_of_all_types_are_kept(tmp_path: Path, build: FakeBuild) -> None:
     columns = {
         "prompt": pa.array(["a", "b", None]).dictionary_encode(),
@@ -599,17 +362,6 @@ def test_prompts_of_every_string_type(tmp_path: Path, build: FakeBuild, kind: pa
     assert output(tmp_path)["generated_text"].to_pylist() == ["hi"]
 
 
-def test_token_ids_and_templates_of_nested_columns(tmp_path: Path, build: FakeBuild) -> None:
-    columns = {"ids": [[5, 6, 7]], "who": [{"name": "Ann", "tags": ["x", "y"]}]}
-    write_parquet(tmp_path / "in" / "x.parquet", columns)
-    template = {"column": None, "template": "{{ who.name }} {{ who.tags[1] }}"}
-    assert run_job(job(tmp_path, prompt=template), build=build) is ExitCode.OK
-    assert output(tmp_path)["generated_text"].to_pylist() == ["Ann y"]
-    by_ids = {"column": None, "chat_template": "auto", "token_ids_column": "ids"}
-    assert run_job(job(tmp_path, prompt=by_ids), build=build, overwrite=True) is ExitCode.OK
-    assert output(tmp_path)["num_prompt_tokens"].to_pylist() == [3]
-
-
 def test_duckdb_and_polars_read_the_output(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path, sampling={"n": 2}), build=build)
@@ -619,117 +371,6 @@ def test_duckdb_and_polars_read_the_output(tmp_path: Path, build: FakeBuild) -> 
     frame = polars.read_parquet(files)
     assert frame["outputs"].list.len().to_list() == [2] * 25
     assert frame.schema["row_id"] == polars.Int64
-
-
-def test_second_run_on_one_output_is_refused(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-
-    def second_run(step: int) -> None:
-        if step == 0:
-            with pytest.raises(LockedError, match="another run"):
-                run_job(job(tmp_path), build=FakeBuild())
-
-    build.before_step = second_run
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signal_stops_the_run_and_the_next_one_resumes(
-    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = numbered(tmp_path)
-    build = FakeBuild(max_num_seqs=4)
-    build.before_step = lambda step: os.kill(os.getpid(), number) if step == 25 else None
-    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
-    assert run_job(spec, build=build) is ExitCode.INTERRUPTED
-    assert capsys.readouterr().err.endswith(
-        "stopped; run the same command again to resume\n"
-        f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
-    )
-    done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
-    assert done == ["part-00000.parquet"]
-    assert not (tmp_path / "out" / "_SUCCESS").exists()
-    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
-    assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
-
-
-def test_stopped_overwrite_says_how_to_resume(
-    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
-) -> None:
-    numbered(tmp_path)
-    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
-    assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
-    error = capsys.readouterr().err
-    assert "run again without --overwrite" in error
-    assert "batchinfer report" not in error  # --quiet
-
-
-def test_signal_after_success_is_ignored(
-    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbered(tmp_path)
-    write = OutputDir.write
-
-    def write_and_stop(self: OutputDir, final: Path, data: bytes) -> None:
-        write(self, final, data)
-        if final.name == "_SUCCESS":
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(OutputDir, "write", write_and_stop)
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
-
-
-def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=FakeBuild())
-    before = tree(tmp_path)
-    script = (
-        "import os, signal, sys\n"
-        "from batchinfer.job.run.run import run_job\n"
-        "from batchinfer.process.process import leave_on_signals\n"
-        "from batchinfer.job.spec.spec import JobSpec\n"
-        "def build(*model, log):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "leave_on_signals()\n"
-        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
-    )
-    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json(by_alias=True)]
-    done = subprocess.run(arguments, check=False, capture_output=True)
-    assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
-    assert tree(tmp_path) == before
-
-
-def test_failed_engine_does_not_wait_for_the_next_window(
-    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbered(tmp_path)
-    leaving, read = threading.Event(), []
-
-    class Watched(Prefetcher[Any]):
-        def __exit__(self, *error: Any) -> None:
-            leaving.set()
-            super().__exit__(*error)
-
-    def reading(*arguments: Any, **options: Any) -> Iterator[list[PromptRow]]:
-        for number, batch in enumerate(read_prompts(*arguments, **options)):
-            if number < 3:  # a window, and what shows that it has ended
-                yield batch
-                continue
-            leaving.wait()
-            read.append(batch)
-            yield batch
-
-    def crash(step: int) -> None:
-        raise RuntimeError("bug")
-
-    build.before_step = crash
-    monkeypatch.setattr(pipeline, "read_prompts", reading)
-    monkeypatch.setattr(pipeline, "Prefetcher", Watched)
-    spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
-    with pytest.raises(RuntimeError, match="bug"):
-        run_job(spec, build=build)
-    assert len(read) <= 1, "one, where its prompts were made before their processes were ended"
 
 
 def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:

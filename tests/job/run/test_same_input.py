@@ -1,4 +1,4 @@
-"""A job whose input, or whose whole folder, was touched, moved or changed between two runs."""
+"""Jobs whose input or folder is touched, moved or changed between two runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ROWS = 10
 
 
 def write_plain(path: Path, prompts: list[str]) -> None:
-    """A file whose pages hold texts as they are, and no checksums."""
+    """Write a file with plain, uncompressed texts and no checksums."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"prompt": prompts})
     pq.write_table(table, path, compression="none", use_dictionary=False)
 
 
 def stopped_at(root: Path) -> set[int]:
-    """A job over three files of equal shape, stopped half-way; its unfinished rows."""
+    """Stop a job over three files halfway; returns its unfinished rows."""
     for at, name in enumerate(NAMES):
         write_plain(root / "in" / name, [f"{at} row {row:02d}" for row in range(ROWS)])
     build = TellingBuild(max_num_seqs=4)
@@ -50,7 +50,7 @@ def stopped_at(root: Path) -> set[int]:
 
 
 def ran(root: Path, **sections: Any) -> set[int]:
-    """Rows that the same job runs now."""
+    """Finish the job; returns the rows that ran."""
     build = TellingBuild()
     assert run_job(job(root, **sections), build=build, quiet=True) is ExitCode.OK
     return set(build.ran)
@@ -100,7 +100,7 @@ def swap(folder: Path) -> None:
 
 
 def edit_a_page(folder: Path) -> None:
-    """A byte of a row, with the size and the footer that there were."""
+    """Change a byte of a row, but not the size, the footer or the time of the file."""
     path = folder / "b.parquet"
     data = path.read_bytes()
     other = data.replace(b"1 row 03", b"1 row 83")
@@ -172,7 +172,7 @@ def test_renamed_partition_folder_is_another_input(tmp_path: Path) -> None:
 
 
 def as_before(out: Path) -> None:
-    """Write the plan as versions did that told files by path and time."""
+    """Change the plan to the form of versions that compared files by path and time."""
     for name in ("manifest.json", "manifest-copy.json"):
         path = out / "_batchinfer" / name
         plan = json.loads(path.read_bytes())
@@ -216,7 +216,7 @@ def test_unchanged_file_is_not_hashed_again(
 def test_file_written_just_now_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its times would not show a second change within a tick of the clock."""
+    """A second change within a tick of the clock would not change its times."""
     stopped_at(tmp_path)
     monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
     with pytest.raises(identity.DataError, match="holds something else"):

@@ -34,7 +34,7 @@ def test_prefetcher_depth() -> None:
     with Prefetcher(numbers(), depth=2) as ahead:
         for taken in range(50):
             assert ahead.take(60) == taken
-            assert len(made) <= taken + 1 + 2, "one is being made in the place of what was taken"
+            assert len(made) <= taken + 1 + 2, "one item replaces the one taken"
 
 
 def test_prefetcher_raises_after_earlier_items() -> None:
@@ -53,7 +53,7 @@ def test_prefetcher_stops_its_thread() -> None:
     before = set(threading.enumerate())
     with Prefetcher(iter(int, 1), depth=1) as endless:
         assert endless.take(60) == 0
-    # Not counted: threads that others have left may end meanwhile.
+    # A subset, because threads of earlier tests may end here.
     assert set(threading.enumerate()) <= before
 
 
@@ -118,7 +118,7 @@ def test_prefetcher_sets_starved() -> None:
 
     with Prefetcher(numbers(), depth=3, starved=wanted) as ahead:
         assert ahead.take(60) == 1
-        assert not wanted.is_set(), "one was there"
+        assert not wanted.is_set(), "an item was available"
         assert ahead.take(0) is None
         assert wanted.is_set()
         go_on.set()

@@ -1,4 +1,4 @@
-"""Any edits of rows, files and keys: an update gives a fresh run's bytes, and runs what is new."""
+"""After random edits, an update writes the bytes of a fresh run, and runs only new rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_update(random: Random) -> None:
         update_at_random(Path(folder), random, rounds=2)
 
 
-edits = given(random=st.randoms(use_true_random=False))  # so that what fails is made small
+edits = given(random=st.randoms(use_true_random=False))  # so that failing edits are minimized
 test_an_update_is_as_a_fresh_run = settings(max_examples=2)(edits(check_update))
 test_updates_are_as_fresh_runs = pytest.mark.long(settings(max_examples=12)(edits(check_update)))
 

@@ -1,4 +1,4 @@
-"""The swap of an output's generations, cut off at each of its steps."""
+"""The swap of an output's generations, interrupted at each of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = ("marked", "hidden", "copied", "cleared", "placed", "told", "gone", "don
 
 
 class CutOff(BaseException):
-    """A run is cut off."""
+    """Interrupts a run."""
 
 
 def write_rows(folder: Path, *texts: str) -> None:
@@ -46,7 +46,7 @@ NEW = [f"{row} new" for row in range(9)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A job that has ended, and whose input is another by now, with fewer parts."""
+    """A finished job whose input has changed since, to fewer parts."""
     write_rows(tmp_path, *OLD)
     assert run(spec_of(tmp_path)) is ExitCode.OK
     write_rows(tmp_path, *NEW)
@@ -59,7 +59,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Files of an output that was never another one's."""
+    """The files of an output that was made at once."""
     folder = tmp_path_factory.mktemp("fresh")
     write_rows(folder, *NEW)
     assert run(spec_of(folder)) is ExitCode.OK
@@ -67,7 +67,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def check_new(folder: Path, fresh: dict[str, bytes]) -> None:
-    """Check that the output is as if there never was another one."""
+    """Check that the output is as if it was made at once."""
     out = folder / "out"
     assert not verify(OutputDir(out)).problems
     assert verify(OutputDir(out)).complete
@@ -89,7 +89,7 @@ def test_update_replaces_the_output(folder: Path, fresh: dict[str, bytes]) -> No
 
 
 def cut_off_at(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
-    """Have a swap be cut off the ``times``-th time it comes to a step."""
+    """Interrupt a swap the ``times``-th time it reaches a step."""
     left = iter(range(times, 0, -1))
 
     def failpoint(name: str) -> None:
@@ -119,7 +119,7 @@ def test_interrupted_swap_is_completed(
 
 @pytest.mark.parametrize("options", [{"update": True}, {"overwrite": True}])
 def test_live_progress_files_survive(folder: Path, options: dict[str, bool]) -> None:
-    """Another thread writes it: a folder that it writes to cannot be deleted."""
+    """A thread writes them all the time, so that their folder cannot be deleted."""
     live = OutputDir(folder / "out").live
     Path(live).mkdir(exist_ok=True)
     (Path(live) / "other.json").write_text("{}")
@@ -155,13 +155,13 @@ def test_interrupted_swap_of_partitioned_files_is_completed(
 
 
 def swapped(folder: Path) -> list[Path]:
-    """Files by values that are of the new rows."""
+    """Return the partitioned files with new rows."""
     found = sorted((folder / "out" / "partitioned").rglob("*.parquet"))
     return [path for path in found if "new" in pq.ParquetFile(path).read()["prompt"][0].as_py()]
 
 
 def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut an update off when some of its files are in place."""
+    """Interrupt an update when some of its files are in place."""
     cut_off_at(monkeypatch, "copied", times=3)
     with pytest.raises(CutOff):
         run(spec_of(folder), update=True)
@@ -182,7 +182,7 @@ def test_old_job_is_refused_after_an_interrupted_swap(
     with pytest.raises(DataError, match=r"x\.parquet holds something else"):
         run(spec_of(folder))
     write_rows(folder, *NEW)
-    assert run_job(spec_of(folder), build=None, quiet=True) is ExitCode.OK, "it was ended"
+    assert run_job(spec_of(folder), build=None, quiet=True) is ExitCode.OK, "the swap is completed"
 
 
 def test_overwrite_works_despite_a_damaged_swap(

@@ -1,4 +1,4 @@
-"""Outputs that are mended, grown and changed in place: what is computed again, and the result."""
+"""Updates of outputs: the rows that are computed again, and the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAWN = {"sampling": {"max_tokens": 6, "temperature": 1.0}}
 
 
 class Place:
-    """A folder with a job over one file or several."""
+    """A folder with a job over one or more files."""
 
     def __init__(self, folder: Path, **sections: Any) -> None:
         self.folder = folder
@@ -35,14 +35,14 @@ class Place:
         write_parquet(self.folder / "in" / name, {"prompt": list(texts)})
 
     def run(self, expected: ExitCode = ExitCode.OK, **options: Any) -> list[int]:
-        """Run the job; the rows that the engine ran, in order."""
+        """Run the job; returns the rows that the engine ran, sorted."""
         build = TellingBuild(next_token=self.next_token)
         code = run_job(self.spec(), build=build, quiet=True, **options)
         assert code is expected
         return sorted(build.ran)
 
     def stop(self, step: int, **options: Any) -> list[int]:
-        """Run the job and stop it."""
+        """Run the job and stop it at a step; returns the rows that the engine ran."""
         build = TellingBuild(max_num_seqs=4, next_token=self.next_token)
         build.before_step = stop_at(step)
         assert run_job(self.spec(), build=build, quiet=True, **options) is ExitCode.INTERRUPTED
@@ -62,7 +62,7 @@ class Place:
         return [row for part in parts for row in pq.read_table(part).to_pylist()]
 
     def check_as_fresh(self) -> None:
-        """Check that the output has the bytes of one that was never another one's."""
+        """Check that the output has the bytes of an output that was made at once."""
         build = TellingBuild(next_token=self.next_token)
         run_job(self.spec("fresh"), build=build, quiet=True)
         fresh, here = (self.folder / out / "data" for out in ("fresh", "out"))
@@ -76,7 +76,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    """A job that has ended."""
+    """A finished job."""
     found = Place(tmp_path)
     found.write(*ROWS)
     assert found.run() == list(range(14))
@@ -154,7 +154,7 @@ def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
     place.sections = {"sampling": {"max_tokens": 5}}
     place.stop(8, update=True)
     assert place.rows() == before
-    assert place.out.files.stat(place.out.success) is not None, "readers find what there was"
+    assert place.out.files.stat(place.out.success) is not None, "readers find the old output"
     (generation,) = place.out.files.entries(place.out.next)
     kept = finished_rows(place.out.generation(generation.name))
     assert kept
@@ -173,7 +173,7 @@ def test_stopped_update_is_resumed(tmp_path: Path, update: bool) -> None:
 def test_update_reuses_rows_of_an_unfinished_update(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # rows are copied before any runs
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # copies rows first
     place.write(*ROWS, *(f"{row} more" for row in range(9)))
     place.stop(8, update=True)
     (generation,) = place.out.files.entries(place.out.next)
@@ -210,7 +210,7 @@ def test_return_to_the_old_job_keeps_its_output(place: Place) -> None:
     place.stop(8, update=True)
     place.write(*ROWS)
     assert place.run() == []
-    assert place.out.files.entries(place.out.next), "it may still be wanted"
+    assert place.out.files.entries(place.out.next), "the unfinished generation is kept"
     assert place.run(update=True) == []
     assert not place.out.files.entries(place.out.next)
 
@@ -247,7 +247,7 @@ def test_retry_errors_refuses_fewer_rows(place: Place) -> None:
 
 
 def test_update_without_empty_folders(place: Place) -> None:
-    """As in a copy by a tool that copies files alone."""
+    """As after a copy by a tool that copies only files."""
     for folder in sorted((place.folder / "out").rglob("*"), reverse=True):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

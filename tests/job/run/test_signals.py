@@ -1,0 +1,136 @@
+"""Runs that are stopped by signals, refused or ended by a failed engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.rows.reader import read_prompts
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.run.threads import Prefetcher
+from batchinfer.requests.requests import PromptRow
+from tests.job.fakes import FakeBuild, job
+from tests.job.run.outputs import numbered, output, tree
+
+
+def test_second_run_on_one_output_is_refused(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+
+    def second_run(step: int) -> None:
+        if step == 0:
+            with pytest.raises(LockedError, match="another run"):
+                run_job(job(tmp_path), build=FakeBuild())
+
+    build.before_step = second_run
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signal_stops_the_run_and_the_next_one_resumes(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = numbered(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = lambda step: os.kill(os.getpid(), number) if step == 25 else None
+    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
+    assert run_job(spec, build=build) is ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.endswith(
+        "stopped; run the same command again to resume\n"
+        f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
+    )
+    done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
+    assert done == ["part-00000.parquet"]
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+    assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
+
+
+def test_stopped_overwrite_says_how_to_resume(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbered(tmp_path)
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
+    error = capsys.readouterr().err
+    assert "run again without --overwrite" in error
+    assert "batchinfer report" not in error  # --quiet
+
+
+def test_signal_after_success_is_ignored(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    write = OutputDir.write
+
+    def write_and_stop(self: OutputDir, final: Path, data: bytes) -> None:
+        write(self, final, data)
+        if final.name == "_SUCCESS":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(OutputDir, "write", write_and_stop)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+
+
+def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=FakeBuild())
+    before = tree(tmp_path)
+    script = (
+        "import os, signal, sys\n"
+        "from batchinfer.job.run.run import run_job\n"
+        "from batchinfer.process.process import leave_on_signals\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
+        "def build(*model, log):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "leave_on_signals()\n"
+        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
+    )
+    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json(by_alias=True)]
+    done = subprocess.run(arguments, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
+    assert tree(tmp_path) == before
+
+
+def test_failed_engine_does_not_wait_for_the_next_window(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    leaving, read = threading.Event(), []
+
+    class Watched(Prefetcher[Any]):
+        def __exit__(self, *error: Any) -> None:
+            leaving.set()
+            super().__exit__(*error)
+
+    def reading(*arguments: Any, **options: Any) -> Iterator[list[PromptRow]]:
+        for number, batch in enumerate(read_prompts(*arguments, **options)):
+            if number < 3:  # a window, and the row that shows its end
+                yield batch
+                continue
+            leaving.wait()
+            read.append(batch)
+            yield batch
+
+    def crash(step: int) -> None:
+        raise RuntimeError("bug")
+
+    build.before_step = crash
+    monkeypatch.setattr(pipeline, "read_prompts", reading)
+    monkeypatch.setattr(pipeline, "Prefetcher", Watched)
+    spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
+    with pytest.raises(RuntimeError, match="bug"):
+        run_job(spec, build=build)
+    assert len(read) <= 1, "one batch may have been made before the processes ended"
