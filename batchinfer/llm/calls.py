@@ -19,6 +19,7 @@ from batchinfer.llm.outputs import Stats
 from batchinfer.process.process import gc_frozen
 from batchinfer.report.from_calls import CallLog
 from batchinfer.report.report_data import ReportData
+from batchinfer.requests.branch_points import with_branch_points
 
 OnError = Literal["raise", "return"]
 """What happens to a prompt that cannot run: the call raises, or its output has an ``error``."""
@@ -37,6 +38,7 @@ class Calls:
 
     def __init__(self, context: EngineContext, refused: Mapping[str, str]) -> None:
         self._engine = context.engine
+        self._keeps_states = context.keeps_states
         self._device = context.device
         self._pool: dict[str, int] = {name: getattr(context, name) for name in KV_FACTS}
         self._refused = refused
@@ -93,7 +95,7 @@ class Calls:
     def _run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
         engine, began = self._engine, time.perf_counter()
         try:
-            self.add(requests)
+            self.add(with_branch_points(requests) if self._keeps_states else requests)
             while engine.num_unfinished:
                 outcome = engine.step()
                 now = time.perf_counter()

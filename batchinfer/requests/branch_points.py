@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from batchinfer.engine.kv.prefix_index import common_tokens, token_key
+from batchinfer.engine.request import Request
 
 MIN_GAIN = 8
 """Fewest prompt tokens between kept states of one path; fewer are cheaper to compute again than a
@@ -43,6 +48,17 @@ def plan_branch_points(
         if node.kept is node:
             points.setdefault(run[node.first_turn], []).append((node.depth, node.followers))
     return {row: tuple(sorted(found)) for row, found in points.items()}
+
+
+def with_branch_points(requests: Sequence[Request]) -> list[Request]:
+    """Requests that run in this order, with the branch points of their prompts."""
+    keys = [token_key([request.adapter, *request.prompt_token_ids]) for request in requests]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    # Keys begin with the adapter; prompts of different adapters share nothing.
+    common = [max(common_tokens(keys[a], keys[b]) - 1, 0) for a, b in pairwise(order)]
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    points = plan_branch_points(order, [*common, 0][: len(order)], range(len(order)), lengths)
+    return [replace(one, branch_points=points.get(at, ())) for at, one in enumerate(requests)]
 
 
 class _Node:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.request import Request
-from batchinfer.requests.branch_points import MIN_GAIN
+from batchinfer.requests.branch_points import MIN_GAIN, with_branch_points
 from tests.engine.fake import MakeEngine, expected, make_request, run_all
 from tests.engine.prompt_trees import common, planned, tree
 
@@ -61,6 +61,17 @@ def test_branch_points_are_where_later_rows_part(
         shared = max((common(prompts[row], prompts[before]) for before in run[:turn]), default=0)
         # A row finds a state within so few tokens of its longest common prefix.
         assert min(shared, len(prompts[row]) - 1) - max(starts, default=0) < 2 * MIN_GAIN
+
+
+def test_requests_of_other_adapters_share_nothing() -> None:
+    prompt = list(range(1, 30))
+    requests = [
+        replace(make_request(row, [*prompt, row], max_tokens=1), adapter=adapter)
+        for row, adapter in enumerate([0, 1, 1, 2])
+    ]
+    points = [request.branch_points for request in with_branch_points(requests)]
+    assert points == [(), ((29, 1),), (), ()]
+    assert with_branch_points([]) == []
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
