@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
@@ -51,14 +53,8 @@ def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
         if not (has_finished_rows(generation) or out.files.entries(generation.tokens)):
             with storage_errors(path, "delete"):
                 out.files.delete(path)
-        elif _has_plan(generation):
+            continue
+        with suppress(DataError):
+            stored_manifest(generation)  # a damaged plan hides its rows
             generations.append(generation)
     return generations
-
-
-def _has_plan(out: OutputDir) -> bool:
-    try:
-        stored_manifest(out)
-    except DataError:
-        return False
-    return True

@@ -57,11 +57,8 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
             f"--shard {format_value(text)} is neither I/N nor auto",
             hint="give the shard and the number of shards, like --shard 0/4",
         )
-    return _checked(int(match[1]), int(match[2]))
-
-
-def _checked(index: int, count: int) -> Shard:
-    if not 0 <= index < count:
+    index, count = int(match[1]), int(match[2])
+    if index >= count:
         last = f": with N = {count}, the shards are 0/{count} to {count - 1}/{count}"
         array = f"--array=0-{max(count, 1) - 1}"
         raise UsageError(

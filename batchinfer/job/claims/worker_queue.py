@@ -131,13 +131,7 @@ def crash_history(
     generated: pa.Schema,
     living: Sequence[Writer],
 ) -> CrashHistory:
-    """Return the crash history of all rows, with the deaths since the last look; under the lock.
-
-    Args:
-        shared: the directory, as the holder of its lock writes to it.
-        out: the directory, as this writer writes to it.
-        living: all living writers.
-    """
+    """Return the crash history of all rows, with the deaths since the last look; under the lock."""
 
     def unfinished(rows: RowIds) -> RowIds:
         return unfinished_rows(out, plan, generated, rows)

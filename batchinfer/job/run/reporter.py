@@ -117,15 +117,12 @@ def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
     )
 
 
-def _counts(codes: dict[str, int]) -> str:
-    return ", ".join(f"{code} {count:,}" for code, count in codes.items())
-
-
 def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
     """Return the message of a job in which too many rows failed."""
+    codes = ", ".join(f"{code} {count:,}" for code, count in rows["error_codes"].items())
     return (
         f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "
-        f"errors.max_error_rate {max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
+        f"errors.max_error_rate {max_error_rate:g} allows: {codes}\n"
         f"all rows are written to {printable(str(output))}; see their error column. There is no "
         "_SUCCESS; to run the failed rows again, use --retry-errors; to accept them, raise "
         "errors.max_error_rate (run-batch: --max-error-rate) and run again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,6 +236,8 @@ def _load_model(
     linear = own.keys() - {_ATTENTION}
     if noted != plan.kernels and any(noted.get(name, own[name]) != own[name] for name in linear):
         loaded.close()
+        del loaded
+        gc.collect()  # or two models would be in memory
         loaded = _load(job, build, noted)
     reporter.other_kernels(plan.kernels or noted, loaded.context.kernels)
     return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ class Choosing(FakeBuild):
         super().__init__(max_num_seqs=4)
         self.own = own
         self.used: list[str] = []
+        self._first: weakref.ref[FakeBuilt] | None = None
         self._barrier = barrier
 
     def __call__(self, *arguments: Any, pinned_kernels: Any = None, **options: Any) -> FakeBuilt:
+        assert self._first is None or self._first() is None, "the first model is still in memory"
         built = super().__call__(*arguments, **options)
+        self._first = weakref.ref(built)
         built.kernels = {"float32": self.own, "attention": self.own} | (pinned_kernels or {})
         self.used.append(built.kernels["float32"])
         if self._barrier is not None and len(self.used) == 1:
