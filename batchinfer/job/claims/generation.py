@@ -8,7 +8,7 @@ from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import is_begun, stored_manifest
-from batchinfer.job.output.resume import has_finished_rows
+from batchinfer.job.output.resume import has_finished_rows, has_rows
 from batchinfer.job.storage.filesystem import storage_errors
 
 
@@ -50,7 +50,7 @@ def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
         generation = out.generation(path.name)
         if path.name == own.root.name:
             continue
-        if not (has_finished_rows(generation) or out.files.entries(generation.tokens)):
+        if not has_rows(generation):
             with storage_errors(path, "delete"):
                 out.files.delete(path)
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from batchinfer.job.stats.live import WatchedRun
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 FILE_EVERY_S = 5.0
 _PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>-?[0-9]+)")
@@ -132,26 +133,30 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         yield from self._phases()
         meter = self._watched.meter
         if meter is None:
             return
+        counter = partial(self._family, CounterMetricFamily)
+        gauge = partial(self._family, GaugeMetricFamily)
         for name, (field, what) in _COUNTERS.items():
-            yield self._counter(name, what, getattr(meter.counts, field))
+            yield counter(name, what, getattr(meter.counts, field))
         reused = "Rows that this run has copied from other outputs."
-        yield self._counter("rows_reused", reused, meter.reused)
-        yield self._counter("rows_failed", "Rows that ended in an error.", meter.failed)
-        yield self._gauge("rows", "Rows of the job or shard.", meter.before + meter.total)
-        before = "Rows that earlier runs have finished."
-        yield self._gauge("rows_finished_before", before, meter.before)
-        yield self._gauge("rows_running", "Rows in the engine.", meter.rows_running)
+        yield counter("rows_reused", reused, meter.reused)
+        yield counter("rows_failed", "Rows that ended in an error.", meter.failed)
+        yield gauge("rows", "Rows of the job or shard.", meter.before + meter.total)
+        before = "Rows that other runs have finished."
+        yield gauge("rows_finished_before", before, meter.before)
+        yield gauge("rows_running", "Rows in the engine.", meter.rows_running)
         share = "Finished share of the rows, counting running rows by their tokens."
-        yield self._gauge("progress_ratio", share, meter.share)
+        yield gauge("progress_ratio", share, meter.share)
         if meter.eta_s is not None:
-            yield self._gauge("eta_seconds", "Seconds until all rows are finished.", meter.eta_s)
+            yield gauge("eta_seconds", "Seconds until all rows are finished.", meter.eta_s)
         step = meter.step
         for name, (field, what) in _OF_STEP.items() if step is not None else ():
-            yield self._gauge(name, what, getattr(step, field))
+            yield gauge(name, what, getattr(step, field))
 
     def _phases(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
@@ -166,16 +171,13 @@ class _Collector:
             family.add_metric((self._job, phase), lasted_s)
         yield family
 
-    def _counter(self, name: str, what: str, value: float) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
-
-        family = CounterMetricFamily(f"batchinfer_{name}", what, labels=("job",))
-        family.add_metric((self._job,), value)
-        return family
-
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
-
-        family = GaugeMetricFamily(f"batchinfer_{name}", what, labels=("job",))
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        what: str,
+        value: float,
+    ) -> Metric:
+        family = kind(f"batchinfer_{name}", what, labels=("job",))
         family.add_metric((self._job,), value)
         return family
