@@ -1,9 +1,10 @@
-/* The C kernels without Python, for processors that are emulated: products and attention of inputs
-   that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
+/* Tests of the C kernels without Python, for emulated processors. Products and attention of
+   pseudorandom inputs are compared with plain loops in double, and rows alone with rows together.
    Encoder layers are in encoder_driver.h.
 
-   Compiled with kernels/cpu/{encoder_layers,gemm,gemm_groups,gemm_int8,paged_attention,row_ops,tiles}.c;
-   says what it computed by, and a hash of all outputs' bits, and ends with 1 where something is wrong. */
+   Compiled with kernels/cpu/{encoder_layers,gemm,gemm_groups,gemm_int8,paged_attention,row_ops,amx_tiles}.c.
+   It prints the instructions that were used and a hash of all outputs' bits. The exit code is 1 if a
+   check failed. */
 
 #include <math.h>
 #include <stdio.h>
@@ -36,7 +37,7 @@ static int attend_by;
 static int failures;
 static uint64_t hash;
 
-/* In [-1, 1): xorshift64*, Vigna 2016, https://doi.org/10.1145/2845077. */
+/* A number in [-1, 1). xorshift64*: Vigna 2016, https://doi.org/10.1145/2845077. */
 static float uniform(void) {
     state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
     return (float)((state * 0x2545F4914F6CDD1Dull) >> 40) / 8388608.0f - 1.0f;
@@ -71,7 +72,7 @@ static void put(array a, size_t i, float value) {
 }
 
 static array make(int is_bf16, size_t count, int filled) {
-    array a = {is_bf16, count, NULL}; /* no byte more, so that a sanitiser sees what goes beyond */
+    array a = {is_bf16, count, NULL}; /* the exact size, so that a sanitizer sees accesses past the end */
     expect(!posix_memalign(&a.at, 64, count * (is_bf16 ? 2 : 4)), "memory", is_bf16, 0);
     for (size_t i = 0; i < count; i++) put(a, i, filled ? uniform() * scale : 0.0f);
     return a;
@@ -103,7 +104,7 @@ static float to_int8(array a, size_t from, int count, int8_t *codes) {
     return most * (1.0f / 127.0f);
 }
 
-/* As floats, each of its rows rounded to int8 where it says so. */
+/* `a` as floats; if `rounded`, with each row rounded to int8. */
 static array as_floats(array a, int rounded, int width) {
     array floats = {0, a.count, malloc(a.count * sizeof(float))};
     for (size_t i = 0; i < a.count; i++) put(floats, i, get(a, i));
@@ -123,7 +124,7 @@ typedef struct {
     float *scales;
 } coded;
 
-/* A weight's codes: its outputs as int8; or any in groups, that the weight then stands for. */
+/* Codes of a weight. INT8: each output rounded. GROUPS: random codes, which replace the weight. */
 static coded coded_of(array weight, int kind, int in) {
     const int groups = (in + GROUP - 1) / GROUP, middle = 1 << (bits - 1);
     const size_t outs = weight.count / in;
@@ -157,7 +158,7 @@ static array packed_of(array weight, int kernel, int kind, coded c, int in, int 
 static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1);
     array weight = make(is_bf16 && kind != GROUPS, (size_t)outs * in, 1);
-    array bias = make(is_bf16, outs, scale == 1.0f); /* it would hide what is small */
+    array bias = make(is_bf16, outs, scale == 1.0f); /* would hide tiny products */
     array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
     const coded codes = coded_of(weight, kind, in);
@@ -181,7 +182,7 @@ static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
     add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
     multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 0);
     add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
-    /* What is left when a sum is taken away from itself, rounded: its last bits. */
+    /* Add the product to its own negative, which was rounded: the last bits of its sums remain. */
     for (size_t i = 0; i < out.count; i++) put(some, i, -get(out, i));
     multiply_rows(x, packed, bias, some, 0, MOST_ROWS, in, outs, 1);
     add_to_hash(some.at, out.count * (is_bf16 ? 2 : 4));
@@ -198,7 +199,7 @@ static void check_product(int is_bf16, int kernel, int kind, int in, int outs) {
 
 enum { HEADS = 6, KV_HEADS = 2, TOKENS = 150, TABLE = TOKENS };
 
-/* Attention of the last `count` of `end` tokens; the outputs of these to the beginning of `out`. */
+/* Attention of the last `count` of `end` tokens, written to the beginning of `out`. */
 static void attend_to(
     array query, array keys, array values, const int32_t *table, int size, int width, int end,
     int count, int window, array out) {
@@ -278,7 +279,7 @@ static void check_products(int is_bf16, int kernel, int kind, const char *name) 
     state = 1, hash = HASH_START;
     for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
         check_product(is_bf16, kernel, kind, shapes[i][0], shapes[i][1]);
-    scale = 0x1p-64f; /* products and sums at the edge of what is no denormal */
+    scale = 0x1p-64f; /* so that products and sums are near the smallest normal numbers */
     check_product(is_bf16, kernel, kind, 96, 40);
     scale = 1.0f;
     printf("product %s%s %016llx %s\n", kinds[kind], is_bf16 ? "bf16" : "f32",

@@ -1,4 +1,4 @@
-/* Encoder layers beside plain loops in double, for cpu_driver.c, which includes it. */
+/* Included by cpu_driver.c: encoder layers compared with plain loops in double. */
 
 #include "encoder_arguments.h"
 

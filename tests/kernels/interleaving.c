@@ -1,8 +1,8 @@
-/* OpenMP for the kernels under test, by threads that take turns: one runs until it waits for the
-   others at a barrier, then the next one does. Where a barrier is missing, the first thread reads
-   what the last one has not computed yet, each time.
+/* An OpenMP runtime for tests in which threads take turns: one runs until it waits at a barrier, then
+   the next one does. If a barrier is missing, the first thread always reads what the last one has not
+   computed yet.
 
-   As GCC's code calls it (libgomp/libgomp_g.h); loops are dealt out chunk by chunk. */
+   The functions are those that GCC's code calls (libgomp/libgomp_g.h). Loops are divided into chunks. */
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     team *of;
     int id;
-    long at, end, size; /* of a loop: where this thread's next chunk begins */
+    long at, end, size; /* of a loop: this thread's next chunk begins at `at` */
 } member;
 
 static _Thread_local member me;
