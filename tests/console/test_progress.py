@@ -173,10 +173,10 @@ def test_summary_says_whose_pool_it_is(workers: int, where: str) -> None:
     assert pool in summary_lines(workers)
 
 
-@pytest.mark.parametrize(("found", "rest"), [(0.4, ", of 50.0% that rows have"), (0.6, " files")])
+@pytest.mark.parametrize(("found", "rest"), [(0.4, ", of 50.0% that rows share"), (0.6, " files")])
 def test_summary_never_finds_more_than_rows_have_in_common(found: float, rest: str) -> None:
     lines = " ".join(summary_lines(2, found=found))
-    assert f"{found:.1%} of the prompt tokens were there already{rest}" in lines
+    assert f"{found:.1%} of the prompt tokens were cached{rest}" in lines
 
 
 def test_work_on_unfinished_rows_is_separate_from_finished_rows(

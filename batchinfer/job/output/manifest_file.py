@@ -41,7 +41,7 @@ def stored_manifest(out: OutputDir) -> Manifest:
     missing = out.files.stat(out.manifest) is None
     raise DataError(
         f"{manifest} is {'missing' if missing else 'damaged'}, and so is its copy: the finished "
-        "rows there may be of another job",
+        "rows there may belong to another job",
         hint=f"put the file back from a backup, or move {root} away and run again "
         "(--overwrite deletes what is finished)",
     )

@@ -272,7 +272,7 @@ class Segments:
             if not with_keys(reader.schema_arrow.empty_table()).schema.equals(self.schema):
                 raise ValueError("it has other columns than a segment of this job")
             if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
-                raise ValueError("it is of another plan")
+                raise ValueError("it belongs to another plan")
             row_ids = reader.read(use_threads=False)["row_id"].to_numpy()
             start = 0
             for group in range(reader.num_row_groups):

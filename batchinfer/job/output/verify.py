@@ -201,7 +201,7 @@ class _Check:
             summary = parse_json(read_file(self._out.files, self._out.summary))
         try:
             if summary["fingerprint"] != self._plan.fingerprint:
-                yield f"{self._out.summary} is of another job (its fingerprint differs)"
+                yield f"{self._out.summary} belongs to another job (its fingerprint differs)"
             total = summary["rows"]["total"]
             if total != self._plan.num_rows:
                 yield f"{self._out.summary} counts {total} rows, not {self._plan.num_rows}"

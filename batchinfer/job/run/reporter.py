@@ -91,11 +91,11 @@ def summary_facts(
             else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
         reused, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
-        in_common = f", of {planned:.1%} that rows have in common" if planned > reused else ""
+        in_common = f", of {planned:.1%} that rows share" if planned > reused else ""
         yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
-            f"; {reused:.1%} of the prompt tokens were there already{in_common}",
+            f"; {reused:.1%} of the prompt tokens were cached{in_common}",
         )
     made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
     yield SummaryLine("files", f"{printable(str(output))}:", f" {made}")
@@ -181,7 +181,7 @@ class RunReporter:
         """Say that the run was interrupted. It writes no report, as it has only seconds to end."""
         self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to resume", "error")
         place = shlex.quote(printable(str(out.root)))
-        self.display.say("see_report", f"batchinfer report {place} shows how far it came")
+        self.display.say("see_report", f"batchinfer report {place} shows its progress")
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
         """Say that this process has made its parts, and that another one ends the job."""
@@ -197,7 +197,7 @@ class RunReporter:
 
     def too_few_rows(self, out: OutputDir, kept: int, least: int) -> None:
         line = (
-            f"{counted_rows(kept)} came out well, fewer than errors.min_rows, {least:,}\n"
+            f"{counted_rows(kept)} succeeded, fewer than errors.min_rows, {least:,}\n"
             f"all rows are written to {printable(str(out.place))}, without _SUCCESS; see whether "
             "input.filter or accept leaves too few, or lower errors.min_rows and run again"
         )

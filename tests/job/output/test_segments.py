@@ -174,7 +174,7 @@ def test_late_segment_of_another_plan_is_ignored(out: OutputDir) -> None:
     assert len(files(out)) == 3, "their names differ"
     found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
     assert found.tolist() == [1]
-    assert list(damaged.values()) == ["it is of another plan"] * 2
+    assert list(damaged.values()) == ["it belongs to another plan"] * 2
     assert len(files(out)) == 1
 
 

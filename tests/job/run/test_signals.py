@@ -48,7 +48,7 @@ def test_signal_stops_the_run_and_the_next_one_resumes(
     assert run_job(spec, build=build) is ExitCode.INTERRUPTED
     assert capsys.readouterr().err.endswith(
         "stopped; run the same command again to resume\n"
-        f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
+        f"batchinfer report {tmp_path / 'out'} shows its progress\n"
     )
     done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
     assert done == ["part-00000.parquet"]
