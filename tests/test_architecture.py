@@ -196,7 +196,7 @@ ROOMS = [
     ),
     Room(
         "job.storage",
-        "Files here, in an object store and on the Hugging Face Hub; locks; files seen whole.",
+        "Files on this machine, in object stores and on the Hugging Face Hub, and locks.",
         ("errors", "console"),
     ),
     Room("job.row_ids", "sets of rows, and the parts they fall into"),
@@ -258,7 +258,7 @@ ROOMS = [
     ),
     Room(
         "job.tokens",
-        "Tokens in flight: output of unfinished rows, kept on disk for the run that goes on.",
+        "Tokens in flight: output of unfinished rows, kept on disk for the next run.",
         ("errors", "console", "engine", "protocols", "job"),
     ),
     Room(

@@ -1,7 +1,7 @@
 """A fleet: workers that claim parts of one job, started here or by Ray on other machines.
 
-``launcher`` starts and watches them, ``worker_process`` is what it starts, ``local_workers`` starts
-it on this machine and ``ray_workers``, which alone imports Ray, on the nodes of a cluster.
+``launcher`` starts and watches workers. ``worker_process`` is a worker's program. ``local_workers``
+runs it on this machine, and ``ray_workers``, the only module that imports Ray, on a cluster.
 
 May import: config, errors, process, console, engine, requests, builders, job.
 """

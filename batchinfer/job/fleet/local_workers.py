@@ -1,4 +1,4 @@
-"""Workers as plain processes of this machine."""
+"""Workers as plain processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class WorkerHandle(Protocol):
     """A worker's process, wherever it runs."""
 
     def poll(self) -> tuple[list[dict[str, Any]], int | None]:
-        """New messages, and the exit code of a process that has ended (negative: of a signal)."""
+        """Return new messages, and the exit code (negative: a signal) or None while it runs."""
         ...
 
     def send(self, line: str) -> None:
-        """Send a line to its stdin."""
+        """Write a line to the worker's stdin."""
         ...
 
     def stop(self) -> None:
-        """Have it put everything on disk and end."""
+        """Ask the worker to write everything to disk and end."""
         ...
 
     def kill(self) -> None:
-        """End it at once, and wait for its end."""
+        """Kill the worker and wait until it has ended."""
         ...
 
-    def last_words(self) -> str:
-        """The last line that it printed."""
+    def last_line(self) -> str:
+        """Return the last line that the worker printed."""
         ...
 
 
@@ -45,8 +45,8 @@ class LocalWorker:
     """A worker's process on this machine.
 
     Args:
-        cores: where it may run; none: anywhere.
-        environment: variables beside those of this process.
+        cores: CPU cores that the process may use; empty: all.
+        environment: variables added to this process's environment.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class LocalWorker:
         cores: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._said = TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the process
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "batchinfer.job.fleet.worker_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             start_new_session=True,  # Ctrl-C is for the launcher
         )
@@ -76,10 +76,10 @@ class LocalWorker:
         code = self._process.poll()
         if code is not None:
             self._reader.join()
-        found = []
+        messages = []
         while not self._messages.empty():
-            found.append(self._messages.get())
-        return found, code
+            messages.append(self._messages.get())
+        return messages, code
 
     def send(self, line: str) -> None:
         self._write(line.encode() + b"\n")
@@ -95,15 +95,15 @@ class LocalWorker:
             with suppress(OSError):
                 assert file is not None
                 file.close()
-        self._said.close()
+        self._stderr.close()
 
-    def last_words(self) -> str:
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+    def last_line(self) -> str:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else ""
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             assert self._process.stdin is not None
             self._process.stdin.write(data)
             self._process.stdin.flush()
@@ -111,5 +111,5 @@ class LocalWorker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with suppress(ValueError):  # cut off by its death
+            with suppress(ValueError):  # the process died while it wrote the line
                 self._messages.put(json.loads(line))

@@ -1,7 +1,7 @@
-"""Workers on the nodes of a Ray cluster. This module alone imports Ray, and its public API only.
+"""Workers on the nodes of a Ray cluster: the only module that imports Ray, through its public API.
 
-An actor starts the same process on its node that the launcher starts on its own machine. Ray never
-runs anything again by itself.
+An actor starts on its node the process that the launcher would start on its own machine. Ray
+restarts no actor; the launcher replaces dead workers.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from batchinfer.job.fleet.local_workers import LocalWorker
 from batchinfer.job.fleet.worker_process import WorkerSetup
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_GONE = -9
+_ACTOR_DIED = -9
+"""Exit code of a worker whose actor died."""
 
 
 @contextmanager
 def joined(cluster: str) -> Iterator[int]:
-    """Be in a cluster, where this process is not in one already; yields how many GPUs it has.
+    """Connect to a cluster unless this process is connected; yield the cluster's number of GPUs.
 
-    Ray takes SIGTERM for itself when it connects; the handlers that were there are put back.
+    Ray replaces the handler of SIGTERM when it connects; this puts the old handlers back.
 
     Raises:
-        DeviceError: it cannot be joined.
+        DeviceError: Ray cannot connect.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    was_in, handlers = (
-        ray.is_initialized(),
-        {number: signal.getsignal(number) for number in _SIGNALS},
-    )
+    was_connected = ray.is_initialized()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
-        if not was_in:
-            address = "auto" if cluster == "auto" else cluster
-            ray.init(address=address, configure_logging=False, log_to_driver=False)
-    except Exception as error:  # Ray raises whatever it met
+        if not was_connected:
+            ray.init(address=cluster, configure_logging=False, log_to_driver=False)
+    except Exception as error:  # Ray raises errors of many types
         raise DeviceError(
-            f"the Ray cluster ({cluster}) cannot be used: {one_line(error)}"
+            f"cannot connect to the Ray cluster ({cluster}): {one_line(error)}",
+            hint="check scale.cluster, and that `ray status` works on this machine",
         ) from None
     finally:
         for number, handler in handlers.items():
@@ -52,36 +51,36 @@ def joined(cluster: str) -> Iterator[int]:
     try:
         yield int(ray.cluster_resources().get("GPU", 0))
     finally:
-        if not was_in:
+        if not was_connected:
             ray.shutdown()
 
 
 class RayWorker:
-    """A worker's process on the node where Ray finds room for it.
+    """A worker's process on a node that Ray chooses.
 
     Args:
-        resources: what Ray sets aside for it, as options of an actor.
+        resources: resources that Ray reserves for the worker, as options of an actor.
     """
 
     def __init__(self, setup: WorkerSetup, resources: Mapping[str, Any]) -> None:
         options = {**resources, "max_restarts": 0, "max_task_retries": 0}
         self._actor = ray.remote(LocalWorker).options(**options).remote(setup)
-        self._asked: Any = self._actor.poll.remote()
+        self._next_poll: Any = self._actor.poll.remote()
         self._code: int | None = None
-        self._why = ""
+        self._actor_error = ""
 
     def poll(self) -> tuple[list[dict[str, Any]], int | None]:
         if self._code is not None:
             return [], self._code
-        ready, _ = ray.wait([self._asked], timeout=0)
+        ready, _ = ray.wait([self._next_poll], timeout=0)
         if not ready:
             return [], None
         try:
-            messages, self._code = ray.get(self._asked)
+            messages, self._code = ray.get(self._next_poll)
         except RayError as error:
-            self._why, self._code = one_line(error), _GONE
-            return [], _GONE
-        self._asked = self._actor.poll.remote()
+            self._actor_error, self._code = one_line(error), _ACTOR_DIED
+            return [], self._code
+        self._next_poll = self._actor.poll.remote()
         return messages, self._code
 
     def send(self, line: str) -> None:
@@ -96,7 +95,7 @@ class RayWorker:
         with suppress(RayError, ValueError):
             ray.kill(self._actor)
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         with suppress(RayError, GetTimeoutError):
-            return self._why or str(ray.get(self._actor.last_words.remote(), timeout=1.0))
-        return self._why
+            return self._actor_error or str(ray.get(self._actor.last_line.remote(), timeout=1.0))
+        return self._actor_error

@@ -1,8 +1,11 @@
-"""A job on a fleet: how many workers, on which devices and cores, started by whom."""
+"""Runs a job on a fleet: chooses the number of workers and their devices and cores."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Event
@@ -10,11 +13,10 @@ from typing import Any
 
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
-from batchinfer.errors import UsageError, install_command
+from batchinfer.errors import DeviceError, UsageError, install_command
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.fleet.launcher import Launcher
 from batchinfer.job.fleet.local_workers import LocalWorker, WorkerHandle
-from batchinfer.job.fleet.reach import is_reached
 from batchinfer.job.fleet.worker_process import WorkerSetup
 from batchinfer.job.job import BuildEngine, OutputJob
 from batchinfer.job.run_ids import run_id, run_number
@@ -24,7 +26,10 @@ from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
-"""More only wait for each other, and take minutes to come up."""
+"""More workers would wait for each other and take minutes to start."""
+_HOST_PORT = re.compile(r"\[?(?P<host>[^\s/]+?)\]?:(?P<port>\d+)")
+_CONNECT_S = 1.0
+_POLL_S = 0.1
 
 
 def run_fleet(
@@ -35,24 +40,23 @@ def run_fleet(
     stop: Event,
     on_begin: Callable[[], None],
 ) -> bool:
-    """Make the parts that are not finished, with several workers.
+    """Compute the unfinished parts with several workers.
 
     Args:
-        job: as workers open it.
-        role: whose parts they make.
-        build: makes a worker's engine, in place of ``batchinfer.builders.engine.build_engine``.
-        stop: when set, workers put on disk what they have, and end.
-        on_begin: called when rows begin to run.
+        role: the shard whose parts the workers compute.
+        build: makes a worker's engine; None: ``batchinfer.builders.engine.build_engine``.
+        stop: when set, workers write their finished rows to disk and end.
+        on_begin: called when the first rows start.
 
     Returns:
-        Whether all parts were made.
+        True if all parts are finished.
 
     Raises:
         JobError: the fleet cannot be started or run; finished rows are kept.
     """
     scale, on_cluster = job.spec.scale, job.spec.scale.cluster != "local"
     _check_cores(job.spec)
-    if on_cluster and not is_reached(scale.cluster, scale.start_timeout_s, stop):
+    if on_cluster and not is_reachable(scale.cluster, scale.start_timeout_s, stop):
         return False
     with _cluster_gpus(scale.cluster) if on_cluster else nullcontext(_num_gpus(job.spec)) as gpus:
         return _run(job, role, build, progress, stop, on_begin, gpus)
@@ -81,8 +85,8 @@ def _run(
 
             return RayWorker(setup, _resources(scale.resources, has_gpus))
         visible = {"CUDA_VISIBLE_DEVICES": _device(number)} if has_gpus else {}
-        own = _share(cores, number, num_workers) if shares_cores else []
-        return LocalWorker(setup, own, visible)
+        worker_cores = _share(cores, number, num_workers) if shares_cores else []
+        return LocalWorker(setup, worker_cores, visible)
 
     path = job.out.logs / f"{run_id(run_number(job.out.next_run_id), 'launcher')}.log"
     with storage_errors(path), job.out.files.append_to(path) as log:
@@ -90,7 +94,7 @@ def _run(
         def write(line: str) -> None:
             log.write(f"{line}\n".encode())
 
-        write(f"{num_workers} workers are asked for")
+        write(f"starting {num_workers} workers")
         return Launcher(
             start,
             num_workers,
@@ -105,7 +109,7 @@ def _run(
 
 
 def is_fleet(spec: JobSpec) -> bool:
-    """Whether a job is to run on several workers, as far as can be told without its cluster."""
+    """Return True if a job runs on several workers or on a cluster that may have several."""
     workers = spec.scale.workers
     if workers == "auto" and spec.scale.cluster == "local":
         return _num_gpus(spec) > 1
@@ -120,24 +124,24 @@ def _is_complete(job: OutputJob, role: Role) -> bool:
 
 
 def _check_cores(spec: JobSpec) -> None:
-    """Check that this machine is not asked for many more engines than it has cores for.
+    """Check that this machine has enough cores for the local workers.
 
     Raises:
-        UsageError: naming how many it has.
+        UsageError: it has too few; names their number.
     """
     cores, workers = cpu_limits().count, spec.scale.workers
     if spec.scale.cluster != "local" or workers == "auto" or workers <= _WORKERS_PER_CORE * cores:
         return
     if not _num_gpus(spec):
         raise UsageError(
-            f"scale.workers is {workers}, and this machine has no GPU for them and {cores} cores",
-            hint=f"ask for {cores} workers or fewer; one is as fast",
+            f"scale.workers is {workers}, but this machine has no GPU and only {cores} cores",
+            hint=f"use {cores} workers or fewer; without a GPU one worker is as fast as several",
         )
 
 
 @contextmanager
 def _cluster_gpus(cluster: str) -> Iterator[int]:
-    """Be in a Ray cluster; yields how many GPUs it has."""
+    """Connect to a Ray cluster; yield its number of GPUs."""
     try:
         from batchinfer.job.fleet.ray_workers import joined
     except ModuleNotFoundError:
@@ -151,8 +155,41 @@ def _cluster_gpus(cluster: str) -> Iterator[int]:
         yield gpus
 
 
+def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
+    """Wait until a cluster's port accepts connections, if its address is known.
+
+    Args:
+        cluster: HOST:PORT, or ``auto`` for the address in RAY_ADDRESS.
+        stop: ends the wait when set.
+
+    Returns:
+        False if ``stop`` was set first.
+
+    Raises:
+        DeviceError: the host does not exist, or its port accepts no connection in time.
+    """
+    until = time.monotonic() + timeout_s
+    address = os.environ.get("RAY_ADDRESS", "auto") if cluster == "auto" else cluster
+    match = _HOST_PORT.fullmatch(address)
+    while match is not None and not stop.wait(_POLL_S):
+        try:
+            socket.create_connection((match["host"], int(match["port"])), _CONNECT_S).close()
+            return True
+        except OSError as error:
+            is_unknown_host = isinstance(error, socket.gaierror)
+            if is_unknown_host or time.monotonic() > until:
+                within = "" if is_unknown_host else " within scale.start_timeout"
+                raise DeviceError(
+                    f"cannot reach the Ray cluster {match['host']}:{match['port']}{within}: "
+                    f"{error.strerror or error}",
+                    hint="check scale.cluster, that the cluster runs, and that this machine can "
+                    "reach it",
+                ) from None
+    return match is None
+
+
 def _num_gpus(spec: JobSpec) -> int:
-    """GPUs of this machine that workers may use."""
+    """Number of this machine's GPUs that workers may use."""
     if spec.engine.device == "cpu":
         return 0
     from batchinfer.builders.device import num_gpus  # imports torch
@@ -161,21 +198,22 @@ def _num_gpus(spec: JobSpec) -> int:
 
 
 def _device(number: int) -> str:
-    """The GPU of a worker, as ``CUDA_VISIBLE_DEVICES`` names it."""
+    """A worker's GPU, as ``CUDA_VISIBLE_DEVICES`` names it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else []
     return names[number % len(names)] if names else str(number)
 
 
 def _share(cores: list[int], number: int, num_workers: int) -> list[int]:
-    """The cores of a worker, of those that this process may use."""
+    """A worker's share of ``cores``."""
     each = len(cores) / num_workers
-    own = cores[int(number * each) : int((number + 1) * each)]
-    return own or [cores[number % len(cores)]]
+    share = cores[int(number * each) : int((number + 1) * each)]
+    return share or [cores[number % len(cores)]]
 
 
 def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
-    """What Ray sets aside for a worker, as options of an actor."""
-    own = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
-    named = {name: amount for name, amount in wanted.items() if name in own}
-    return {**own, **named, "resources": {n: a for n, a in wanted.items() if n not in own}}
+    """Resources that Ray reserves for a worker, as options of an actor."""
+    defaults = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
+    known = {name: amount for name, amount in wanted.items() if name in defaults}
+    custom = {name: amount for name, amount in wanted.items() if name not in defaults}
+    return {**defaults, **known, "resources": custom}

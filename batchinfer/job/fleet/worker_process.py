@@ -1,8 +1,8 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
-It reads its setup from stdin, pickled, and then lines ``go``: each time it has loaded a model, it
-waits for one before it continues. The end of stdin means that the launcher is gone: then the
-process stops as on SIGTERM. It writes messages to stdout, one JSON object per line.
+The process reads its pickled setup from stdin. After each load of the model it waits for a line
+``go``. The end of stdin means that the launcher has died: the process then stops as on SIGTERM.
+It writes messages to stdout, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import pickle
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
 from batchinfer.console.display import Display
-from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.meter import Meter
 from batchinfer.console.progress import MeteredProgress, Progress
 from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.claims.shared import Role
@@ -35,41 +36,37 @@ from batchinfer.process.process import (
     skip_optional_imports,
 )
 
-TELL_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker is started with."""
+    """The data that a worker starts with."""
 
     spec: JobSpec
     role: Role
     versions: Mapping[str, str]
-    """Of the packages that decide the output, as the launcher has them."""
+    """The launcher's versions of the packages that affect the output."""
     build: BuildEngine | None = None
     """Makes the engine; None: ``batchinfer.builders.engine.build_engine``."""
 
 
 class _Messages:
-    """Messages to the launcher; from several threads."""
+    """Messages to the launcher, sent by several threads."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print is no message
+        os.dup2(2, 1)  # libraries print to stderr, so that stdout holds messages alone
         self._lock = Lock()
 
     def send(self, **message: Any) -> None:
-        """Send a message; a launcher that is gone is noticed at stdin."""
-        with self._lock:
-            try:
-                self._file.write(json.dumps(message) + "\n")
-                self._file.flush()
-            except OSError:
-                pass
+        with self._lock, suppress(OSError):  # stdin shows that the launcher has died
+            self._file.write(json.dumps(message) + "\n")
+            self._file.flush()
 
 
 class _WorkerDisplay(Display):
-    """Tells the launcher what a worker counts; shows nothing."""
+    """Sends a worker's counts to the launcher and shows nothing."""
 
     def __init__(self, messages: _Messages) -> None:
         super().__init__(quiet=True, result_on_stdout=False)
@@ -77,23 +74,22 @@ class _WorkerDisplay(Display):
         self._messages = messages
 
     def progress(self, meter: Meter) -> Progress:
-        return _Told(meter, self._messages)
+        return _ReportedProgress(meter, self._messages)
 
     def _write(self, *_: object) -> None:
-        """The launcher says what there is to say."""
+        """Write nothing: the launcher has a display."""
 
 
-class _Told(MeteredProgress):
-    """Progress that is told to the launcher every second."""
+class _ReportedProgress(MeteredProgress):
+    """Progress that is sent to the launcher every second."""
 
     def __init__(self, meter: Meter, messages: _Messages) -> None:
         super().__init__(meter)
         self._messages = messages
-        self._repeater = Repeater(self.tell, TELL_EVERY_S)
+        self._repeater = Repeater(self._report, _REPORT_EVERY_S)
         self._repeater.__enter__()
 
-    def tell(self) -> None:
-        """Tell what has been counted so far."""
+    def _report(self) -> None:
         counts = asdict(self.meter.counts) | {
             "failed": self.meter.failed,
             "reused": self.meter.reused,
@@ -102,28 +98,24 @@ class _Told(MeteredProgress):
 
     def close(self) -> None:
         self._repeater.__exit__()
-        self.tell()
-
-
-def counts_of(message: Mapping[str, Any]) -> Counts:
-    """The counts in a message."""
-    return Counts(**message["counts"])
+        self._report()
 
 
 def main() -> int:
-    """Run a worker; its exit code is that of the run."""
+    """Run a worker and return the run's exit code."""
     leave_on_signals()
     bound_spinning()
     skip_optional_imports()
     messages, lines = _Messages(), SimpleQueue[str]()
     setup: WorkerSetup = pickle.load(sys.stdin.buffer)
     Thread(target=_read, args=(lines,), daemon=True).start()
-    here = package_versions()
+    versions = package_versions()
     try:
         for name, version in setup.versions.items():
-            if here[name] != version:
+            if versions[name] != version:
                 raise ModelError(
-                    f"{name} is {here[name]} on this node, {version} on the launcher's"
+                    f"{name} is {versions[name]} on this node, {version} on the launcher's",
+                    hint="install the same versions on all nodes",
                 )
         return int(
             run_job(
@@ -145,9 +137,9 @@ def _read(lines: SimpleQueue[str]) -> None:
 
 
 class _Builds:
-    """Builds engines, and waits until rows may run.
+    """Builds engines, and waits after each build until rows may run.
 
-    A second build happens if another worker was the first to choose the kernels of the job.
+    A worker builds a second engine if another worker chose the job's kernels first.
     """
 
     def __init__(

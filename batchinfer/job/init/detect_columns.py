@@ -43,7 +43,7 @@ class DetectedColumns:
     id_column: str | None
     id_reason: str
     notes: Sequence[str]
-    """Peculiarities of the data that the user should know before the run."""
+    """Facts about the data that the user should know before the run."""
 
 
 def detect_columns(
@@ -64,14 +64,14 @@ def detect_columns(
         where = printable(source.files[0].path, 120)
         raise UsageError(
             f"{where} is an OpenAI batch file, which needs no job file",
-            hint="answer it: batchinfer run-batch -i FILE -o ANSWERS.jsonl --model MODEL",
+            hint="run: batchinfer run-batch -i FILE -o ANSWERS.jsonl --model MODEL",
         )
     data = _Data(source)
     keys, reasons = _prompt(data) if prompt is None else _named_prompt(data, prompt)
     if row_id is None:
         column, why = _id(data)
     else:
-        column, why = data.require(row_id), "as asked"
+        column, why = data.require(row_id), "named by --id-column"
         check_unique_ids(source, column)
     return DetectedColumns(keys, reasons, column, why, _notes(data, keys.get("column")))
 
@@ -88,13 +88,14 @@ class _Data:
         }
         self.texts = [name for name, kind in self.types.items() if is_text(kind)]
         self.conversations = [name for name, kind in self.types.items() if is_conversation(kind)]
+        self.lists = [name for name, kind in self.types.items() if _is_token_ids(kind)]
         self.rows: list[dict[str, Any]] = []
         if wanted := [*self.texts, *self.conversations]:
             for _, batch in source.scan(wanted, [range(min(_LOOKED_AT, source.num_rows))]):
                 self.rows += python_rows(batch)
 
     def variable(self, *names: str) -> str | None:
-        """The first of ``names`` that is a text column and that a template can use by name."""
+        """The first of ``names`` that is a text column and a valid variable of a template."""
         name = _first(names, self.texts)
         return name if name is not None and name.isidentifier() else None
 
@@ -105,11 +106,11 @@ class _Data:
         return name
 
     def repeats(self, name: str) -> bool:
-        """Whether most texts of a column occur more than once."""
+        """True if most texts of a column occur more than once."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
 
     def prose(self) -> list[str]:
-        """Text columns that are neither ids nor labels, which are short and repeat."""
+        """Text columns that are neither ids nor labels (short texts that repeat)."""
         texts = [name for name in self.texts if not _is_id(name)]
         labels = [n for n in texts if self.repeats(n) and max(self.lengths(n)) <= _LABEL_BYTES]
         return [name for name in texts if name not in labels] or texts
@@ -127,41 +128,40 @@ _Prompt = tuple[dict[str, Any], list[str]]
 def _named_prompt(data: _Data, name: str) -> _Prompt:
     kind = data.types[data.require(name)]
     if is_text(kind) or is_conversation(kind):
-        return {"column": name}, ["as asked"]
+        return {"column": name}, ["named by --prompt-column"]
     if _is_token_ids(kind):
-        return {"token_ids_column": name}, ["as asked: token ids, taken as they are"]
+        return {"token_ids_column": name}, ["named by --prompt-column: token ids, used unchanged"]
     raise DataError(
-        f"{data.where}: column {printable(name, 60)} is {printable(str(kind), 80)}; a prompt is "
-        "a string, list<struct<role, content>>, or a list of token ids"
+        f"{data.where}: column {printable(name, 60)} is {printable(str(kind), 80)}; a prompt must "
+        "be a string, list<struct<role, content>>, or a list of token ids"
     )
 
 
 def _prompt(data: _Data) -> _Prompt:
-    talks = data.conversations
-    if name := _first(_CONVERSATIONS, talks) or (talks[0] if len(talks) == 1 else None):
-        why = "conversations of role and content, written out by the model's chat template"
+    columns = data.conversations
+    if name := _first(_CONVERSATIONS, columns) or (columns[0] if len(columns) == 1 else None):
+        why = "conversations of role and content, formatted by the model's chat template"
         return {"column": name}, [f"{printable(name)}: {why}"]
-    if found := _two_columns(data) or _text(data):
-        return found
-    lists = [name for name, kind in data.types.items() if _is_token_ids(kind)]
-    if name := _first(_TOKEN_IDS, lists):
-        return {"token_ids_column": name}, [f"{printable(name)}: token ids, taken as they are"]
+    if detected := _two_columns(data) or _text(data):
+        return detected
+    if name := _first(_TOKEN_IDS, data.lists):
+        return {"token_ids_column": name}, [f"{printable(name)}: token ids, used unchanged"]
     raise _no_prompt(data)
 
 
 def _two_columns(data: _Data) -> _Prompt | None:
     """An instruction and its input, or a question and its context."""
-    task, own = data.variable("instruction"), data.variable(*_INSTRUCTION_INPUTS)
-    if task and own and data.repeats(task):
-        columns = {"system": task, "user": own}
+    task, text = data.variable("instruction"), data.variable(*_INSTRUCTION_INPUTS)
+    if task and text and data.repeats(task):
+        columns = {"system": task, "user": text}
         messages = [{"role": role, "content": _place(name)} for role, name in columns.items()]
         return {"messages": messages}, [
-            f"{task} has few texts that many rows share, {own} is the row's own:",
-            "what is shared goes first, so that it is computed once",
+            f"many rows share the same {task}, so it comes first and is computed once;",
+            f"{text} differs from row to row",
         ]
-    if task and own:
-        template = f"{_place(task)}{{% if {own} %}}\n\n{_place(own)}{{% endif %}}"
-        return {"template": template}, [f"{task}, and {own} where a row has one"]
+    if task and text:
+        template = f"{_place(task)}{{% if {text} %}}\n\n{_place(text)}{{% endif %}}"
+        return {"template": template}, [f"{task}, then {text} if a row has it"]
     question, context = data.variable("question"), data.variable("context")
     if question and context:
         template = f"{_place(context)}\n\n{_place(question)}"
@@ -170,12 +170,12 @@ def _two_columns(data: _Data) -> _Prompt | None:
 
 
 def _text(data: _Data) -> _Prompt | None:
-    name, why = _first(_TEXTS, data.texts), "the column of text with the most telling name"
+    name, why = _first(_TEXTS, data.texts), "a text column with a usual name for prompts"
     if name is None:
         prose = data.prose()
         if len(prose) != 1:
             return None
-        name, why = prose[0], "the only column of text, but for labels"
+        name, why = prose[0], "the only text column that holds no ids or labels"
     keys, reasons = {"column": name}, [f"{printable(name)}: {why}"]
     if system := data.variable(*_SYSTEM):
         keys["system"] = _place(system)
@@ -188,7 +188,7 @@ def _no_prompt(data: _Data) -> UsageError:
     what = (
         "holds several columns that could be the prompt, and none with a usual name"
         if len(choices) > 1
-        else "holds no text, no conversations (role and content) and no token ids"
+        else "holds no column that is clearly a text, a conversation or token ids"
     )
     described = [f"{name} ({printable(str(kind), 60)})" for name, kind in data.types.items()]
     more = f" and {len(described) - 16} more" if len(described) > 16 else ""
@@ -203,7 +203,12 @@ def _no_prompt(data: _Data) -> UsageError:
     if choices:
         longest = max(choices, key=lambda name: sum(data.lengths(name)))
         example = json.dumps(printable(longest, 60), ensure_ascii=False)
-        lines.append(f"name it: --prompt-column {example}")
+        lines.append(f"name the column: --prompt-column {example}")
+    elif data.lists:
+        example = json.dumps(printable(data.lists[0], 60), ensure_ascii=False)
+        lines.append(
+            f"if its lists are token ids (prompt.token_ids_column): --prompt-column {example}"
+        )
     return UsageError("\n".join(lines))
 
 
@@ -216,8 +221,8 @@ def _notes(data: _Data, name: str | None) -> list[str]:
     if not answered:
         return []
     return [
-        f"{answered:,} of the first {len(data.rows):,} rows end with a message of the assistant: "
-        "the model continues it; leave it out of the data to have the model answer again"
+        f"{answered:,} of the first {len(data.rows):,} rows end with an assistant message, which "
+        "the model continues; remove these messages if the model should answer instead"
     ]
 
 
@@ -228,16 +233,16 @@ def _id(data: _Data) -> tuple[str | None, str]:
     usual = (_first((name,), named) for name in _IDS)
     candidates = dict.fromkeys([*filter(None, usual), *filter(_is_id, named)])
     if candidates and data.source.num_rows > _MOST_IDS:
-        return None, f"more than {_MOST_IDS:,} rows were not read to see whether ids differ"
+        return None, f"not checked for repeated ids: the data has more than {_MOST_IDS:,} rows"
     for name in candidates:
         try:
             check_unique_ids(data.source, name)
         except DataError:
             continue
-        return name, "a value in every row, none twice"
+        return name, "every row has a value, and no value repeats"
     if candidates:
-        return None, f"{listed(candidates)}: null or twice in some rows; row_id tells rows apart"
-    return None, "no column is named like one; row_id, a row's place in the data, tells them apart"
+        return None, f"{listed(candidates)} has nulls or repeated values; row_id identifies rows"
+    return None, "no column has a usual name for ids; row_id, a row's position, identifies rows"
 
 
 def _first(names: Sequence[str], among: Sequence[str]) -> str | None:

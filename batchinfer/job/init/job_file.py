@@ -1,4 +1,4 @@
-"""``batchinfer init``: writes a commented job file that runs as it is."""
+"""``batchinfer init``: writes a commented job file that runs without changes."""
 
 from __future__ import annotations
 
@@ -59,12 +59,15 @@ def write_job_file(options: InitOptions) -> list[str]:
     schema = options.job.parent / SCHEMA_FILE
     if not options.force and os.path.lexists(options.job):
         raise UsageError(
-            f"{printable(str(options.job), 200)} is there already",
-            hint="write another with --job FILE, or over it with --force",
+            f"{printable(str(options.job), 200)} exists",
+            hint="write another file with --job FILE, or overwrite it with --force",
         )
     for text in (options.data, options.output or "", options.model or ""):
         if "{{" in text:
-            raise UsageError(f"{printable(text, 200)}: {{{{ }}}} stands for vars in a job file")
+            raise UsageError(
+                f"{printable(text, 200)}: paths and names must not contain {{{{ }}}}, which marks "
+                "variables in a job file"
+            )
     source, is_united = _open(
         options.data if is_url(options.data) else os.path.abspath(options.data)
     )
@@ -82,10 +85,10 @@ def write_job_file(options: InitOptions) -> list[str]:
 
 
 def _open(data: str) -> tuple[Source, bool]:
-    """The data, and whether it is the union of files that differ.
+    """The dataset, and True if it is the union of files with different schemas.
 
     Raises:
-        DataError: it cannot be read, or not as one table.
+        DataError: the data cannot be read as one table.
     """
     source = open_source(data)
     if not source.differences:
@@ -101,20 +104,20 @@ def _report_lines(options: InitOptions, columns: DetectedColumns) -> Iterator[st
     for title, lines in (("prompt", columns.prompt_reasons), ("note", columns.notes)):
         for number, line in enumerate(lines):
             yield f"{'' if number else title:<9}{line}"
-    found = "none" if columns.id_column is None else printable(columns.id_column, 60)
-    yield f"id       {found}: {columns.id_reason}"
+    id_column = "none" if columns.id_column is None else printable(columns.id_column, 60)
+    yield f"id       {id_column}: {columns.id_reason}"
     task, why = _task_of(options.model)
     if why:
         yield f"task     {task}: {printable(why, 200)}"
     if options.model is None:
-        yield f"model    {DEFAULT_MODEL}; another: --model, or model.name in the file"
+        yield f"model    {DEFAULT_MODEL}; change it with --model, or model.name in the file"
     yield f"run it   batchinfer run {job}"
 
 
 def _task_of(model: str | None) -> tuple[TaskName, str]:
     """A model's task and the reason: ``generate`` unless the config in its folder shows otherwise.
 
-    A model on the hub is not fetched, and a damaged folder is left for the run to report.
+    A model on the hub is not fetched. The run reports a damaged folder.
     """
     config = Path(os.path.expanduser(model or ""), "config.json")
     try:
@@ -123,11 +126,11 @@ def _task_of(model: str | None) -> tuple[TaskName, str]:
     except (OSError, ValueError, LookupError, TypeError):
         return "generate", ""
     if name.endswith("ForSequenceClassification"):
-        return "classify", f"the model is a {name}, which has a head that classifies"
+        return "classify", f"the model is a {name}, which has a classification head"
     if name.endswith("Model") and not name.endswith(_WITH_OUTPUT_HEAD):
         return "embed", f"the model is a {name}, which has no output head"
     if attends_both_ways(values):
-        return "embed", f"the model is a {name}, which reads texts whole"
+        return "embed", f"the model is a {name}, an encoder"
     return "generate", ""
 
 
@@ -143,30 +146,30 @@ def _lines(
         yield f"task: {task.name}"
     yield "model:"
     yield _key("name", _model(options), "a hub id or a local directory, in safetensors")
-    yield _key("dtype", "auto", "what the checkpoint says; on a CPU float32 is the most exact")
+    yield _key("dtype", "auto", "the checkpoint's dtype; on a CPU float32 is the most exact")
     yield "input:"
     yield _key("path", _from_job(options, options.data), "a file, list, glob or directory")
     if is_united:
-        yield _key("schema", "union", "its files differ in columns: what is missing is null")
+        yield _key("schema", "union", "the files' columns differ; missing columns are null")
     if source.version is not None:
-        yield _key("# version", source.version, "of the table; else the latest")
+        yield _key("# version", source.version, "version of the table; default: the latest")
     if columns.id_column is None:
         yield f"  # id_column: {columns.id_reason}"
     else:
         yield _key("id_column", columns.id_column, columns.id_reason)
-    yield _key("# limit", 100, "only the first rows, for a try; or: run --limit 100")
+    yield _key("# limit", 100, "run only the first rows, as a test; or: run --limit 100")
     yield "prompt:"
     yield from (f"  # {line}" for line in (*columns.prompt_reasons, *columns.notes))
     yield from _prompt_lines(columns.prompt)
     if task.draws:
         yield "sampling:"
-        yield _key("max_tokens", 256, "the most tokens an answer may have")
+        yield _key("max_tokens", 256, "the most tokens of an answer")
         yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
-        yield _key("# n", 8, "samples for each row; with a temperature above 0")
+        yield _key("# n", 8, "samples for each row; needs a temperature above 0")
     yield "output:"
-    yield _key("path", _output(options), "data/, stats/ and summary.json go there")
+    yield _key("path", _output(options), "the folder of data/, stats/ and summary.json")
     if renamed := _renamed(source, task):
-        yield "  rename:                         # input columns named like columns of the output"
+        yield "  rename:                         # input columns that have names of output columns"
         yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
 
 
@@ -186,7 +189,7 @@ def _key(key: str, value: object, comment: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A string as YAML, in quotes unless it is clearly plain."""
+    """A string as YAML, quoted unless it is clearly a plain scalar."""
     if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false"):
         return value
     text = json.dumps(value, ensure_ascii=False)
@@ -204,21 +207,21 @@ def _model(options: InitOptions) -> str:
 def _output(options: InitOptions) -> str:
     if options.output is not None:
         return _from_job(options, options.output)
-    beside, data = options.job.parent, Path(os.path.abspath(options.data))
-    if Path(os.path.abspath(beside)).is_relative_to(data):
-        beside = data.parent  # files in a folder of data would be read as data
-    return os.path.relpath(beside / "out" / options.job.stem, options.job.parent)
+    parent, data = options.job.parent, Path(os.path.abspath(options.data))
+    if Path(os.path.abspath(parent)).is_relative_to(data):
+        parent = data.parent  # output inside the data's folder would be read as data
+    return os.path.relpath(parent / "out" / options.job.stem, options.job.parent)
 
 
 def _from_job(options: InitOptions, path: str) -> str:
-    """A path relative to the current folder, as seen from the job file."""
+    """Convert a path from relative to the current folder to relative to the job file's folder."""
     if is_url(path) or path.startswith("~") or os.path.isabs(path):
         return path
     return os.path.relpath(path, options.job.parent)
 
 
 def _renamed(source: Source, task: TaskSpec) -> dict[str, str]:
-    """New names for input columns whose names are those of output columns."""
+    """New names for input columns that have the name of an output column."""
     taken = {*source.schema.names, *task.columns(())}
     renamed: dict[str, str] = {}
     for name in filter(source.schema.names.__contains__, task.columns(())):

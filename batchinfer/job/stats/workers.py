@@ -1,4 +1,4 @@
-"""The latest runs of an output: one that writes alone, or several at the same time."""
+"""The latest runs of an output: a single run, or shards or workers that run at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.recorder import Run
 
 SILENT_S = 60.0
-"""A run whose lock cannot be checked from here counts as dead after this long without a write, or
-after three times the interval at which it writes finished rows."""
+"""If this machine cannot check a run's lock, the run counts as dead after this many seconds without
+a write, or after three times the interval at which it writes finished rows."""
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,43 @@ class Worker:
 
 
 def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Worker]:
-    """The latest run and those that ran at the same time.
+    """Return the latest run, and the shards or workers that ran with it.
+
+    Workers of an earlier fleet are left out: they ended before the latest workers began.
 
     Args:
         runs: all runs of the output, in order.
         now: seconds since 1970.
     """
-    return [_worker(out, run, now) for run in _latest(runs)]
+    spans = []
+    for run in _latest(runs):
+        worker = _worker(out, run, now)
+        ended_at = now if worker.state == "running" else run.saved_at
+        spans.append((ended_at, run.saved_at - run.total_s, worker))
+    spans.sort(key=lambda span: span[0], reverse=True)
+    latest: list[Worker] = []
+    began_at = float("-inf")
+    for ended_at, worker_began_at, worker in spans:
+        writer = writer_named(worker.worker)
+        if writer is not None and writer.number is not None and ended_at < began_at:
+            continue
+        began_at = min(began_at, worker_began_at) if latest else worker_began_at
+        latest.append(worker)
+    return sorted(latest, key=lambda worker: worker.worker)
 
 
 def any_lock_lives(out: OutputDir) -> bool:
-    """Whether a living process is known to hold the directory's lock, or that of a writer."""
+    """Return True if a living process holds the directory's lock or a writer's lock."""
     return out.lock.holder_lives() is True or any(
         own_lock(out, writer).lock.holder_lives() is True for writer in writers_seen(out)
     )
 
 
 def writer_lives(out: OutputDir, writer: str) -> bool | None:
-    """Whether the process that holds a writer's lock is alive; None: unknown.
+    """Return True if the process that holds a writer's lock is alive; None if that is unknown.
 
     Args:
-        writer: as in ``OutputDir``.
+        writer: a writer's name as in ``OutputDir``; "" for a run that writes alone.
     """
     named = writer_named(writer)
     return (out if named is None else own_lock(out, named)).lock.holder_lives()
@@ -69,11 +85,11 @@ def _latest(runs: Sequence[Run]) -> list[Run]:
         if any(_group(run.run_id) != _group(other.run_id) for other in latest.values()):
             latest.clear()
         latest[writer_of(run.run_id)] = run
-    return sorted(latest.values(), key=lambda run: writer_of(run.run_id))
+    return list(latest.values())
 
 
 def _group(run_id: str) -> str:
-    """Key that runs at the same time share."""
+    """Key shared by runs that may run at the same time."""
     writer = writer_named(writer_of(run_id))
     return "" if writer is None else writer.team
 

@@ -1,4 +1,4 @@
-"""Files here, in an object store and on the Hugging Face Hub; locks; files seen whole.
+"""Files on this machine, in object stores and on the Hugging Face Hub, and locks.
 
 May import: errors, console.
 """

@@ -1,8 +1,7 @@
-"""Connections to object stores (S3, Google Cloud Storage), by way of obstore.
+"""Connections to object stores (S3, Google Cloud Storage) through obstore.
 
 Credentials, region and endpoint come from the environment (``AWS_*``, ``GOOGLE_*``) or the
-machine's role, never from a job. What a store does not answer is asked for again, with growing
-pauses, by obstore.
+machine's role, never from a job. obstore retries failed requests with growing pauses.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _LAST_TRY = timedelta(seconds=20)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _REFUSALS = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
-    "PreconditionError",  # it was written again
+    "PreconditionError",  # the object has changed
 )
+"""Errors of obstore that mean: the store has answered and refuses."""
 _MISSING = re.compile(r"status code: 404\b")
 _REFUSED = re.compile(r"status code: 4\d\d")
-"""Errors of obstore, and words in others, of a store that answers and refuses."""
-_ASKED_FOR_ROLE = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
-"""Paths at which a cloud's machine tells its role; asked for where no credentials are given."""
+_ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
+"""Paths of a cloud's metadata service, which obstore asks for a role if it has no credentials."""
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (a profile's are printed by: "
     "aws configure export-credentials --format env)",
@@ -43,11 +42,11 @@ _CREDENTIALS = {
 
 @cache
 def connect(bucket: str, *, impatient: bool = False) -> Connection:
-    """The connection to a bucket, ``s3://name`` or ``gs://name``, made once.
+    """Connect to a bucket, or return the connection made before.
 
     Args:
-        bucket: scheme and name.
-        impatient: give up within half a minute, in place of some minutes.
+        bucket: ``s3://name`` or ``gs://name``.
+        impatient: fail after half a minute instead of some minutes.
 
     Raises:
         UsageError: obstore is not installed.
@@ -87,14 +86,14 @@ def errors(url: str, verb: str) -> Iterator[None]:
         if not kind.__module__.startswith("obstore"):
             raise
         reason = first_line(error)
-        if _ASKED_FOR_ROLE.search(reason):
+        if _ROLE_REQUEST.search(reason):
             missing = _CREDENTIALS[url.partition(":")[0]]
-            reason = f"no credentials: {missing}, and this machine tells no role: {reason}"
-        elif _MISSING.search(reason):  # of a list, obstore has no kind of its own for that
+            reason = f"no credentials: {missing}, and this machine has no role: {reason}"
+        elif _MISSING.search(reason):  # obstore has no error type for this when it lists objects
             raise FileNotFoundError("there is no such bucket") from None
         if kind.__name__ in _REFUSALS or _REFUSED.search(reason):
             raise OSError(reason) from None
         raise StorageError(
             f"cannot {verb} {printable(url)}: {reason}",
-            hint="see to the store, then run again: finished rows are kept",
+            hint="check the store and the network, then run again: finished rows are kept",
         ) from None

@@ -1,8 +1,8 @@
-"""Hashes of large local files, kept in the user's cache for as long as a file stays as it was.
+"""Hashes of local files; hashes of large files are cached in the user's cache folder.
 
-A file is known again by path, size, times and inode. One that was changed just before it was hashed
-is not kept: a second change within the clock's tick would show in none of these. Nor is a file of
-one chunk, which is hashed as soon as looked up.
+A cached hash is valid while path, size, times and inode stay the same. A file that changed just
+before it was hashed is not cached, because a second change within the clock's tick would not show.
+A file of one chunk is not cached either, because hashing it takes no longer than the lookup.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,51 +26,50 @@ _FOLDER = "content-hashes"
 
 
 def content_hash(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of the SHA-256 hashes of a file's chunks of 16 MiB, in hex.
+    """Return the SHA-256 of the SHA-256 hashes of a file's chunks of 16 MiB, in hex.
 
     Args:
-        on_read: told of each number of bytes more that are hashed, in this thread.
+        on_read: called in this thread with the number of bytes of each chunk that was hashed.
 
     Raises:
         OSError: the file cannot be read.
     """
-    known = _Known(path)
-    before = _facts(path)
+    name = f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]}.json"
+    before = _identity(path)
     is_large = before["size"] > _CHUNK_BYTES
-    found = known.read(before) if is_large else None
-    if found is None:
-        found = _hash(path, on_read)
-        if is_large and _facts(path) == before and is_settled(before["mtime_ns"], time.time()):
-            known.write(before, found)
+    digest = _cached(name, before) if is_large else None
+    if digest is None:
+        digest = _hash(path, on_read)
+        if is_large and _identity(path) == before and is_settled(before["mtime_ns"], time.time()):
+            _cache(name, before, digest)
     elif on_read is not None:
         on_read(before["size"])
-    return found
+    return digest
 
 
-def _facts(path: Path) -> dict[str, int]:
-    """What changes when a file does, but for whoever sets it all back."""
-    found = path.stat()
+def _identity(path: Path) -> dict[str, int]:
+    status = path.stat()
     return {
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
-        "device": found.st_dev,
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+        "device": status.st_dev,
     }
 
 
 def is_settled(changed_ns: int, at_s: float) -> bool:
-    """Whether a file that was changed last at one time would show, at another, a change since.
+    """Return True if any change of a file after ``at_s`` would change its modification time.
 
     Args:
-        changed_ns: nanoseconds since 1970.
+        changed_ns: the file's modification time, in nanoseconds since 1970.
         at_s: seconds since 1970.
     """
     return at_s - changed_ns / 1e9 > _SETTLED_S
 
 
 def _hash(path: Path, on_read: Callable[[int], object] | None) -> str:
-    """Threads hash chunk by chunk: hashlib lets others run meanwhile."""
+    """Hash chunks in threads: hashlib releases the GIL."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         starts = range(0, max(size, 1), _CHUNK_BYTES)
@@ -81,12 +81,9 @@ def _hash(path: Path, on_read: Callable[[int], object] | None) -> str:
 def _counted(
     chunks: Iterable[bytes], size: int, on_read: Callable[[int], object] | None
 ) -> Iterator[bytes]:
-    """Hashes of chunks, the bytes of each told as it comes."""
-    left = size
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
         if on_read is not None:
-            on_read(min(left, _CHUNK_BYTES))
-        left -= _CHUNK_BYTES
+            on_read(min(size - number * _CHUNK_BYTES, _CHUNK_BYTES))
         yield chunk
 
 
@@ -99,43 +96,36 @@ def _hash_chunk(descriptor: int, start: int) -> bytes:
     return chunk.digest()
 
 
-class _Known:
-    """What is kept of one file; nothing where there is no cache of one's own."""
-
-    def __init__(self, path: Path) -> None:
-        name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
-        self._name = f"{name}.json"
-
-    def read(self, facts: dict[str, int]) -> str | None:
-        """The hash of the file as it is now, if it is known."""
-        for folder in _own_folder():
-            try:
-                kept = json.loads((folder / self._name).read_bytes())
-                if kept["facts"] == facts and len(kept["hash"]) == _DIGITS:
-                    return str(kept["hash"])
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
+def _cached(name: str, identity: dict[str, int]) -> str | None:
+    folder = _private_folder()
+    if folder is None:
         return None
-
-    def write(self, facts: dict[str, int], found: str) -> None:
-        for folder in _own_folder():
-            try:
-                with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    new = Path(scratch) / self._name
-                    new.write_text(json.dumps({"facts": facts, "hash": found}))
-                    os.replace(new, folder / self._name)
-            except OSError:
-                continue  # it is hashed again next time
+    try:
+        stored = json.loads((folder / name).read_bytes())
+        if stored["facts"] == identity and len(stored["hash"]) == _DIGITS:
+            return str(stored["hash"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
 
 
-def _own_folder() -> Iterator[Path]:
-    """The folder that hashes are kept in, if nobody else can write to it."""
+def _cache(name: str, identity: dict[str, int], digest: str) -> None:
+    folder = _private_folder()
+    if folder is None:
+        return
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        new = Path(scratch) / name
+        new.write_text(json.dumps({"facts": identity, "hash": digest}))
+        os.replace(new, folder / name)
+
+
+def _private_folder() -> Path | None:
+    """The cache folder; None if other users can write to it."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(root) if root else Path.home() / ".cache") / "batchinfer" / _FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
-    except (OSError, RuntimeError):  # no home, or no right
-        return
-    if status.st_uid == os.getuid() and not status.st_mode & 0o022:
-        yield folder
+    except (OSError, RuntimeError):  # no home folder, or no permission
+        return None
+    return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None

@@ -1,7 +1,7 @@
-"""Places at which a test can have the process die as by ``kill -9``.
+"""Failpoints: places where a test can kill the process as ``kill -9`` does.
 
-``BATCHINFER_FAILPOINT=name:count`` kills it the ``count``-th time it comes to the failpoint
-``name``; without the variable a failpoint does nothing.
+``BATCHINFER_FAILPOINT=name:count`` kills the process the ``count``-th time that it reaches the
+failpoint ``name``. Without the variable a failpoint does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _times = count(1)
 
 
 def failpoint(name: str) -> None:
-    """Die here, if this is the failpoint asked for and it has come often enough."""
-    wanted, _, times = os.environ.get(VARIABLE, "").rpartition(":")
-    if name == wanted and next(_times) == int(times):
+    """Kill this process if the environment variable names this failpoint and this time."""
+    chosen, _, times = os.environ.get(VARIABLE, "").rpartition(":")
+    if name == chosen and next(_times) == int(times):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Files of an output directory, each seen whole or not at all, by readers and after a crash.
+"""Files of an output directory: readers see each file whole or not at all, also after a crash.
 
-``Files`` is all the commit protocol asks of a file system; tests put one in its place that loses
-what was not synced.
+``Files`` lists the operations that the commit protocol needs of a file system. Tests replace it
+with a file system that loses unsynced data.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from batchinfer.job.storage.urls import is_url
 T = TypeVar("T")
 _HASH_CHUNK = 1 << 20
 STRICT: Final = {"extra": "forbid", "strict": True}
-"""Pydantic's settings of records that are stored as JSON: what is damaged must not pass."""
+"""Pydantic's settings for records stored as JSON, so that it refuses damaged records."""
 
 READ_TRIES = 3
-"""Times that a file of our own is read before that counts as failed."""
+"""Number of attempts to read a file of an output directory."""
 _PAUSE_S = 0.05
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What says that there is no such file, not that it could not be read."""
+"""Errors which say that a file does not exist; other errors say that it cannot be read."""
 
 _ADVICE = {
     errno.EIO: "check the disk",
@@ -42,110 +42,110 @@ _ADVICE = {
     errno.EDQUOT: "free space there: your quota is used up",
     errno.EFBIG: "allow larger files there (ulimit -f)",
     errno.EROFS: "use --output for a directory that can be written to",
-    errno.EACCES: "mend the permissions, or use --output for another directory",
-    errno.EPERM: "mend the permissions, or use --output for another directory",
-    errno.EISDIR: "a folder is where a file must be: move it away",
-    errno.EEXIST: "a file is where a folder must be: move it away",
-    errno.ENOTDIR: "a file is where a folder must be: move it away",
+    errno.EACCES: "fix the permissions, or use --output for another directory",
+    errno.EPERM: "fix the permissions, or use --output for another directory",
+    errno.EISDIR: "move the folder of this name away",
+    errno.EEXIST: "move the file of this name away",
+    errno.ENOTDIR: "move the file away that has the name of a folder in this path",
+    errno.ENOENT: "use --output for a folder that exists or can be made",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """Size, time and mark of a file, which need no reading of it."""
+    """Metadata of a file, known without reading it."""
 
     size: int
     mtime_ns: int
     etag: str | None = None
-    """An object store's mark of the content; None in a file system."""
+    """An object store's entity tag, which changes with the content; None in a file system."""
     ctime_ns: int = 0
-    """When a file system last changed the file or what it knows of it, which no one can set; 0:
-    not known."""
+    """Time of the last change of the file or its metadata, which users cannot set; 0: unknown."""
 
 
 class Files(Protocol):
     """The file system of an output directory.
 
-    Methods that write raise OSError where it refuses. Those that read raise FileNotFoundError,
-    NotADirectoryError or IsADirectoryError for a file that is not there, as what they give does,
-    and StorageError where one cannot be read: that says nothing of what is in it.
+    Methods that write raise OSError if the file system refuses. Methods that read, and the files
+    they return, raise FileNotFoundError, NotADirectoryError or IsADirectoryError if the file does
+    not exist, and StorageError if it cannot be read.
     """
 
     @property
     def flush_every_s(self) -> float:
-        """Seconds after which finished rows are worth a file."""
+        """Seconds between files of finished rows."""
         ...
 
     @property
     def parallel_requests(self) -> int:
-        """Requests at a time that are faster than one after the other."""
+        """Best number of concurrent requests."""
         ...
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """Make a file, or replace its content; on disk only after ``sync``."""
+        """Create or replace a file; it is on disk only after ``sync``."""
         ...
 
     def create(self, path: PurePath) -> BinaryIO:
-        """Make a file, or empty it, and open it to write it."""
+        """Create or empty a file, and open it for writing."""
         ...
 
     def append_to(self, path: PurePath) -> BinaryIO:
-        """Open a file, new or not, to add to its end.
+        """Open a new or existing file to append to it.
 
-        Each write outlives this process, in a store only after ``flush``.
+        Each write outlives this process; in a store only after ``flush``.
         """
         ...
 
     def open(self, path: PurePath) -> BinaryIO:
-        """Open a file to read it."""
+        """Open a file for reading."""
         ...
 
     def sync(self, path: PurePath) -> None:
-        """Put a file's content, or a directory's entries, on disk."""
+        """Write a file's content, or a directory's entries, to disk."""
         ...
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Give a file another name, whatever had that name; on disk after the folders' sync."""
+        """Rename a file, replacing any file at ``target``; durable after the folders' ``sync``."""
         ...
 
     def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
-        """Give a file's content, all at once, to another name as well, whatever had that name.
+        """Copy a file atomically, replacing any file at ``target``.
 
-        On disk after the folder's sync, if the source is. Both may be one file from then on: no
-        file of ours is ever written to again.
+        The copy is durable after the folder's ``sync`` if the source is durable. Source and copy
+        may share one inode, because batchinfer never writes to a finished file.
 
         Args:
-            staging: a folder for what is on its way.
+            staging: a folder for the temporary file.
         """
         ...
 
     def delete(self, path: PurePath) -> None:
-        """Delete a file or a folder with all in it; one that is missing is no error."""
+        """Delete a file, or a folder and its content; a missing file is not an error."""
         ...
 
     def make_directory(self, path: PurePath) -> None:
-        """Make a folder, and the folders it is in, where they are missing; on disk at once."""
+        """Create a folder and its missing parents, and sync them."""
         ...
 
     def can_write(self, directory: PurePath) -> bool:
-        """Whether files may be made in a folder."""
+        """Return True if files can be created in a folder."""
         ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
-        """Files and folders in a folder, in the order of names; none where it is missing."""
+        """Return the files and folders in a folder by name; none if the folder is missing."""
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:
-        """Size and time of a file or folder; None where it is missing."""
+        """Return the metadata of a file or folder; None if it is missing."""
         ...
 
     def holds(self, directory: PurePath, path: str) -> bool:
-        """Whether a file that a job names is in a folder, wherever links lead."""
+        """Return True if a file named in a job is in a folder, after resolving links."""
         ...
 
 
 class LocalFiles:
-    """The files of this machine."""
+    """This machine's file system."""
 
     flush_every_s = 5.0
     parallel_requests = 1
@@ -183,7 +183,7 @@ class LocalFiles:
         except OSError:  # a file system without links
             shutil.copy2(source, staged)
             self.sync(staged)
-        os.replace(staged, target)  # which leaves both names, if they are of one file already
+        os.replace(staged, target)  # does nothing if both names are links to one file
         staged.unlink(missing_ok=True)
 
     def delete(self, path: PurePath) -> None:
@@ -256,11 +256,11 @@ class _RetryingReader(io.RawIOBase):
 
 
 def _retry(path: PurePath, read: Callable[[], T], tries: int = READ_TRIES) -> T:
-    """What ``read`` gives, which is called again where it fails for no fault of the file.
+    """Call ``read``, and again after transient errors.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, IsADirectoryError: there is no such file.
-        StorageError: it fails each time.
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: the file does not exist.
+        StorageError: every attempt fails.
     """
     try:
         return read()
@@ -279,14 +279,14 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
     """Turn the operating system's errors into StorageError, naming ``path``.
 
     Args:
-        verb: what was done to it: ``write`` or ``delete``.
+        verb: the failed operation: ``read``, ``write`` or ``delete``.
     """
     try:
         yield
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number else str(error)  # pyarrow words errors its own way
-        advice = _ADVICE.get(number, "mend that")
+        reason = os.strerror(number) if number else str(error)  # pyarrow has messages of its own
+        advice = _ADVICE.get(number, "fix this, or use --output for another directory")
         raise StorageError(
             f"cannot {verb} {printable(str(path))}: {reason}",
             hint=f"{advice}, then run again: finished rows are kept",
@@ -294,9 +294,10 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
 
 
 def publish(files: Files, staged: PurePath, final: PurePath) -> None:
-    """Make the finished file ``staged`` appear as ``final``, on disk when this returns.
+    """Move the finished file ``staged`` to ``final``; it is on disk when this returns.
 
-    Failpoints: ``<folder of final>-`` and ``staged``, ``synced``, ``renamed`` or ``durable``.
+    Failpoints: the name of the folder of ``final``, then ``-staged``, ``-synced``, ``-renamed`` or
+    ``-durable``.
 
     Raises:
         StorageError: the file system refuses.
@@ -313,7 +314,7 @@ def publish(files: Files, staged: PurePath, final: PurePath) -> None:
 
 
 def write_file(files: Files, final: PurePath, data: bytes, staging: PurePath) -> None:
-    """Write ``data`` to ``final`` by way of the directory ``staging``.
+    """Write ``data`` to ``final``, through a temporary file in the directory ``staging``.
 
     Raises:
         StorageError: the file system refuses.
@@ -325,21 +326,21 @@ def write_file(files: Files, final: PurePath, data: bytes, staging: PurePath) ->
 
 
 def read_file(files: Files, path: PurePath) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Raises:
-        OSError: there is no such file.
-        StorageError: it cannot be read.
+        OSError: the file does not exist.
+        StorageError: the file cannot be read.
     """
     with files.open(path) as file:
         return file.read()
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that stored JSON holds, which may be torn or whatever else has got there.
+    """Parse stored JSON, which may be damaged.
 
     Raises:
-        ValueError: it is no JSON, or none that can be read.
+        ValueError: the data is not valid JSON, or is nested too deeply.
     """
     try:
         return json.loads(data)
@@ -348,11 +349,11 @@ def parse_json(data: bytes) -> Any:
 
 
 def sha256_of(files: Files, path: PurePath) -> str:
-    """Hex digest of a file's bytes.
+    """Return the SHA-256 of a file, in hex.
 
     Raises:
-        OSError: there is no such file.
-        StorageError: it cannot be read.
+        OSError: the file does not exist.
+        StorageError: the file cannot be read.
     """
     digest = hashlib.sha256()
     with files.open(path) as file:

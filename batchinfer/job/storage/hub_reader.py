@@ -1,7 +1,7 @@
-"""Datasets on the Hugging Face Hub, to read from, through huggingface_hub's file system.
+"""Reads datasets on the Hugging Face Hub through huggingface_hub's file system.
 
-``hf://datasets/OWNER/NAME/PATH``, with ``@REVISION`` after the name. The token and another address
-come from the environment (``HF_TOKEN``, ``HF_ENDPOINT``), never from a job.
+URLs are ``hf://datasets/OWNER/NAME/PATH`` or ``hf://datasets/OWNER/NAME@REVISION/PATH``. The token
+and the endpoint come from the environment (``HF_TOKEN``, ``HF_ENDPOINT``), never from a job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HubStore:
     def kind(self, path: str) -> Literal["file", "folder"] | None:
         with _errors(path):
             hub = _hub()
-            hub.resolve_path(_path(path))  # raises where there is no such dataset
+            hub.resolve_path(_path(path))  # raises if the dataset does not exist
             try:
                 found = hub.info(_path(path))
             except FileNotFoundError:
@@ -50,7 +50,7 @@ class HubStore:
         return found
 
     def stat(self, path: str) -> FileStat:
-        """Size and mark of a file: the content's hash, times the Hub has none of."""
+        """Return a file's size and content hash; the Hub has no times."""
         with _errors(path):
             found = _hub().info(_path(path), refresh=True, expand_info=True)
         if found["type"] != "file":
@@ -64,7 +64,7 @@ class HubStore:
 
 
 def _hub() -> Any:
-    from huggingface_hub import HfFileSystem  # only where it is asked for
+    from huggingface_hub import HfFileSystem  # slow to import
 
     return HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
 
@@ -75,20 +75,20 @@ def _path(url: str) -> str:
 
 @contextmanager
 def _errors(url: str) -> Iterator[None]:
-    """Turn the Hub's errors into OSError where it refuses, else StorageError."""
+    """Turn the Hub's errors into OSError if the Hub refuses, else into StorageError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
     except FileNotFoundError:
-        raise OSError("there is no such file, or it may not be read (HF_TOKEN)") from None
+        raise OSError("the file does not exist, or HF_TOKEN does not allow access") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise OSError(f"the Hub answers {status}") from None
-        raise _no_answer(url, f"the Hub answers {status}") from None
+            raise OSError(f"the Hub answered with HTTP status {status}") from None
+        raise _no_answer(url, f"the Hub answered with HTTP status {status}") from None
     except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # its name differs between versions
+        if not type(error).__module__.startswith("httpx"):  # class names differ between versions
             raise
         raise _no_answer(url, str(error)) from None
 
@@ -96,5 +96,5 @@ def _errors(url: str) -> Iterator[None]:
 def _no_answer(url: str, reason: str) -> StorageError:
     return StorageError(
         f"cannot read {printable(url)}: {printable(reason)}",
-        hint="see to the Hub, then run again: finished rows are kept",
+        hint="check the network and the Hub, then run again: finished rows are kept",
     )

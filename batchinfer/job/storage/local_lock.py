@@ -1,9 +1,9 @@
-"""A lock in a file system: one process at a time holds it.
+"""A lock in a file system, held by one process at a time.
 
-The lock is the operating system's: it is free at once when its holder dies, however it dies. The
-file beside it tells others who holds it. Of several processes that write beside each other, each
-touches that file every few seconds: one that was not heard of for ``LAPSE_S`` counts as dead, even
-if it is only frozen.
+The operating system frees the lock at once when its holder dies. A JSON file next to the lock
+describes the holder. If several processes write to one output, each touches its JSON file every few
+seconds. A process that has not touched its file for ``LAPSE_S`` counts as dead, even if it is only
+frozen.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ class HeldError(LockedError):
     """A lock is held by another process.
 
     Args:
-        holder: what that has said of itself; None: nothing, or what a dead one has said.
+        holder: the holder's description of itself; None if it is missing or from a dead process.
     """
 
     def __init__(self, message: str, *, hint: str, holder: object) -> None:
         super().__init__(message, hint=hint)
         self.is_alone = isinstance(holder, dict) and not holder.get("task")
-        """Whether it is known to write alone, and so to hold the lock for as long as it does."""
+        """True if the holder is a single run, which holds the lock until it ends."""
 
 
 class Lock(Protocol):
-    """The right to write to an output directory, of one run at a time."""
+    """The right to write to an output directory, held by one run at a time."""
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold it; the folder it is in is there.
+        """Hold the lock, in a folder that exists.
 
         Raises:
-            HeldError: another run holds it; names its process.
-            StorageError: it cannot be written to.
+            HeldError: another run holds the lock; names its process.
+            StorageError: the lock's file cannot be written.
         """
         ...
 
     def is_free(self) -> bool:
-        """Whether nobody holds it; a holder that was not heard of for long has lost it.
+        """Return True if no process holds the lock; a silent holder loses it after ``LAPSE_S``.
 
         Raises:
-            StorageError: it cannot be written to.
+            StorageError: the lock's file cannot be written.
         """
         ...
 
     @property
     def fences(self) -> bool:
-        """Whether who has lost it is kept from writing by the lock itself."""
+        """True if the lock itself keeps a run from writing once the run has lost the lock."""
         ...
 
     def holder_lives(self) -> bool | None:
-        """Whether a process is known to hold it, or is known to have died with it; None: neither.
+        """Return True if the holder is alive, False if it has died, None if that is unknown.
 
-        The lock itself is not tried: a run that begins just then would find it held.
+        This does not try to take the lock, as a run that starts then would find it held.
         """
         ...
 
@@ -80,8 +80,8 @@ class LocalLock:
     """A lock in the folder ``state`` of a file system.
 
     Args:
-        name: its file, which may be in a folder there.
-        task: what its holder does, of several that write; "": the holder writes alone.
+        name: path of the lock's file, relative to ``state``.
+        task: the holder's task if several processes write; "" if the holder writes alone.
     """
 
     fences = False
@@ -98,7 +98,7 @@ class LocalLock:
         try:
             with storage_errors(self._holder):
                 self._holder.write_text(json.dumps(this_process(self._task)))
-            if self._task and self._path.name != LOCK:  # that is held for a moment only
+            if self._task and self._path.name != LOCK:  # LOCK is held only for a moment
                 threading.Thread(target=self._beat_until, args=(done,), daemon=True).start()
             yield
         finally:
@@ -120,7 +120,7 @@ class LocalLock:
                 os.utime(self._holder)
 
     def _has_lapsed(self) -> bool:
-        """Whether the holder was not heard of for long, by the file system's own clock."""
+        """Return True if the holder was silent for ``LAPSE_S``, by the file system's clock."""
         probe = self._holder.with_suffix(f".{os.getpid()}")
         try:
             probe.touch()
@@ -146,35 +146,34 @@ class LocalLock:
         return lock
 
     def _living_holder(self) -> object:
-        """What the holder says of itself; None if it has not yet, and a dead one has."""
+        """The holder's description of itself; None if it is missing or from a dead process."""
         with suppress(OSError, ValueError):
-            found = parse_json(self._holder.read_bytes())
-            return None if process_lives(found) is False else found
+            holder = parse_json(self._holder.read_bytes())
+            return None if process_lives(holder) is False else holder
         return None
 
     def holder_lives(self) -> bool | None:
-        """Whether the holder's process runs; None: it is on another machine, or nobody holds it."""
         try:
             return process_lives(parse_json(self._holder.read_bytes()))
         except (OSError, ValueError):
             return None
 
 
-def process_lives(found: object) -> bool | None:
-    """Whether a process that ``this_process`` described still runs.
+def process_lives(holder: object) -> bool | None:
+    """Return True if a process described by ``this_process`` still runs.
 
-    None where that cannot be told: it was on another machine, or this one has started anew.
+    None if that is unknown: the process is on another machine, or this machine was restarted.
     """
     try:
-        if (found["host"], found["boot_id"]) != (socket.gethostname(), _boot_id()):  # type: ignore[index]
+        if (holder["host"], holder["boot_id"]) != (socket.gethostname(), _boot_id()):  # type: ignore[index]
             return None
-        return bool(_started(found["pid"]) == found["started"])  # type: ignore[index]
+        return bool(_started(holder["pid"]) == holder["started"])  # type: ignore[index]
     except (TypeError, KeyError):
         return None
 
 
 def this_process(task: str = "") -> dict[str, int | float | str | None]:
-    """This process as a lock names it: id, host, boot, seconds at which it began, what it does."""
+    """Describe this process for a lock's JSON file: id, host, boot id, start time and task."""
     pid = os.getpid()
     machine = {"host": socket.gethostname(), "boot_id": _boot_id()}
     named_task = {"task": task} if task else {}
@@ -182,10 +181,10 @@ def this_process(task: str = "") -> dict[str, int | float | str | None]:
 
 
 def _started(pid: int) -> float | None:
-    """Time at which a process began, which tells it from others of its id; None if it ended.
+    """Start time of a process, in seconds since the machine started; None if it has ended.
 
-    Seconds since the machine did: the time of day is that plus what the clock says of the
-    machine's own beginning, which changes whenever the clock is set.
+    The start time distinguishes processes that had the same id. The time of day would change when
+    the clock is set.
     """
     booted = psutil.boot_time()
     try:
@@ -195,21 +194,21 @@ def _started(pid: int) -> float | None:
 
 
 def _boot_id() -> str:
-    """Name of this boot of the machine; another boot gives the same process ids again."""
+    """Id of this boot of the machine: process ids repeat after the next boot."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return f"{psutil.boot_time():.0f}"
 
 
-def named(found: object) -> str:
-    """A process that ``this_process`` described, for the end of a message; "" if damaged."""
+def named(holder: object) -> str:
+    """End of a message that names a process described by ``this_process``; "" if damaged."""
     try:
         pid, host, boot = (
-            printable(str(found[key]), 80)  # type: ignore[index]
+            printable(str(holder[key]), 80)  # type: ignore[index]
             for key in ("pid", "host", "boot_id")
         )
     except (TypeError, KeyError):
         return ""
-    task = printable(str(found.get("task") or ""), 80)  # type: ignore[attr-defined]
+    task = printable(str(holder.get("task") or ""), 80)  # type: ignore[attr-defined]
     return f": {task}{task and ', '}process {pid} on {host} (boot {boot})"

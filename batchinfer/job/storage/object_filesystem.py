@@ -1,10 +1,10 @@
 """Files of an output directory in an object store, and logs that grow there.
 
-What is staged is in memory; an object appears with all of its bytes, in the place of a rename. A
-run writes over what it has written itself. Where it finds something else, it makes sure that it
-still holds the lock: what it finds then is left over, and not of a run that has taken over since.
-Deletes cannot be tied to what they delete, so a run looks at the lock right before each, deletes
-only what it has found, and gives up before another could have taken over.
+Staged files are kept in memory, and a rename uploads them whole. A run overwrites the objects that
+it has written itself. If an object has another version, the run first confirms that it still holds
+the lock: the object is then a leftover of an earlier run. A store cannot make a delete conditional,
+so a run checks the lock before each delete, deletes only objects that it has listed, and fails
+before another run could have taken over.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from batchinfer.console.format import printable
 from batchinfer.errors import JobError, StorageError
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.object_store import Objects, Version
-from batchinfer.job.storage.staged_files import StagedFiles
 from batchinfer.job.storage.urls import StorePath, is_url
 
 EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
-"""Of the end of what was written; the rest is dropped."""
+"""Bytes that are kept of the end of a log."""
 
-_TRIES = 5  # others are kept out by the lock: what changes between two looks is rare
+_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change meanwhile
 
 
 class StoreLog(io.RawIOBase):
-    """A log in an object store, of which the last ``KEPT_BYTES`` are kept.
+    """A log in an object store that keeps its last ``KEPT_BYTES``.
 
-    It is put there as a whole: at once after a while of silence, else when the last time was
-    ``EVERY_S`` ago. What cannot be put is left: a job does not end for its log.
+    The log is uploaded whole, at most every ``EVERY_S`` seconds. Failed uploads are ignored: a job
+    does not fail because of its log.
 
     Args:
-        put: writes the object.
+        put: uploads the log.
         clock: seconds.
     """
 
@@ -96,12 +95,12 @@ class StoreLog(io.RawIOBase):
             self._put_at = self._clock()
 
 
-class StoreFiles(StagedFiles):
+class StoreFiles:
     """The objects of a store as files; paths are ``StorePath``.
 
     Args:
-        check: raises LockedError where this run no longer holds the lock, by what it last heard.
-        confirm: raises LockedError where it does not, after asking the store.
+        check: raises LockedError if this run has lost the lock, by the store's latest answer.
+        confirm: asks the store, and raises LockedError if this run has lost the lock.
     """
 
     flush_every_s = 60.0
@@ -110,18 +109,34 @@ class StoreFiles(StagedFiles):
     def __init__(
         self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
     ) -> None:
-        super().__init__()
         self._objects = objects
         self._check = check
         self._confirm = confirm
+        self._staged: dict[PurePath, bytes] = {}
         self._written: dict[PurePath, Version] = {}
-        """Objects as this run has written them."""
+        """Versions of the objects that this run has written."""
         self._failure: StorageError | None = None
-        """Of a write, after the store was asked for minutes: it ends the run, and is not asked for
-        each of the things again that a run would still like to write at its end."""
+        """The first failure, after minutes of retries. It ends the run, and further writes raise it
+        again at once, so that the run does not wait minutes for each of its last files."""
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        self._staged[path] = data
+
+    def create(self, path: PurePath) -> BinaryIO:
+        return _StagedFile(partial(self.write, path))
+
+    def sync(self, path: PurePath) -> None:
+        """Do nothing: uploaded objects are durable."""
+
+    def make_directory(self, path: PurePath) -> None:
+        """Do nothing: a store has no folders."""
+
+    def can_write(self, directory: PurePath) -> bool:
+        """Return True: only a write shows whether the store allows it."""
+        return True
 
     def append_to(self, path: PurePath) -> BinaryIO:
-        """Open a log of which the end is kept, in the store some seconds later."""
+        """Open a ``StoreLog``."""
         return cast(BinaryIO, StoreLog(partial(self._put_unless_failed, _url(path))))
 
     def open(self, path: PurePath) -> BinaryIO:
@@ -133,32 +148,31 @@ class StoreFiles(StagedFiles):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Put what is staged in the store; what another has put there, in another place there."""
+        """Upload a staged file, or copy an object and delete the original."""
         staged = self._staged.get(source)
         if staged is not None:
-            with self._once_only():
+            with self._failing_fast():
                 self._put(_url(target), staged)
-            self._staged.pop(source, None)  # another thread may have been at the same
+            self._staged.pop(source, None)  # another thread may have dropped it
             return
-        with self.open(source) as file, self._once_only():
+        with self.open(source) as file, self._failing_fast():
             self._put(_url(target), file.read())
         self.delete(source)
 
     def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
         self._check()
-        with self._once_only():
+        with self._failing_fast():
             self._objects.copy(_url(source), _url(target))
         self._written.pop(target, None)
 
     def delete(self, path: PurePath) -> None:
-        self._drop_staged(path)
-        with self._once_only():
+        _forget(self._staged, path)
+        with self._failing_fast():
             self._delete_all(_url(path))
-        for written in [written for written in list(self._written) if written.is_relative_to(path)]:
-            del self._written[written]
+        _forget(self._written, path)
 
     def _delete_all(self, path: StorePath) -> None:
-        """Delete an object and what is below it; another that does the same may be ahead."""
+        """Delete an object and all objects below it, which other writers may delete as well."""
         for _ in range(_TRIES):
             keys = self._objects.keys(path)
             if not keys:
@@ -167,23 +181,23 @@ class StoreFiles(StagedFiles):
             if self._objects.delete(path, keys):
                 return
         raise StorageError(
-            f"cannot delete {printable(str(path))}: the store says that what it lists is not there",
-            hint="see to the store, then run again: finished rows are kept",
+            f"cannot delete {printable(str(path))}: the store lists objects that it does not hold",
+            hint="check the store, then run again: finished rows are kept",
         )
 
     def entries(self, directory: PurePath) -> list[StorePath]:
         return self._objects.entries(_url(directory))
 
     def stat(self, path: PurePath) -> FileStat | None:
-        """Size, time and mark of an object; None where it is missing, and for folders."""
-        found = self._objects.head(_url(path))
-        return None if found is None else found.stat
+        """Return an object's metadata; None for missing objects and for folders."""
+        meta = self._objects.head(_url(path))
+        return None if meta is None else meta.stat
 
     def holds(self, directory: PurePath, path: str) -> bool:
         return is_url(path) and StorePath(path).is_relative_to(directory)
 
     @contextmanager
-    def _once_only(self) -> Iterator[None]:
+    def _failing_fast(self) -> Iterator[None]:
         if self._failure is not None:
             raise self._failure
         try:
@@ -204,15 +218,35 @@ class StoreFiles(StagedFiles):
             if written is not None:
                 self._written[path] = written
                 return
-            # In this order: what is there was there before this run was told that it has the lock,
-            # so none that takes over later has written it.
-            found = self._objects.head(path)
+            # The order matters: the object was read before the lock was confirmed, so no run that
+            # takes over later has written it.
+            meta = self._objects.head(path)
             self._confirm()
-            seen = None if found is None else found.version
+            seen = None if meta is None else meta.version
         raise StorageError(
-            f"cannot write {printable(str(path))}: it changes all the time",
-            hint="find out what else writes there, then run again: finished rows are kept",
+            f"cannot write {printable(str(path))}: another program keeps changing it",
+            hint="stop the other program, then run again: finished rows are kept",
         )
+
+
+class _StagedFile(BytesIO):
+    """A file in memory whose content goes to ``keep`` when it is closed."""
+
+    def __init__(self, keep: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def close(self) -> None:
+        if not self.closed:
+            self._keep(self.getvalue())
+        super().close()
+
+
+def _forget(paths: dict[PurePath, Any], folder: PurePath) -> None:
+    """Remove all paths below a folder; other threads may remove some at the same time."""
+    for path in list(paths):
+        if path.is_relative_to(folder):
+            paths.pop(path, None)
 
 
 def _url(path: PurePath) -> StorePath:

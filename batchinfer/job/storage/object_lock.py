@@ -1,14 +1,14 @@
 """The lock of an output directory in an object store: one run at a time may write.
 
-``lock.json`` names its holder and a fencing number, which grows by one with each holder. It is made
-only where there is none, and changed only by who has seen what it takes the place of, so of two
-runs one gets it. The holder writes it again every few seconds. When it was not written for
-``LAPSE_S``, by the store's own clock, its holder is taken for dead, and the next run takes over.
+``lock.json`` names the holder and a fencing number, which grows by one with each holder. Runs
+create and replace it with conditional writes, so only one of two runs gets the lock. The holder
+rewrites it every few seconds. If it is older than ``LAPSE_S`` by the store's clock, its holder
+counts as dead, and the next run takes over.
 
-A holder that was only asleep asks the store before it writes anything, and finds that it was
-passed. What it had sent off just before arrives after that at worst: ``store_files`` sees to it
-that this takes the place of nothing that a later holder has written. Only a delete that the store
-gets ``_TRUSTED_S`` after it was sent could hit a later holder's object.
+A holder that was suspended asks the store before it writes anything, and learns that it has lost
+the lock. Its last requests may arrive later; conditional writes (see ``object_filesystem``) keep
+them from replacing a later holder's objects. Only a delete that the store receives ``_TRUSTED_S``
+after it was sent could hit a later holder's object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from batchinfer.job.storage.object_store import ObjectMeta, Objects, Version
 from batchinfer.job.storage.urls import StorePath
 
 _TRUSTED_S = LAPSE_S / 2
-"""How long what the store has said of the lock holds: others wait twice as long."""
+"""Seconds for which a holder trusts the store's last answer; other runs wait twice as long."""
 _TRIES = 5
 
 
@@ -49,26 +49,26 @@ class _Content:
 
     fence: int
     token: str | None = None
-    """Unique to a holder; None: nobody holds it."""
+    """Unique to a holder; None if the lock is free."""
     beat: int = 0
     holder: dict[str, Any] | None = None
 
 
-def _awake_or_not() -> float:
-    """Seconds since this machine was started, those included in which it slept."""
+def _seconds_since_boot() -> float:
+    """Seconds since this machine started, including the time in which it was suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
 
 class StoreLock:
-    """A lock in an object store, written again every few seconds while it is held.
+    """A lock in an object store, rewritten every few seconds while it is held.
 
     Args:
-        state: the folder the lock is in.
-        clock: seconds of this machine, to tell how long ago the store was asked.
-        store_time: seconds since 1970 by the store's clock; None: asks it.
-        name: its object there, without ``.json``.
-        task: what its holder does, of several that write; "": the holder writes alone.
+        state: the lock's folder.
+        clock: measures the seconds since the store's last answer.
+        store_time: seconds since 1970 by the store's clock; None: ask the store.
+        name: the lock's object in ``state``, without ``.json``.
+        task: the holder's task if several processes write; "" if the holder writes alone.
     """
 
     fences = True
@@ -77,7 +77,7 @@ class StoreLock:
         self,
         objects: Objects,
         state: StorePath,
-        clock: Callable[[], float] = _awake_or_not,
+        clock: Callable[[], float] = _seconds_since_boot,
         store_time: Callable[[], float] | None = None,
         name: str = LOCK,
         task: str = "",
@@ -90,7 +90,7 @@ class StoreLock:
         self._store_time = store_time
         self._content = _Content(0)
         self._version: Version | None = None
-        """Of the lock as this run wrote it; None where it does not hold it."""
+        """Version of the lock that this run wrote; None if this run does not hold it."""
         self._asked_at = 0.0
         self._mutex = threading.RLock()
 
@@ -108,32 +108,32 @@ class StoreLock:
             self.release()
 
     def acquire(self) -> None:
-        """Take the lock; ``held`` also keeps it.
+        """Take the lock, without the heartbeat of ``held``.
 
         Raises:
-            LockedError: another run has it.
-            StorageError: the store refuses, does not answer, or does not know conditions.
+            LockedError: another run holds the lock.
+            StorageError: the store refuses, does not answer, or ignores conditions of writes.
         """
         now = self._probe()
         for _ in range(_TRIES):
-            found = self._read()
+            stored = self._read()
             fence, version = 1, None
-            if found is not None:
-                content, meta = found
+            if stored is not None:
+                content, meta = stored
                 version = meta.version
                 fence = content.fence + 1
                 self._refuse_if_held(content, now - meta.stat.mtime_ns / 1e9)
-            mine = _Content(fence, token_hex(16), 0, _holder(self._task))
-            if self._write(mine, version):
+            holder = {**this_process(self._task), "pids": _pid_namespace()}
+            if self._write(_Content(fence, token_hex(16), 0, holder), version):
                 return
         raise HeldError(
-            f"other runs are beginning to write to {self._place}",
-            hint="wait for them, or use --output for another directory",
+            f"other runs are starting to write to {self._place}",
+            hint="wait for them to end, or use --output for another directory",
             holder=None,
         )
 
     def check(self) -> None:
-        """Make sure that this run holds the lock, by what the store said a short while ago.
+        """Check that this run holds the lock, by the store's latest answer if that is recent.
 
         Raises:
             LockedError: another run has taken over.
@@ -144,7 +144,7 @@ class StoreLock:
                 self.confirm()
 
     def confirm(self) -> None:
-        """Make sure that this run holds the lock: write it again.
+        """Check that this run holds the lock, by rewriting it.
 
         Raises:
             LockedError: another run has taken over.
@@ -156,13 +156,13 @@ class StoreLock:
             if version is None or not self._write(beat, version):
                 self._version = None
                 raise LockedError(
-                    f"another run has taken over {self._place}: this one, number "
-                    f"{content.fence}, was not heard of for {LAPSE_S:.0f} s",
-                    hint="let that one go on, or stop it and run this command again",
+                    f"another run has taken over {self._place}: this run, number "
+                    f"{content.fence}, did not renew its lock for {LAPSE_S:.0f} s",
+                    hint="let the other run continue, or stop it and run this command again",
                 )
 
     def release(self) -> None:
-        """Let the next run in at once; where that fails, the lock lapses."""
+        """Free the lock; if that fails, it lapses after ``LAPSE_S``."""
         with self._mutex:
             if self._version is not None:
                 with suppress(JobError):
@@ -170,7 +170,7 @@ class StoreLock:
             self._version = None
 
     def is_free(self) -> bool:
-        """Whether nobody holds it; a holder that was only asleep will find itself passed."""
+        """Return True if the lock is free; a suspended holder learns later that it has lost it."""
         lives = self.holder_lives()
         if lives is not False:
             return lives is None
@@ -182,11 +182,11 @@ class StoreLock:
         return True
 
     def holder_lives(self) -> bool | None:
-        """Whether the holder was heard of lately, by the clock here; None: nobody holds it."""
-        found = self._read()
-        if found is None or found[0].token is None:
+        """Return True if the holder wrote recently, by this machine's clock; None if it is free."""
+        stored = self._read()
+        if stored is None or stored[0].token is None:
             return None
-        content, meta = found
+        content, meta = stored
         return not (_is_dead(content.holder) or time.time() - meta.stat.mtime_ns / 1e9 > LAPSE_S)
 
     @property
@@ -198,15 +198,15 @@ class StoreLock:
             return
         raise HeldError(
             f"another run is writing to {self._place}{named(content.holder)}, "
-            f"last heard of {max(age_s, 0.0):.0f} s ago",
-            hint="wait for it, or use --output for another directory; if it died, its lock "
-            f"lapses {LAPSE_S:.0f} s after that",
+            f"which renewed its lock {max(age_s, 0.0):.0f} s ago",
+            hint="wait for it to end, or use --output for another directory; if it died, its lock "
+            f"lapses {LAPSE_S:.0f} s after the last renewal",
             holder=content.holder,
         )
 
     def _beat_until(self, done: threading.Event) -> None:
         while not done.wait(HEARTBEAT_S):
-            with suppress(JobError):  # whoever wants to write next meets it
+            with suppress(JobError):  # the next write raises it again
                 self._beat()
 
     def _beat(self) -> None:
@@ -215,56 +215,52 @@ class StoreLock:
                 self.confirm()
 
     def _write(self, content: _Content, instead_of: Version | None) -> bool:
-        """Replace what the lock holds; False where another has replaced it first."""
+        """Replace the lock's content; return False if another run replaced it first."""
         asked_at = self._clock()
         data = json.dumps(asdict(content)).encode()
         version = self._objects.put(self._path, data, instead_of)
-        if version is None:  # or the answer to the first of several tries was lost
-            found = self._read()
-            if found is None or found[0] != content:
+        if version is None:  # the answer to the first of several attempts may be lost
+            stored = self._read()
+            if stored is None or stored[0] != content:
                 return False
-            version = found[1].version
+            version = stored[1].version
         self._content, self._version, self._asked_at = content, version, asked_at
         return True
 
     def _read(self) -> tuple[_Content, ObjectMeta] | None:
         try:
-            data, found = self._objects.get(self._path)
+            data, meta = self._objects.get(self._path)
         except FileNotFoundError:
             return None
         try:
             fields = parse_json(data)
-            return _Content(int(fields.pop("fence")), **fields), found
+            return _Content(int(fields.pop("fence")), **fields), meta
         except (ValueError, TypeError, KeyError, AttributeError):
-            return _Content(0, "damaged"), found  # somebody's; it lapses
+            return _Content(0, "damaged"), meta  # held by an unknown run, until it lapses
 
     def _probe(self) -> float:
-        """The store's time, once it has taken, refused and deleted an object as asked."""
+        """Check that the store honors conditional writes; return the store's time."""
         path = self._path.with_name(f"probe-{token_hex(8)}")
         taken = self._objects.put(path, b"", None) is not None
         refused = self._objects.put(path, b"again", None) is None
-        found = self._objects.head(path)
+        meta = self._objects.head(path)
         self._objects.delete(path, [path.key])
-        if not (taken and refused and found):
+        if not (taken and refused and meta):
             raise StorageError(
-                f"the store of {self._place} does not heed If-None-Match, which keeps two runs "
-                "from writing to one output",
-                hint="use --output for a store that does, or for a local directory",
+                f"the store of {self._place} ignores If-None-Match, which keeps two runs from "
+                "writing to one output",
+                hint="use --output for a store that supports it, or for a local directory",
             )
-        return self._store_time() if self._store_time else found.stat.mtime_ns / 1e9
-
-
-def _holder(task: str = "") -> dict[str, Any]:
-    return {**this_process(task), "pids": _pid_namespace()}
+        return self._store_time() if self._store_time else meta.stat.mtime_ns / 1e9
 
 
 def _is_dead(holder: dict[str, Any] | None) -> bool:
-    """Whether a holder was a process among this one's, and is no more."""
+    """True if the holder was a process in this one's PID namespace and has ended."""
     return (holder or {}).get("pids") == _pid_namespace() and process_lives(holder) is False
 
 
 def _pid_namespace() -> str:
-    """Tells apart containers of one machine, whose processes do not see each other."""
+    """Id of this process's PID namespace: containers do not see each other's processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,4 +1,4 @@
-"""Objects of S3 and Google Cloud Storage, to read from."""
+"""Reads input files from S3 and Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ObjectStore:
 
 
 class _RemoteFile(io.RawIOBase):
-    """An object as a file; each read is a request for the content it had when it was opened."""
+    """An object as a file; each read is a request for the version that was opened."""
 
     def __init__(self, path: str, found: FileStat) -> None:
         self._path = StorePath(path)
@@ -104,21 +104,22 @@ def _is_object(place: StorePath) -> bool:
 
 
 def _objects(folder: StorePath) -> Iterator[tuple[StorePath, int]]:
-    """Objects below a folder, and bytes of each; the folder itself, where an object stands for it.
+    """Objects below a folder with their sizes in bytes.
 
-    Consoles put empty objects for folders, named with a slash at their end that is not listed.
+    Cloud consoles create an empty object for a folder. Its name ends in a slash, which the list
+    leaves out.
     """
     for batch in obstore.list(connect(folder.bucket), folder.key or None):
         yield from ((StorePath(folder.bucket, entry["path"]), entry["size"]) for entry in batch)
 
 
 def _has_content(file: StorePath, size: int) -> bool:
-    """Whether a listed object is a file, if an empty one: it does not stand for a folder."""
+    """True unless a listed object is the empty object that a console created for a folder."""
     return size > 0 or _is_object(file)
 
 
 def _match(file: StorePath, pattern: StorePath) -> StorePath | None:
-    """The file itself or the folder of it that a pattern matches; None: it matches neither."""
+    """The file, or its folder, that a pattern matches; None if the pattern matches neither."""
     return next((p for p in (file, *file.parents) if _matches(p.parts, pattern.parts)), None)
 
 

@@ -1,8 +1,8 @@
-"""Objects of a bucket, read and written whole, written only where nobody else has.
+"""Reads and writes whole objects of a bucket, with conditional writes.
 
-Every write says which content it takes the place of: none, or one that its writer has seen. A store
-refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete or a copy can say no
-such thing: it is given up soon where the store does not answer.
+Every write names the version that it replaces, or none, and the store refuses the write if the
+object has another version (``If-Match``, ``If-None-Match``). Deletes and copies cannot be
+conditional, so they fail soon if the store does not answer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Version = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """Size, time, mark and version of an object."""
+    """Metadata of an object."""
 
     stat: FileStat
     version: Version
 
 
 class Objects:
-    """The objects of the bucket that ``root`` is in.
+    """The objects of the bucket of ``root``.
 
-    Methods raise FileNotFoundError where there is no such object, and StorageError where the store
+    Methods raise FileNotFoundError if an object does not exist, and StorageError if the store
     refuses or does not answer.
     """
 
@@ -45,21 +45,21 @@ class Objects:
         self._impatient = connect(root.bucket, impatient=True)
 
     def put(self, path: StorePath, data: bytes, instead_of: Version | None) -> Version | None:
-        """Write an object, all of it or nothing.
+        """Write an object atomically.
 
         Args:
-            instead_of: the version that it has now; None: there is none.
+            instead_of: the version to replace; None: the object must not exist.
 
         Returns:
-            The version written; None where the object has another content by now, or none.
+            The new version; None if the object did not have the version ``instead_of``.
         """
         mode: Any = instead_of or "create"
         with _answers(path, "write"):
             try:
-                found = obstore.put(self._store, path.key, data, mode=mode, use_multipart=False)
+                result = obstore.put(self._store, path.key, data, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return None
-        return _version(found)
+        return _version(result)
 
     def get(self, path: StorePath) -> tuple[bytes, ObjectMeta]:
         """Read an object."""
@@ -68,7 +68,7 @@ class Objects:
             return bytes(result.bytes()), _object_meta(result.meta)
 
     def head(self, path: StorePath) -> ObjectMeta | None:
-        """Size, time, mark and version of an object; None where there is none."""
+        """Return an object's metadata; None if it does not exist."""
         with _answers(path, "read"):
             try:
                 return _object_meta(obstore.head(self._store, path.key))
@@ -76,40 +76,37 @@ class Objects:
                 return None
 
     def entries(self, folder: StorePath) -> list[StorePath]:
-        """Objects and folders in a folder, in the order of names."""
+        """Return the objects and folders in a folder by name."""
         try:
             with _answers(folder, "read"):
-                found = obstore.list_with_delimiter(self._store, folder.key)
-        except FileNotFoundError:  # a folder is never missing: it has no objects
+                listed = obstore.list_with_delimiter(self._store, folder.key)
+        except FileNotFoundError:  # the bucket is missing: a missing folder is an empty list
             raise _refusal(folder, "read", "there is no such bucket") from None
-        keys = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         names = {key.rstrip("/").rpartition("/")[2] for key in keys if key != folder.key}
         return [folder / name for name in sorted(names)]
 
     def keys(self, path: StorePath) -> list[str]:
-        """Keys of an object, and of all in a folder of that name, as far as they are there."""
+        """Return the keys of an object and of all objects in a folder of the same name."""
         with _answers(path, "read"):
             lists = list(obstore.list(self._store, path.key))
         below = [entry["path"] for entries in lists for entry in entries]
         return below if self.head(path) is None else [*below, path.key]
 
     def copy(self, source: StorePath, target: StorePath) -> None:
-        """Copy an object to another key within the store, whatever is there.
-
-        It is given up soon where the store does not answer, as nothing ties it to what is there.
-        """
+        """Copy an object to another key of the bucket, replacing any object there."""
         with _answers(source, "read"):
             obstore.copy(self._impatient, source.key, target.key)
 
     def delete(self, path: StorePath, keys: Sequence[str]) -> bool:
-        """Delete objects; one that is gone is no error.
+        """Delete objects.
 
         Args:
-            path: what they are, for messages.
-            keys: some of ``keys(path)``.
+            path: the object or folder, for messages.
+            keys: keys to delete.
 
         Returns:
-            Whether all of them are; if not, one was gone, and others may be there still.
+            False if an object was missing; other objects may then still exist.
         """
         with _answers(path, "write"), suppress(FileNotFoundError):
             obstore.delete(self._impatient, keys)
@@ -117,8 +114,8 @@ class Objects:
         return False
 
 
-def _version(found: Any) -> Version:
-    named = {"e_tag": found["e_tag"], "version": found["version"]}
+def _version(meta: Any) -> Version:
+    named = {"e_tag": meta["e_tag"], "version": meta["version"]}
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -127,7 +124,7 @@ def _object_meta(meta: Any) -> ObjectMeta:
 
 
 def file_stat(meta: Any) -> FileStat:
-    """Size, time and mark that obstore gives of an object."""
+    """Convert obstore's metadata of an object."""
     return FileStat(meta["size"], round(meta["last_modified"].timestamp() * 1e9), meta["e_tag"])
 
 
@@ -146,6 +143,5 @@ def _answers(path: StorePath, verb: str) -> Iterator[None]:
 def _refusal(path: StorePath, verb: str, reason: object) -> StorageError:
     return StorageError(
         f"cannot {verb} {printable(str(path))}: {reason}",
-        hint="mend the permissions there, or use --output for another place; finished rows are "
-        "kept",
+        hint="fix the permissions, or use --output for another place; finished rows are kept",
     )

@@ -1,4 +1,4 @@
-"""Places to read files from: this machine, an object store, the Hugging Face Hub."""
+"""Finds and opens input files on this machine, in object stores and on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ _HIDDEN = (".", "_")
 
 
 class Store(Protocol):
-    """A place that holds files, by paths or URLs.
+    """A place that holds files with paths or URLs.
 
-    Methods raise OSError where a file is not there or may not be read, and StorageError where the
-    place does not answer.
+    Methods raise OSError if a file is missing or may not be read, and StorageError if the place
+    does not answer.
     """
 
     def kind(self, path: str) -> Literal["file", "folder", "other"] | None:
-        """What a path names, taken as it is written; None: nothing."""
+        """Return the kind of a literal path (not a glob); None if it does not exist."""
         ...
 
     def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
-        """Files in a folder, and in the folders in it, whose names end in one of ``suffixes``."""
+        """Return the files in a folder and its subfolders that end in one of ``suffixes``."""
         ...
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
-        """Matches of a pattern, ``**`` among its parts, each with a file.
+        """Return pairs of a match of a glob and a file, which may contain ``**``.
 
-        Returns:
-            Files, each with itself, and folders, each with a file of ``files_below``. None: there
-            is not even the folder in which they would be.
+        A matched file is paired with itself, and a matched folder with each of ``files_below``.
+        None if the folder of the pattern does not exist.
         """
         ...
 
     def stat(self, path: str) -> FileStat:
-        """Size, time and mark of a file."""
+        """Return a file's metadata."""
         ...
 
     def open(self, path: str) -> pa.NativeFile:
-        """A file to be read anywhere."""
+        """Open a file for random reads."""
         ...
 
 
@@ -57,12 +56,12 @@ class LocalStore:
     """This machine's file system."""
 
     def kind(self, path: str) -> Literal["file", "folder", "other"] | None:
-        found = Path(path)
-        if found.is_file():
+        local = Path(path)
+        if local.is_file():
             return "file"
-        if found.is_dir():
+        if local.is_dir():
             return "folder"
-        return "other" if found.exists() else None
+        return "other" if local.exists() else None
 
     def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
         return {
@@ -80,20 +79,20 @@ class LocalStore:
         return found
 
     def stat(self, path: str) -> FileStat:
-        found = Path(path).stat()
-        if not S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+        status = Path(path).stat()
+        if not S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
             raise OSError("it is not a file")
-        return FileStat(found.st_size, found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
+        return FileStat(status.st_size, status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
     def open(self, path: str) -> pa.NativeFile:
         return pa.OSFile(path)
 
 
 def store_of(path: str) -> Store:
-    """The place that a path is in.
+    """Return the store that holds a path or URL.
 
     Raises:
-        UsageError: what reads it is not installed.
+        UsageError: the package that reads from the store is not installed.
     """
     if scheme_of(path) == "hf":
         from batchinfer.job.storage.hub_reader import HubStore
@@ -108,27 +107,29 @@ def store_of(path: str) -> Store:
 
 
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Files that an entry of ``input.path`` means, in path order.
+    """Return the files of an entry of ``input.path``, in path order.
 
-    What exists is taken as it is written, else an entry is a glob. In folders, also those that a
-    glob finds, names must end in one of ``suffixes``.
+    An entry is a glob unless a file or folder has its exact name. In folders, also in folders that
+    match a glob, file names must end in one of ``suffixes``.
 
     Raises:
-        DataError: there are none.
-        OSError: the entry cannot be looked at.
-        StorageError: the place does not answer.
-        UsageError: what reads it is not installed.
+        DataError: no file matches.
+        OSError: the entry cannot be read.
+        StorageError: the store does not answer.
+        UsageError: the package that reads from the store is not installed.
     """
-    found = _found(entry, suffixes)
-    files = {_path(file) for at, file in found if not _is_hidden_below(at, file)}
+    matches = _matches(entry, suffixes)
+    files = {_path(file) for at, file in matches if not _is_hidden_below(at, file)}
     if not files:
         endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
-        raise DataError(f"input.path: no data in {entry}; in a folder, names must end in {endings}")
+        raise DataError(
+            f"input.path: no data in {entry}; names of files in a folder must end in {endings}"
+        )
     return sorted(files, key=str if is_url(entry) else PurePath)
 
 
-def _found(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-    """Files, each with itself or the folder in which it was looked for; hidden ones among them."""
+def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
+    """Pairs of a match (the entry, or what its glob matches) and a file, including hidden files."""
     store = store_of(entry)
     kind = store.kind(entry)
     if kind == "file":
@@ -141,12 +142,12 @@ def _found(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
         return {(at, file) for at, file in matches if not _is_hidden(PurePosixPath(at), pattern)}
     if kind == "other":
         raise DataError(
-            f"input.path: {entry} is neither a file nor a folder, but a pipe, a socket or a device",
-            hint="input is read more than once, and again by a run that goes on: save it as a file",
+            f"input.path: {entry} is a pipe, a socket or a device, not a file or a folder",
+            hint="save the data as a file: a job reads its input several times",
         )
     raise DataError(
         f"input.path: {entry} does not exist{near_path(entry)}",
-        hint="check the path; in a job file it is relative to the file's folder",
+        hint="check the path; paths in a job file are relative to the job file's folder",
     )
 
 
@@ -155,7 +156,7 @@ def _path(file: str) -> str:
 
 
 def _is_hidden(match: PurePath, pattern: PurePath) -> bool:
-    """Whether a glob found something that begins with ``.`` or ``_`` by a wildcard."""
+    """True if a wildcard of a glob matched a name that starts with ``.`` or ``_``."""
     return any(
         not any(written[0] == part[0] and fnmatchcase(part, written) for written in pattern.parts)
         for part in match.parts

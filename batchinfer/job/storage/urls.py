@@ -1,4 +1,4 @@
-"""URLs told from paths, and paths in object stores and of globs taken apart."""
+"""Distinguishes URLs from paths, and splits paths of object stores and of globs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 STORES = ("s3", "gs")
-"""Object stores that can be read from and written to."""
+"""URL schemes of the object stores that batchinfer reads and writes."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ESCAPED = re.compile(r"\[([*?[])\]")
 
@@ -17,7 +17,7 @@ _Path = TypeVar("_Path", bound=PurePosixPath)
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names another place than this machine's file system."""
+    """Return True unless a path is in this machine's file system."""
     return scheme_of(path) is not None
 
 
@@ -28,7 +28,7 @@ def scheme_of(path: str) -> str | None:
 
 
 def fixed_part(pattern: _Path) -> _Path:
-    """The folder that all matches of a glob are in, or what is not a glob, as a path."""
+    """Return the part of a glob before its first wildcard, unescaped."""
     parts = takewhile(lambda part: glob.escape(_unescaped(part)) == part, pattern.parts)
     return type(pattern)(*map(_unescaped, parts))
 
@@ -38,7 +38,7 @@ def _unescaped(part: str) -> str:
 
 
 class StorePath(PurePosixPath):
-    """``s3://bucket/folder/name``; equal ones are written alike, with no slash at their end."""
+    """A URL such as ``s3://bucket/folder/name``, without a trailing slash."""
 
     __slots__ = ()
 
@@ -53,5 +53,5 @@ class StorePath(PurePosixPath):
 
     @property
     def key(self) -> str:
-        """Name of the object in its bucket; "" is the bucket itself."""
+        """The object's name in its bucket; "" for the bucket itself."""
         return "/".join(self.parts[2:])

@@ -1,6 +1,7 @@
-"""Tokens in flight: output of unfinished rows, kept on disk for the run that goes on.
+"""Tokens in flight: output of unfinished rows, kept on disk for the next run.
 
-``in_flight`` observes the engine, ``token_files`` has the files, ``record`` how they are stored.
+``in_flight`` observes the engine, ``token_files`` reads and writes files, and ``record`` converts
+tokens to and from their tables.
 
 May import: errors, console, engine, protocols, job.
 """

@@ -1,4 +1,4 @@
-"""Tokens of unfinished rows on their way from the engine to files, and back."""
+"""Collects the tokens of unfinished rows from the engine, and returns kept tokens to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
@@ -18,40 +19,39 @@ from batchinfer.engine.sequence import RequestState
 from batchinfer.errors import JobError
 from batchinfer.job.tokens.record import KeptOutput, RequestId
 
-_TAKEN_AFTER = 0.8
-"""Share of the seconds of which tokens may be lost: the rest is for the step that runs when they
-are due, and for writing them."""
+_FLUSH_SHARE = 0.8
+"""Tokens are flushed after this share of ``most_lost_s``. The rest of that time is for the running
+step and for writing the file."""
 ALONE_S = 1.0
-"""The same of a row that runs alone, from the first token that was not taken on: it is suspected of
-the deaths of earlier runs, or may be, and what it has kept tells that it was not this row that its
-run died of. It is not taken at once: of a row that kills with its next step each run would keep a
-token more, and it would be given up after as many deaths as it has tokens."""
-_SPARED_TOKENS = 1 << 21
-"""Of no use any more, before what is of use is worth writing again."""
-_UPDATE_TOKENS = 1 << 12
-"""What a file costs beside its tokens: so there are some hundred files at most where little is
-drawn, in 40 minutes or so."""
+"""Seconds between flushes while a row runs alone, because earlier runs may have died of it. Kept
+tokens then show that the row did not kill its run. Flushing at once would be wrong: a row that
+kills at its next step would keep one more token in each run, and would never be given up."""
+_MOST_OBSOLETE_TOKENS = 1 << 21
+"""Obsolete tokens on disk that do not yet justify rewriting the tokens in use."""
+_FILE_COST_TOKENS = 1 << 12
+"""Cost of a file, in tokens. It limits the number of files to a few hundred when rows draw few
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """What is to be kept of unfinished rows."""
+    """New tokens of unfinished rows, to be kept on disk."""
 
     increments: Sequence[OutputIncrement]
     replaces_all: bool
-    """Whether they are all that is of use: files before it may go."""
+    """True if the increments hold all tokens in use, so that older files can be deleted."""
 
 
 class TokensInFlight:
-    """Observes an engine (see ``OutputObserver``): hands over what unfinished rows have drawn every
-    few seconds, and gives rows what earlier runs have left of them.
+    """An ``OutputObserver`` that hands over new tokens of unfinished rows every few seconds, and
+    returns the tokens that earlier runs kept.
 
-    Every so often all of it is handed over once more, to replace what was: so there is at most
-    about twice what unfinished rows hold, and what is written is about twice what is drawn.
+    From time to time it hands over all tokens in use, which replace the older files. So files hold
+    at most about twice the tokens of unfinished rows, and about twice the drawn tokens are written.
 
     Args:
-        most_lost_s: seconds of which tokens may be lost; they are due somewhat earlier.
-        kept: what earlier runs have left.
+        most_lost_s: seconds of work that a crash may lose.
+        kept: tokens that earlier runs kept.
         clock: seconds.
     """
 
@@ -62,47 +62,47 @@ class TokensInFlight:
         kept: Mapping[RequestId, KeptOutput],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._every_s = _TAKEN_AFTER * most_lost_s
+        self._every_s = _FLUSH_SHARE * most_lost_s
         self._progress = progress
         self._kept = dict(kept)
         self._clock = clock
-        self._taken_at = clock()
+        self._flushed_at = clock()
         self._drawn_at: float | None = None
-        """When the first token was drawn that was not taken."""
+        """Time of the first token since the last flush."""
         self.is_row_alone = False
-        """Whether the rows that run are one."""
+        """True while the engine runs a single row."""
         self._tracker = OutputTracker()
         self._states: Collection[RequestState] = ()
         self._just_ended: dict[int, list[Completion]] = {}
-        """By row: of those that ended with the last step; others of their rows may follow."""
+        """Completions of the last step by row; their rows may have further requests."""
         self._ended: dict[int, list[Completion]] = {}
-        """By row: of rows that others follow of."""
-        self._cost = math.inf  # the first update replaces what earlier runs have left
-        """Tokens of the updates since the last that replaced all."""
+        """Earlier completions by row, of rows that have further requests."""
+        self._cost = math.inf  # the first update replaces the files of earlier runs
+        """Cost in tokens of the updates since the last one that replaced all."""
 
     def add(self, kept: Mapping[RequestId, KeptOutput]) -> None:
-        """Add what others have left; called before its requests come."""
+        """Add tokens that other writers kept, before the engine gets their requests."""
         self._kept.update(kept)
 
     @contextmanager
     def observing(
         self, engine: Engine | EncoderEngine, hand_over: Callable[[TokenUpdate], None]
     ) -> Iterator[None]:
-        """Observe an engine; what is left at the end, also of a ``JobError``, is handed over."""
+        """Observe an engine, and hand over the last tokens at the end or after a ``JobError``."""
         engine.observer, self._hand_over = self, hand_over
         try:
             yield
         except JobError:
-            with suppress(JobError):  # the first error says more
-                self._take([])
+            with suppress(JobError):  # the first error is more important
+                self._flush([])
             raise
         else:
-            self._take([])
+            self._flush([])
         finally:
             engine.observer = None
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """What an earlier run has drawn of a request that arrives."""
+        """Return the output that an earlier run kept of a new request."""
         if request.number and request.row_id in self._just_ended:
             self._ended[request.row_id] = self._just_ended.pop(request.row_id)
         kept = self._kept.pop((request.row_id, request.number), None)
@@ -114,14 +114,14 @@ class TokensInFlight:
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
     ) -> None:
-        """Hand over what was drawn since the last time, if that is due."""
+        """Hand over the tokens drawn since the last flush, if a flush is due."""
         self._states, self._just_ended = states, {}
-        for one in ended:
-            if one.error_code is None:
-                row_id = one.request.row_id
-                self._just_ended[row_id] = [*self._ended.pop(row_id, ()), one]
+        for completion in ended:
+            if completion.error_code is None:
+                row_id = completion.request.row_id
+                self._just_ended[row_id] = [*self._ended.pop(row_id, ()), completion]
         if self._is_due(output_tokens):
-            self._take(list(self._just_ended.values()))
+            self._flush(list(self._just_ended.values()))
 
     def _is_due(self, num_drawn: int) -> bool:
         now = self._clock()
@@ -130,20 +130,20 @@ class TokensInFlight:
         if self.is_row_alone:
             every_s = min(self._every_s, ALONE_S)
             return self._drawn_at is not None and now - self._drawn_at >= every_s
-        return now - self._taken_at >= self._every_s
+        return now - self._flushed_at >= self._every_s
 
-    def _take(self, just_ended: Sequence[list[Completion]]) -> None:
-        self._taken_at, self._drawn_at = self._clock(), None
-        ended = [one for of_row in (*self._ended.values(), *just_ended) for one in of_row]
+    def _flush(self, just_ended: Sequence[list[Completion]]) -> None:
+        self._flushed_at, self._drawn_at = self._clock(), None
+        ended = [*chain.from_iterable((*self._ended.values(), *just_ended))]
         increments = self._tracker.take(self._states, ended)
         needed = self._tracker.num_tokens + sum(kept.num_tokens for kept in self._kept.values())
-        is_wasteful = bool(increments) and self._cost > 2 * needed + _SPARED_TOKENS
+        is_wasteful = bool(increments) and self._cost > 2 * needed + _MOST_OBSOLETE_TOKENS
         replaces_all = is_wasteful or not needed
         if replaces_all:
             increments = self._tracker.take(self._states, ended, whole=True)
-            increments += [kept.whole(of) for of, kept in self._kept.items() if kept.num_tokens]
+            increments += [kept.whole(id) for id, kept in self._kept.items() if kept.num_tokens]
             self._cost = 0
         if increments:
-            samples = [sample for one in increments for _, sample in one.samples]
-            self._cost += _UPDATE_TOKENS + sum(len(sample.token_ids) for sample in samples)
+            samples = [sample for increment in increments for _, sample in increment.samples]
+            self._cost += _FILE_COST_TOKENS + sum(len(sample.token_ids) for sample in samples)
         self._hand_over(TokenUpdate(increments, replaces_all))

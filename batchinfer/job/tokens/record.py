@@ -1,4 +1,4 @@
-"""How tokens of unfinished rows are stored: a table with a row for each increment of a request."""
+"""Converts tokens of unfinished rows to and from tables with one row per increment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RequestId = tuple[int, int]
 Sample = PartialSample | SampleOutput
 
 _COUNTS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
-"""Statistics that go on in the next run; times are each run's own."""
+"""Statistics that the next run continues; it does not continue times."""
 _SAMPLE = pa.struct(
     [
         ("index", pa.int32()),
@@ -54,23 +54,23 @@ SCHEMA = pa.schema(
 
 
 def to_table(increments: Sequence[OutputIncrement]) -> pa.Table:
-    """The table of some increments."""
+    """Convert increments to a table of ``SCHEMA``."""
     rows = [
         {
-            "row_id": one.row_id,
-            "number": one.number,
-            "key": one.key,
-            "chain": one.chain,
-            "stats": {name: getattr(one.stats, name) for name in _COUNTS},
-            "samples": [_to_fields(start, sample) for start, sample in one.samples],
+            "row_id": increment.row_id,
+            "number": increment.number,
+            "key": increment.key,
+            "chain": increment.chain,
+            "stats": {name: getattr(increment.stats, name) for name in _COUNTS},
+            "samples": [_to_fields(start, sample) for start, sample in increment.samples],
         }
-        for one in increments
+        for increment in increments
     ]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def from_table(table: pa.Table) -> Iterable[OutputIncrement]:
-    """The increments in a table, in order."""
+    """Yield the increments of a table in order."""
     for row in table.to_pylist():
         row["stats"] = RequestStats(**row["stats"])
         row["samples"] = [(fields["start"], _from_fields(fields)) for fields in row["samples"]]
@@ -120,54 +120,54 @@ def _from_fields(named: dict[str, Any]) -> Sample:
 
 @dataclass(slots=True)
 class KeptOutput:
-    """What is known of a request: the increments of one chain, put together."""
+    """The kept output of a request: the increments of one chain."""
 
     key: bytes
     chain: tuple[str, int]
-    """The run that told of it, and the number of its chain."""
+    """Id of the run that wrote the increments, and number of the chain."""
     stats: RequestStats
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     """Increments of each sample, each from where the one before it ends."""
 
     def add(self, increment: OutputIncrement) -> None:
-        """Append an increment; samples that lack what came before are left out."""
+        """Append an increment, except for samples whose earlier tokens are missing."""
         self.stats = increment.stats
         for start, sample in increment.samples:
             known = self.samples.get(sample.index, [])
-            ended = any(isinstance(one, SampleOutput) for one in known)
-            if not ended and start == sum(len(one.token_ids) for one in known):
+            ended = any(isinstance(part, SampleOutput) for part in known)
+            if not ended and start == sum(len(part.token_ids) for part in known):
                 self.samples[sample.index] = [*known, sample]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(len(one.token_ids) for parts in self.samples.values() for one in parts)
+        """Number of tokens of all samples."""
+        return sum(len(part.token_ids) for parts in self.samples.values() for part in parts)
 
     def num_drawn(self, request: Request) -> int:
-        """Tokens that were drawn for them, those of beams that were not kept included."""
+        """Return the number of drawn tokens, including tokens of dropped beams."""
         beams = request.params.beam_width
         if not beams:
             return self.num_tokens
-        lengths = [sum(len(one.token_ids) for one in parts) for parts in self.samples.values()]
+        lengths = [sum(len(part.token_ids) for part in parts) for parts in self.samples.values()]
         return beams * max(lengths, default=0)
 
     def whole(self, request: RequestId) -> OutputIncrement:
-        """It as an increment without others before it."""
+        """Return the output as the first increment of a new chain."""
         samples = [(0, _joined(parts)) for parts in self.samples.values()]
         return OutputIncrement(*request, self.key, 0, self.stats, samples)
 
     def partial(self) -> PartialOutput:
-        """It as a request brings it to the engine."""
+        """Return the output in the form that the engine continues."""
         samples = [_joined(parts) for _, parts in sorted(self.samples.items())]
         return PartialOutput(
-            tuple(one for one in samples if isinstance(one, PartialSample)),
-            tuple(one for one in samples if isinstance(one, SampleOutput)),
+            tuple(sample for sample in samples if isinstance(sample, PartialSample)),
+            tuple(sample for sample in samples if isinstance(sample, SampleOutput)),
             self.stats,
         )
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
-    """A sample's increments as one."""
+    """Concatenate the increments of a sample."""
     token_ids = np.concatenate([part.token_ids for part in parts])
     logprobs = None
     if parts[-1].logprobs is not None:

@@ -1,9 +1,8 @@
-"""Files of tokens in flight, each with what was drawn since the one before, or with all there is.
+"""Files of tokens in flight, each with the tokens drawn since the file before, or with all tokens.
 
-A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. What is
-wrong with such a file costs time to compute and no more: it is left out, and with it what follows
-what it held. It says which plan it is of, its name which bytes it has, an increment which request
-it is of, by the row's key, and which others it follows.
+A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. A
+damaged file only costs time: it is ignored, and so are later increments of its requests. The file's
+metadata names its plan. Each increment holds the key of its row and the number of its chain.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _PLAN = b"batchinfer.plan"
 
 
 class TokenFiles:
-    """The files of tokens of an output directory, as one run reads and writes them.
+    """The token files of an output directory, read and written by one run.
 
     Args:
-        adapters: number of each of the model's adapters, by which requests name them: tokens that
-            were drawn under other numbers are not taken.
-        run_id: of the run.
+        adapters: numbers of the model's adapters by name. Requests refer to the numbers, so files
+            that were written with other numbers are ignored.
+        run_id: id of this run.
     """
 
     def __init__(
@@ -47,24 +46,23 @@ class TokenFiles:
         self._run_id = run_id
         self._num_written = 0
         self._sizes: dict[PurePath, int] = {}
-        """Bytes of the files that may be of use, and that this writer may delete."""
+        """Bytes of each file in use that this writer may delete."""
         self.bytes_written = 0
 
     @property
     def size(self) -> int:
-        """Bytes in the files that may be of use."""
+        """Bytes of all files in use."""
         return sum(self._sizes.values())
 
     def recover(
-        self, missing: Sequence[range], beside: Collection[str] | None = None
+        self, missing: Sequence[range], other_writers: Collection[str] | None = None
     ) -> dict[RequestId, KeptOutput]:
-        """Find the tokens that earlier runs have left; where there are none, their files are
-        deleted.
+        """Return the tokens that earlier runs kept; delete their files if they hold none.
 
         Args:
-            missing: rows that are not finished, in order; of several writers: that this one runs.
-            beside: writers whose rows these are not, which others may take later: no file is
-                deleted; None: there are none.
+            missing: the unfinished rows that this run computes, in order.
+            other_writers: writers whose files are ignored. No file is deleted, because other
+                writers may need it. None: this run is the only writer.
 
         Raises:
             StorageError: a file cannot be read or deleted.
@@ -72,41 +70,39 @@ class TokenFiles:
         kept: dict[RequestId, KeptOutput] = {}
         for path in self._out.files.entries(self._out.tokens):
             run, writer = run_of_tokens(path.name), writer_of(run_of_tokens(path.name))
-            if run == self._run_id or writer in (beside or ()):
+            if run == self._run_id or writer in (other_writers or ()):
                 continue
             size, increments = self._read(path)
-            if beside is None and self._out.writer in ("", writer):
+            if other_writers is None and self._out.writer in ("", writer):
                 self._sizes[path] = size
-            wanted = set(within(sorted_row_ids(one.row_id for one in increments), missing).tolist())
+            row_ids = sorted_row_ids(increment.row_id for increment in increments)
+            needed = set(within(row_ids, missing).tolist())
             for increment in increments:
-                if increment.row_id in wanted:
+                if increment.row_id in needed:
                     _add(kept, run, increment)
-        if not kept and beside is None:
+        if not kept and other_writers is None:
             self._delete(list(self._sizes))
         return kept
 
     def write(self, update: TokenUpdate) -> None:
-        """Put tokens on disk.
+        """Write tokens to disk, then delete the files that they replace.
 
-        Where the process dies before the files are deleted that they replace, all are read: the
-        chains of the new one make the others' void.
+        If the process dies in between, the next run reads all files: the new file's chains replace
+        the chains of the older files.
 
         Raises:
-            StorageError: they cannot be written, or replaced files not deleted.
+            StorageError: the tokens cannot be written, or a replaced file cannot be deleted.
         """
         replaced = list(self._sizes) if update.replaces_all else []
         if update.increments:
-            self._put(update.increments)
+            table = to_table(update.increments).replace_schema_metadata({_PLAN: self._plan})
+            data = parquet_bytes([table])
+            name = f"{self._run_id}-{self._num_written:06d}-{_digest(data)}.parquet"
+            self._num_written += 1
+            self._out.write(self._out.tokens / name, data)
+            self._sizes[self._out.tokens / name] = len(data)
+            self.bytes_written += len(data)
         self._delete(replaced)
-
-    def _put(self, increments: Sequence[OutputIncrement]) -> None:
-        table = to_table(increments).replace_schema_metadata({_PLAN: self._plan})
-        data = parquet_bytes([table])
-        name = f"{self._run_id}-{self._num_written:06d}-{_digest(data)}.parquet"
-        self._num_written += 1
-        self._out.write(self._out.tokens / name, data)
-        self._sizes[self._out.tokens / name] = len(data)
-        self.bytes_written += len(data)
 
     def _delete(self, paths: Iterable[PurePath]) -> None:
         for path in paths:
@@ -115,7 +111,7 @@ class TokenFiles:
             del self._sizes[path]
 
     def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement]]:
-        """Bytes of a file, and its increments; none of one that is damaged or of another plan."""
+        """Size and increments of a file; (0, []) if it is damaged or belongs to another plan."""
         named = _NAME.fullmatch(path.name)
         try:
             data = read_file(self._out.files, path)
@@ -139,7 +135,7 @@ def _add(kept: dict[RequestId, KeptOutput], run: str, increment: OutputIncrement
 
 
 def run_of_tokens(name: str) -> str:
-    """Id of the run that wrote a file of tokens; "" for a file of another name."""
+    """Return the id of the run that wrote a token file; "" if the name is not a token file's."""
     named = _NAME.fullmatch(name)
     return named["run"] if named else ""
 

@@ -1,12 +1,15 @@
-"""Fleets on this machine: whatever happens to workers, the bytes of one process."""
+"""Fleets on this machine write the same bytes as one process, also when workers die."""
 
 from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import psutil
 import pyarrow.parquet as pq
@@ -15,6 +18,7 @@ import pytest
 from batchinfer.errors import DeviceError, ExitCode, UsageError
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
+from batchinfer.job.fleet.run_fleet import is_reachable
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.storage.failpoints import VARIABLE
@@ -27,7 +31,7 @@ pytestmark = pytest.mark.long
 
 
 def check_bytes(folder: Path) -> None:
-    """The output is whole, has the bytes of one process, and nothing else is left."""
+    """Check that the output has the bytes of one process and no temporary files."""
     spec = fleet_job(folder)
     assert part_hashes(folder / "out") == expected(folder, spec)
     assert not verify(output_at(spec.output.path)).problems
@@ -51,7 +55,7 @@ def test_two_workers_give_the_bytes_of_one_process(tmp_path: Path) -> None:
     assert set(steps["worker"].to_pylist()) <= {"w01", "w02"}
 
 
-def test_an_update_by_workers_runs_what_is_new(tmp_path: Path) -> None:
+def test_update_by_workers_runs_only_new_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path)) == ExitCode.OK
     write_rows(tmp_path, ROWS + 100)
@@ -62,21 +66,21 @@ def test_an_update_by_workers_runs_what_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "bug"])
-def test_a_worker_that_ends_early_is_replaced(tmp_path: Path, how: str) -> None:
+def test_dead_worker_is_replaced(tmp_path: Path, how: str) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Disturbed(tmp_path, how)) == ExitCode.OK
-    assert "has ended" in log_of(tmp_path)
+    assert "worker 1 ended: " in log_of(tmp_path) or "worker 2 ended: " in log_of(tmp_path)
     check_bytes(tmp_path)
 
 
-def test_a_worker_whose_device_fails_is_not_replaced(tmp_path: Path) -> None:
+def test_worker_with_failed_device_is_not_replaced(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Disturbed(tmp_path, "device")) == ExitCode.OK
     assert log_of(tmp_path).count(" is up") == 2
     check_bytes(tmp_path)
 
 
-def test_a_row_that_kills_its_workers_is_given_up_until_it_is_retried(
+def test_row_that_kills_workers_becomes_an_error_row_until_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path, 200)
@@ -94,21 +98,21 @@ def test_a_row_that_kills_its_workers_is_given_up_until_it_is_retried(
     check_bytes(tmp_path)
 
 
-def test_workers_that_cannot_be_started_end_the_job(tmp_path: Path) -> None:
+def test_job_fails_if_no_worker_can_start(tmp_path: Path) -> None:
     write_rows(tmp_path, 10)
-    with pytest.raises(DeviceError, match="no worker is left: there is no such device"):
+    with pytest.raises(DeviceError, match="no worker is running: there is no such device"):
         run(fleet_job(tmp_path), Disturbed(tmp_path, never=True))
 
 
-def test_workers_compute_with_the_kernels_of_the_first(tmp_path: Path) -> None:
+def test_all_workers_use_the_first_workers_kernels(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Disturbed(tmp_path, kernels=True)) == ExitCode.OK
-    assert "loads again" in log_of(tmp_path)
+    assert "reloads the model" in log_of(tmp_path)
     runs = (tmp_path / "out" / "_batchinfer" / "runs").iterdir()
     assert {json.loads(path.read_bytes())["kernels"]["float32"] for path in runs} == {"fast"}
 
 
-def test_workers_of_a_shard(tmp_path: Path) -> None:
+def test_fleet_computes_one_shard(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     spec = fleet_job(tmp_path)
     assert run(spec, role=Role(Shard(0, 2))) == ExitCode.OK
@@ -131,7 +135,7 @@ def workers_of(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("workers", "again"), [("2", 1), ("1", 2), ("2", 3)])
-def test_a_killed_launcher_loses_nothing_and_leaves_no_process(
+def test_killed_launcher_loses_no_rows_and_leaves_no_process(
     tmp_path: Path, workers: str, again: int
 ) -> None:
     write_rows(tmp_path, ROWS)
@@ -143,7 +147,7 @@ def test_a_killed_launcher_loses_nothing_and_leaves_no_process(
     check_bytes(tmp_path)
 
 
-def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path) -> None:
+def test_stopped_fleet_keeps_finished_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert program(tmp_path, "2", "SIGTERM").wait() == ExitCode.INTERRUPTED
     assert not workers_of(tmp_path)
@@ -151,11 +155,31 @@ def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path) -> None:
     check_bytes(tmp_path)
 
 
-def test_overwriting_workers_delete_once(tmp_path: Path) -> None:
+def test_overwrite_with_workers_deletes_old_output_once(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     for _ in range(2):
         assert run(fleet_job(tmp_path), overwrite=True) == ExitCode.OK
         check_bytes(tmp_path)
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """Address of a port that no process listens on."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        host, port = bound.getsockname()
+        yield f"{host}:{port}"
+
+
+def test_unreachable_ray_cluster_is_named(
+    unused_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"cannot reach the Ray cluster {unused_address} within scale.start_timeout"
+    with pytest.raises(DeviceError, match=message):
+        is_reachable(unused_address, 0.5, Event())
+    monkeypatch.setenv("RAY_ADDRESS", unused_address)
+    with pytest.raises(DeviceError, match=message):
+        is_reachable("auto", 0.5, Event())
 
 
 def test_many_more_workers_than_cores_are_refused(

@@ -1,4 +1,4 @@
-"""``init``: the columns it finds, the file it writes, and that the file runs as it is."""
+"""``init`` detects columns and writes a job file that runs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TALK = [{"role": "user", "content": "Hi"}]
 ANSWERED = [*TALK, {"role": "assistant", "content": "Hello"}]
 
 
-def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **asked: Any) -> JobSpec:
-    """Write data and job file into ``folder``, check the job as a run would, and give it."""
+def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **options: Any) -> JobSpec:
+    """Write data and a job file into ``folder``; return the checked job."""
     table = rows if isinstance(rows, pa.Table) else pa.table(rows)
     data, job = folder / "data.parquet", folder / "job.yaml"
     pq.write_table(table, data)
-    write_job_file(InitOptions(str(data), job=job, force=True, **asked))
+    write_job_file(InitOptions(str(data), job=job, force=True, **options))
     spec = load_job(job)
     source = open_source(spec.input.paths)
     check_prompt_columns(spec.prompt, source)
@@ -53,12 +53,14 @@ def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **asked: Any) -
         ({"prompt": pa.array(["a"]).dictionary_encode()}, "column", "prompt"),
     ],
 )
-def test_the_prompt_is_found(tmp_path: Path, rows: dict[str, Any], key: str, value: str) -> None:
+def test_init_detects_the_prompt_column(
+    tmp_path: Path, rows: dict[str, Any], key: str, value: str
+) -> None:
     spec = starter(tmp_path, rows)
     assert getattr(spec.prompt, key) == value
 
 
-def test_an_instruction_that_many_rows_share_goes_first(tmp_path: Path) -> None:
+def test_init_puts_a_shared_instruction_into_the_system_message(tmp_path: Path) -> None:
     spec = starter(tmp_path, {"instruction": ["do"] * 4, "document": ["a", "b", "c", "d"]})
     assert spec.prompt.messages == (
         {"role": "system", "content": "{{ instruction }}"},
@@ -66,12 +68,12 @@ def test_an_instruction_that_many_rows_share_goes_first(tmp_path: Path) -> None:
     )
 
 
-def test_an_instruction_of_each_row_is_followed_by_its_input(tmp_path: Path) -> None:
+def test_init_puts_the_input_after_the_rows_instruction(tmp_path: Path) -> None:
     spec = starter(tmp_path, {"instruction": ["a", "b"], "input": ["x", ""], "output": ["", ""]})
     assert spec.prompt.template == "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"
 
 
-def test_a_system_column_is_the_system_message(tmp_path: Path) -> None:
+def test_init_uses_a_system_column_as_system_message(tmp_path: Path) -> None:
     assert starter(tmp_path, {"system": ["a"], "prompt": ["b"]}).prompt.system == "{{ system }}"
 
 
@@ -84,11 +86,11 @@ def test_a_system_column_is_the_system_message(tmp_path: Path) -> None:
         ({"ID": [1, 2]}, "ID"),
     ],
 )
-def test_the_id_is_found(tmp_path: Path, ids: dict[str, Any], found: str | None) -> None:
+def test_init_detects_the_id_column(tmp_path: Path, ids: dict[str, Any], found: str | None) -> None:
     assert starter(tmp_path, {**ids, "prompt": ["a", "b"]}).input.id_column == found
 
 
-def test_columns_can_be_named(tmp_path: Path) -> None:
+def test_init_uses_the_named_columns(tmp_path: Path) -> None:
     rows = {"first": ["a"], "second": ["b"], "n": [1]}
     spec = starter(tmp_path, rows, prompt_column="second", id_column="n")
     assert (spec.prompt.column, spec.input.id_column) == ("second", "n")
@@ -100,17 +102,18 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
         ({"left": ["a"], "right": ["b"]}, ["several columns", "left (string)", "--prompt-column"]),
         (
             {"No": ["a-1", "a-2"], "what they say": ["It is broken.", "It is late."]},
-            ['name it: --prompt-column "what they say"'],
+            ['name the column: --prompt-column "what they say"'],
         ),
         ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
-        ({"n": [1], "x": [0.5]}, ["holds no text", "n (int64), x (double)"]),
+        ({"n": [1], "x": [0.5]}, ["holds no column that", "n (int64), x (double)"]),
+        ({"ids": [[1, 2]]}, ["prompt.token_ids_column", '--prompt-column "ids"']),
         (
             {"conversations": [[{"from": "human", "value": "Hi"}]]},
             ["ShareGPT", "role and content"],
         ),
     ],
 )
-def test_no_prompt_is_said_with_the_columns(
+def test_init_without_prompt_column_lists_the_columns(
     tmp_path: Path, rows: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -120,19 +123,21 @@ def test_no_prompt_is_said_with_the_columns(
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"prompt_column": "promt"}, "did you mean prompt"),
-        ({"prompt_column": "id"}, "column id is int64; a prompt is"),
+        ({"prompt_column": "id"}, "column id is int64; a prompt must be"),
         ({"id_column": "id"}, "row 1: .*row 0 has the same"),
     ],
 )
-def test_a_named_column_is_checked(tmp_path: Path, asked: dict[str, str], message: str) -> None:
+def test_init_checks_the_named_columns(
+    tmp_path: Path, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, **asked)
+        starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, **options)
 
 
-def test_files_that_differ_are_united(tmp_path: Path) -> None:
+def test_init_unites_files_with_different_columns(tmp_path: Path) -> None:
     folder, file = tmp_path / "in", tmp_path / "job.yaml"
     folder.mkdir()
     for at, columns in enumerate(({"prompt": ["a"], "n": [1]}, {"prompt": ["b"]})):
@@ -144,15 +149,14 @@ def test_files_that_differ_are_united(tmp_path: Path) -> None:
         write_job_file(InitOptions(str(folder), job=file, force=True))
 
 
-def test_conversations_with_answers_are_noted(tmp_path: Path) -> None:
+def test_init_notes_conversations_that_end_with_an_answer(tmp_path: Path) -> None:
     starter(tmp_path, {"messages": [ANSWERED, TALK]})
     assert (
-        "1 of the first 2 rows end with a message of the assistant"
-        in (tmp_path / "job.yaml").read_text()
+        "1 of the first 2 rows end with an assistant message" in (tmp_path / "job.yaml").read_text()
     )
 
 
-def test_columns_named_like_the_outputs_are_renamed(tmp_path: Path) -> None:
+def test_init_renames_columns_with_names_of_output_columns(tmp_path: Path) -> None:
     rows = {"prompt": ["a"], "status": [1], "input_status": [2], "row_id": [3]}
     assert starter(tmp_path, rows).output.rename == {
         "row_id": "input_row_id",
@@ -161,7 +165,7 @@ def test_columns_named_like_the_outputs_are_renamed(tmp_path: Path) -> None:
 
 
 @given(names=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
-def test_whatever_columns_are_called_the_file_says_so(
+def test_init_quotes_any_column_name(
     tmp_path_factory: pytest.TempPathFactory, names: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("init")
@@ -169,20 +173,24 @@ def test_whatever_columns_are_called_the_file_says_so(
     assert spec.prompt.column == names[0]
 
 
-def test_paths_are_seen_from_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_writes_paths_relative_to_the_job_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lake").mkdir()
     pq.write_table(pa.table({"prompt": ["a"]}), "lake/my data.parquet")
     Path("model").mkdir()
-    asked = InitOptions("lake/my data.parquet", model="model", output="o", job=Path("jobs/a.yaml"))
-    told = write_job_file(asked)
+    options = InitOptions(
+        "lake/my data.parquet", model="model", output="o", job=Path("jobs/a.yaml")
+    )
+    lines = write_job_file(options)
     spec = load_job(Path("jobs/a.yaml"))
     assert spec.input.paths == (str(tmp_path / "lake/my data.parquet"),)
     assert (spec.model.name, spec.output.path) == (str(tmp_path / "model"), str(tmp_path / "o"))
-    assert told[-1] == "run it   batchinfer run jobs/a.yaml"
+    assert lines[-1] == "run it   batchinfer run jobs/a.yaml"
 
 
-def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
+def test_init_puts_the_output_outside_the_data_folder(tmp_path: Path) -> None:
     folder = tmp_path / "prompts"
     folder.mkdir()
     pq.write_table(pa.table({"prompt": ["a"]}), folder / "a.parquet")
@@ -199,7 +207,7 @@ def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
         ("Qwen3ForCausalLM", "qwen3", "generate"),
     ],
 )
-def test_a_model_that_writes_no_text_has_its_task(
+def test_init_derives_the_task_from_the_model(
     tmp_path: Path, architecture: str, model_type: str, task: str
 ) -> None:
     values = {"architectures": [architecture], "model_type": model_type, "hidden_size": 8}
@@ -210,7 +218,7 @@ def test_a_model_that_writes_no_text_has_its_task(
     assert spec.output.rename == {**labels, "status": "input_status"}
 
 
-def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
+def test_init_keeps_an_existing_job_file_without_force(tmp_path: Path) -> None:
     starter(tmp_path, {"prompt": ["a"]})
     job = tmp_path / "job.yaml"
     job.write_text("mine")
@@ -219,7 +227,7 @@ def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     assert job.read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+def test_init_raises_storage_error_if_the_file_cannot_be_written(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "data.parquet")
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
@@ -228,14 +236,14 @@ def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
         )
 
 
-def test_the_first_line_names_the_schema_beside_it(tmp_path: Path) -> None:
+def test_init_writes_the_json_schema_next_to_the_job_file(tmp_path: Path) -> None:
     starter(tmp_path, {"prompt": ["a"]})
     first = (tmp_path / "job.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=job.schema.json"
     assert json.loads((tmp_path / "job.schema.json").read_text()) == json_schema()
 
 
-def test_the_quickstarts_data_gives_a_job_that_runs(tmp_path: Path) -> None:
+def test_init_job_file_for_the_quickstart_runs(tmp_path: Path) -> None:
     os.symlink(ROOT / "jobs" / "quickstart", tmp_path / "quickstart")
     data, model = (str(tmp_path / "quickstart" / name) for name in ("prompts.parquet", "model"))
     write_job_file(InitOptions(data, model=model, job=tmp_path / "job.yaml"))
@@ -248,6 +256,6 @@ def test_the_quickstarts_data_gives_a_job_that_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_examples_first_line_names_the_committed_schema(path: Path) -> None:
+def test_example_jobs_name_the_committed_schema(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=../configs/job.schema.json"

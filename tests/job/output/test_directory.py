@@ -364,7 +364,7 @@ def test_output_path_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "No space left on device\nfree space"),
         (errno.EROFS, "Read-only file system\nuse --output"),
-        (errno.EACCES, "Permission denied\nmend the permissions"),
+        (errno.EACCES, "Permission denied\nfix the permissions"),
         (errno.EFBIG, "File too large\nallow larger files"),
     ],
 )

@@ -419,7 +419,7 @@ def test_store_without_conditional_writes_is_refused(
 
     with between(address, forget) as server:
         point_to(server, monkeypatch)
-        with pytest.raises(StorageError, match="does not heed If-None-Match"):
+        with pytest.raises(StorageError, match="ignores If-None-Match"):
             run(spec)
 
 

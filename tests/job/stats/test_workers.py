@@ -1,4 +1,4 @@
-"""Numbers of several runs beside each other."""
+"""Statistics of several runs at the same time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def run(run_id: str, saved_at: float, total_s: float, load_s: float = 0.0) -> Ru
     return Run(run_id, {}, kv=KV, load_s=load_s, total_s=total_s, saved_at=saved_at, rows=1)
 
 
-def test_wall_time_is_what_runs_beside_each_other_cover() -> None:
+def test_wall_time_is_the_union_of_the_runs_intervals() -> None:
     runs = [
         run("run-00001", 1000.0, 30.0, load_s=10.0),
-        run("run-00002", 7.0, 5.0),  # of a clock that was set back
+        run("run-00002", 7.0, 5.0),  # the clock was set back
         run("run-00003-s0000of3", 2010.0, 10.0, load_s=4.0),
         run("run-00003-s0001of3", 2015.0, 10.0, load_s=1.0),
         run("run-00004-s0002of3", 2008.0, 2.0),
@@ -45,7 +45,7 @@ def test_wall_time_is_what_runs_beside_each_other_cover() -> None:
     assert wall_s([]) == 0.0
 
 
-def test_the_timeline_has_runs_beside_each_other_and_no_time_when_none_ran(tmp_path: Path) -> None:
+def test_timeline_overlaps_concurrent_runs_and_skips_idle_time(tmp_path: Path) -> None:
     runs = [
         run("run-00001", 500.0, 4.0),
         run("run-00002-s0000of2", 2010.0, 10.0),
@@ -70,15 +70,32 @@ def test_the_timeline_has_runs_beside_each_other_and_no_time_when_none_ran(tmp_p
         (["run-00001-w01", "run-00001-w02", "run-00002-w01"], ["w01", "w02"]),
     ],
 )
-def test_the_latest_runs_are_those_beside_each_other(
+def test_status_lists_the_runs_of_the_latest_group(
     tmp_path: Path, run_ids: list[str], latest: list[str]
 ) -> None:
     runs = [run(run_id, 100.0, 1.0) for run_id in run_ids]
-    found = latest_workers(OutputDir(tmp_path), runs, 100.0)
-    assert [worker.worker for worker in found] == latest
+    workers = latest_workers(OutputDir(tmp_path), runs, 100.0)
+    assert [worker.worker for worker in workers] == latest
 
 
-def test_what_is_known_of_shards(tmp_path: Path) -> None:
+def test_status_leaves_out_stopped_workers_of_earlier_fleets(tmp_path: Path) -> None:
+    runs = [
+        run("run-00001-w01", 100.0, 50.0),
+        run("run-00001-w02", 90.0, 40.0),
+        run("run-00001-w03", 100.0, 50.0),
+        run("run-00002-w01", 1000.0, 100.0),
+        run("run-00002-w02", 950.0, 50.0),  # died, but overlapped w01
+    ]
+    workers = latest_workers(OutputDir(tmp_path), runs, 2000.0)
+    assert [(worker.worker, worker.saved_at) for worker in workers] == [
+        ("w01", 1000.0),
+        ("w02", 950.0),
+    ]
+    shards = [run(f"run-0000{n}-s000{n}of3", 1000.0 * n, 10.0) for n in range(3)]
+    assert len(latest_workers(OutputDir(tmp_path), shards, 9000.0)) == 3
+
+
+def test_status_and_statistics_of_shards(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     spec = job(tmp_path)
     out = output_at(spec.output.path)
@@ -100,7 +117,7 @@ def test_what_is_known_of_shards(tmp_path: Path) -> None:
         assert ", 1 of 2 workers running" in "\n".join(found.lines())
         assert "s0001of2 running, 3 rows" in " ".join("\n".join(found.lines()).split())
         assert read_status(out, 1e6 + SILENT_S).workers[1].state == "stopped"
-    assert read_status(out, 1e6).workers[1].state == "running", "until it is silent: who knows"
+    assert read_status(out, 1e6).workers[1].state == "running", "the lock's holder is unknown"
     Path(path).unlink()
 
     assert run_job(spec, role=Role(Shard(1, 2)), build=FakeBuild(), quiet=True) is ExitCode.OK
@@ -120,7 +137,7 @@ def test_what_is_known_of_shards(tmp_path: Path) -> None:
     assert set(steps["worker"].to_pylist()) == {"s0000of2", "s0001of2"}
 
 
-def test_statistics_of_before_there_were_workers_are_kept(tmp_path: Path) -> None:
+def test_summary_keeps_step_statistics_without_worker_column(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     spec = job(tmp_path)
     run_job(spec, build=FakeBuild(), quiet=True)

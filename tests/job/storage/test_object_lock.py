@@ -31,14 +31,13 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def state(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePath]:
-    """A folder of its own."""
     point_to(server, monkeypatch)
     yield StorePath(f"{LAKE}/{token_hex(4)}/_batchinfer")
     connection.connect.cache_clear()
 
 
 class Run:
-    """A run's lock and files, by clocks that stand still.
+    """A run's lock and files, with clocks that stand still.
 
     Args:
         state: the folder.
@@ -215,7 +214,7 @@ def test_one_that_is_gone_leaves_none_of_the_others(
             run.files.delete(folder)
             assert run.files.entries(folder) == []
         else:
-            with pytest.raises(StorageError, match="says that what it lists is not there"):
+            with pytest.raises(StorageError, match="lists objects that it does not hold"):
                 run.files.delete(folder)
     point_to(server, monkeypatch)
 
@@ -261,7 +260,7 @@ def test_a_holder_that_died_here_holds_nothing(
     first = Run(state)
     first.lock.acquire()
     assert first.lock.holder_lives()
-    holder = {**object_lock._holder(), "started": -1.0}
+    holder = {**content(state)["holder"], "started": -1.0}
     data = json.dumps({"fence": 7, "token": "x", "beat": 2, "holder": holder}).encode()
     found = Objects(state).head(state / HOLDER)
     assert found

@@ -1,4 +1,4 @@
-"""When tokens are handed over, and that no more of them are kept than are needed."""
+"""Tokens in flight: times of flushes, and no obsolete tokens on disk."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def observer(most_lost_s: float = 0.0, kept: Any = None, **options: Any) -> Toke
         (60.0, True, [3.0, 4.5, 6.0, 7.5]),
     ],
 )
-def test_tokens_are_due_before_so_many_seconds_are_lost(
+def test_tokens_are_flushed_before_most_lost_s_has_passed(
     most_lost_s: float, is_alone: bool, dues: list[float]
 ) -> None:
-    """A step and a write come after that, within the seconds. Of a row that runs alone they are due
-    a second after the first, however long its prompt has taken."""
+    """The rest of the time is for a step and a write. A row that runs alone is flushed a second
+    after its first new token, however long its prompt took."""
     now, handed_over = [0.0], []
     tokens = observer(most_lost_s, clock=lambda: now[0])
     tokens.is_row_alone = is_alone
@@ -84,12 +84,11 @@ def answers(done: Sequence[Completion]) -> dict[int, list[tuple[list[int], Any]]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_ends_a_run_all_tokens_come_back(
+def test_tokens_of_crashed_runs_are_drawn_once_and_obsolete_files_deleted(
     out: OutputDir, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is drawn once, and there is not much more on disk than unfinished rows hold."""
-    monkeypatch.setattr(in_flight, "_SPARED_TOKENS", 100)
-    monkeypatch.setattr(in_flight, "_UPDATE_TOKENS", 50)
+    monkeypatch.setattr(in_flight, "_MOST_OBSOLETE_TOKENS", 100)
+    monkeypatch.setattr(in_flight, "_FILE_COST_TOKENS", 50)
     random = Random(seed)
     rows = requests(random)
     engine, _ = make_engine(256, next_token=never_ends)
@@ -121,7 +120,7 @@ def run(engine: Engine, steps: int) -> None:
         engine.step()
 
 
-def test_samples_of_a_row_that_ended_are_kept_while_others_follow(out: OutputDir) -> None:
+def test_finished_samples_are_kept_while_the_row_has_further_requests(out: OutputDir) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     first = make_request(0, [1, 2], max_tokens=3, n=2)
     engine, _ = make_engine(64, next_token=never_ends)
@@ -142,7 +141,7 @@ def test_samples_of_a_row_that_ended_are_kept_while_others_follow(out: OutputDir
 
 
 @pytest.mark.parametrize("same_key", [True, False])
-def test_only_a_request_with_the_same_key_goes_on(out: OutputDir, same_key: bool) -> None:
+def test_request_with_another_key_ignores_kept_tokens(out: OutputDir, same_key: bool) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     request = make_request(0, [1, 2], max_tokens=9)
     engine, _ = make_engine(64, next_token=never_ends)
