@@ -1,7 +1,8 @@
-"""Fingerprint of a job: a hash of what changes its output. A run may only continue its equal.
+"""Fingerprint of a job: a hash of everything that changes its output.
 
-Inputs (checked file by file elsewhere), error limits, the order rows run in, pool sizes and logging
-are left out: any of them may change between two runs of one job.
+A run resumes only an output with the same fingerprint. Inputs (checked file by file elsewhere),
+error limits, the order of rows, pool sizes and logging are left out: they may change between two
+runs of a job.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from batchinfer.job.model_files.facts import COMMIT, NUM_HEADER_FACTS
 from batchinfer.job.spec.spec import JobSpec, resolved
 
 MAJOR_VERSION = 0
-"""Major version of batchinfer: output of different ones does not mix."""
+"""Major version of batchinfer; a run resumes only output of the same major version."""
 
 _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "task": None,
-    # Name, revision and tokenizer are told apart by what they hold: ``model_facts``.
+    # ``model_facts`` covers name, revision and tokenizer by their content.
     "model": (
         *("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
         "served_model_name",
@@ -43,13 +44,13 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         "tool_parser",
     ),
 }
-"""Section: its keys that change output; None: all of them."""
-_OF_ROWS = ("input", "prompt", "sampling", "score")
-"""Sections that say of each row what its prompt and its parameters are."""
-_OF_MODEL_USE = ("max_model_len", "adapters", "served_model_name")
-"""Keys of ``model`` that say of each row how long it may be and through what it runs, and names."""
-_OF_FILES = ("format", "rows_per_part", "explode", "rename")
-"""Keys of ``output`` that say what files look like that finished rows go into."""
+"""Keys that change the output, by section; None: all keys of the section."""
+_ROW_SECTIONS = ("input", "prompt", "sampling", "score")
+"""Sections that determine the prompt and the parameters of each row."""
+_ROW_MODEL_KEYS = ("max_model_len", "adapters", "served_model_name")
+"""Keys of ``model`` that the key of each row covers, or that only name the model."""
+_FILE_KEYS = ("format", "rows_per_part", "explode", "rename")
+"""Keys of ``output`` that change the files and not the answers."""
 _LATER: Mapping[tuple[str, str], Any] = {
     ("sampling", "key"): "position",
     ("sampling", "max_reasoning_tokens"): None,
@@ -61,19 +62,19 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("prompt", "adapter"): None,
     ("engine", "latent_cache"): False,
 }
-"""Keys that came later, with the values that change nothing: jobs that have these are what they
-were before there were others."""
-_OF_REQUESTS = ("logprobs", "prompt_logprobs")
-"""What is written of requests of OpenAI batch files, where they ask for it."""
+"""Keys that were added later, with their neutral values. Neutral values are left out, so that the
+fingerprints of older jobs stay valid."""
+_REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
+"""Outputs that requests of OpenAI batch files may ask for."""
 _SAME = {"fp8_e4m3": "fp8"}
-"""Values of ``engine.kv_cache_dtype`` that are another by a longer name."""
+"""Synonyms of values of ``engine.kv_cache_dtype``."""
 
 
 def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that changes the output, as JSON data.
+    """Return everything that changes the output, as JSON data.
 
     Args:
-        model_facts: JSON data that tells models apart by content: the hub commit, or names, sizes
+        model_facts: JSON data that identifies the model by content: the hub commit, or names, sizes
             and hashes of the weight files; the tokenizer's hash; the adapters' hashes.
 
     Raises:
@@ -81,9 +82,9 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    # A task that came later adds its section to its own jobs: others stay what they were.
-    own = {spec.task_spec.section: None} if spec.task_spec.section else {}
-    for section, keys in {**_KEYS, **own}.items():
+    # Only jobs of a newer task have its section, so that fingerprints of other jobs stay valid.
+    task_section = {spec.task_spec.section: None} if spec.task_spec.section else {}
+    for section, keys in {**_KEYS, **task_section}.items():
         value = everything[section]
         facts[section] = value if keys is None else {key: value[key] for key in keys}
     if spec.prompt.chat_template not in ("auto", "none"):
@@ -95,35 +96,36 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     held = dict(model_facts)
     engine = facts["engine"]
     engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])
-    facts["model"]["adapters"] = held.pop("adapters", {})  # what they hold, not where they are
+    facts["model"]["adapters"] = held.pop("adapters", {})  # their content, not their paths
     facts["model_facts"] = held
     return facts
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of ``fingerprint_facts`` as they are, or as a manifest holds them."""
+    """Return the SHA-256 of ``fingerprint_facts``, in hex."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``fingerprint_facts`` what decides the answer of every row alike, beside what is its own.
+    """Return the part of ``fingerprint_facts`` that affects the answers of all rows alike.
 
-    Where rows are, how their prompts are made and sampled, and which files they go into is left
-    out: of prompt and parameters the row's own say all. A key that comes later counts until it is
-    left out here as well.
+    The key of each row covers its prompt and parameters. Paths and file layout affect no answer.
     """
     output = facts["output"]
-    written = {*output["include"], *(_OF_REQUESTS if output["format"] == "openai-batch" else ())}
+    requested = _REQUEST_OUTPUTS if output["format"] == "openai-batch" else ()
     return {
-        **{name: value for name, value in facts.items() if name not in _OF_ROWS},
-        "model": _without(facts["model"], _OF_MODEL_USE),
+        **_without(facts, _ROW_SECTIONS),
+        "model": _without(facts["model"], _ROW_MODEL_KEYS),
         "model_facts": {name: _content_of(value) for name, value in facts["model_facts"].items()},
-        "output": {**_without(output, _OF_FILES), "include": sorted(written)},
+        "output": {
+            **_without(output, _FILE_KEYS),
+            "include": sorted({*output["include"], *requested}),
+        },
     }
 
 
 def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
-    """SHA-256 of what each adapter of a job holds, by its name, from ``fingerprint_facts``."""
+    """Return the SHA-256 of each adapter's content by name, from ``fingerprint_facts``."""
     adapters = _mapping(facts["model"].get("adapters"))
     return {
         name: bytes.fromhex(digest({"adapter": _content_of(value)}))
@@ -134,34 +136,34 @@ def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
-    """Keys whose values differ between two ``fingerprint_facts``, like ``sampling.top_p``, in
-    order; and both values, None where there is none."""
-    found = dict(_differing("", before, after))
-    return {key: found[key] for key in sorted(found)}
+    """Return both values of each key, such as ``sampling.top_p``, that differs between two
+    ``fingerprint_facts``, sorted by key; None for a missing value."""
+    return dict(sorted(_differing("", before, after)))
 
 
 def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """``fingerprint_facts`` without what ``other`` does not know of a model's content, and without
-    the model's revision where both know its commit.
+    """Return ``fingerprint_facts`` without facts about the model's content that are missing in
+    ``other``, and without the model's revision if both have its commit.
 
-    Versions before did not hash what weight files hold, and offline nobody may know a commit.
+    Older versions did not hash the content of weight files, and offline a commit may be unknown.
     """
-    held, told = ({**_mapping(one.get("model_facts"))} for one in (facts, other))
-    model, known = _mapping(held.get("model")), _mapping(told.get("model"))
-    held["model"] = {
+    model_facts = {**_mapping(facts.get("model_facts"))}
+    model = _mapping(model_facts.get("model"))
+    known = _mapping(_mapping(other.get("model_facts")).get("model"))
+    compared = {
         name: _as_known(value, known.get(name))
         for name, value in model.items()
         if name != COMMIT or COMMIT in known
     }
     section = dict(_mapping(facts.get("model")))
-    if COMMIT in model and COMMIT in known:  # a branch moves, and may be pinned to where it was
-        for named in (section, held["model"]):
-            named.pop("revision", None)
-    return {**facts, "model": section, "model_facts": held}
+    if COMMIT in model and COMMIT in known:  # the job may pin a branch to its old commit
+        section.pop("revision", None)
+        compared.pop("revision", None)
+    return {**facts, "model": section, "model_facts": {**model_facts, "model": compared}}
 
 
 def model_commit(facts: Mapping[str, Any]) -> str | None:
-    """The commit of a model on the hub, among ``fingerprint_facts``; None where it is not known."""
+    """Return the commit of a model on the hub, from ``fingerprint_facts``; None if unknown."""
     commit = _mapping(_mapping(facts.get("model_facts")).get("model")).get(COMMIT)
     return commit if isinstance(commit, str) else None
 
@@ -171,7 +173,7 @@ def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, An
 
 
 def _content_of(facts: Any) -> Any:
-    """A model's facts; where its commit is known, without the branch or tag that led there."""
+    """A model's facts, without the branch or tag if the commit is known."""
     if isinstance(facts, Mapping) and COMMIT in facts:
         return {name: value for name, value in facts.items() if name != "revision"}
     return facts

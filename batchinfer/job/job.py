@@ -1,4 +1,4 @@
-"""A job whose data has been looked at, and its model, loaded."""
+"""Opens a job's data and loads its model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BuildEngine = Callable[..., "EngineContext"]
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose data has been looked at."""
+    """A job with its opened dataset."""
 
     spec: JobSpec
     source: Source
@@ -58,31 +58,31 @@ class Job:
 
 @dataclass(frozen=True)
 class OutputJob(Job):
-    """A job that writes its output."""
+    """A job with its output directory."""
 
     out: OutputDir
     combined_output: PurePath | None = None
-    """Where all lines of OpenAI's output and error files go as well, in input order."""
+    """A file that also gets all lines of OpenAI's output and error files, in input order."""
 
 
 def open_input(spec: JobSpec) -> Source:
-    """The dataset of a job.
+    """Open a job's dataset.
 
     Raises:
-        JobError: it cannot be read.
+        JobError: the dataset cannot be read.
     """
-    asked = spec.input
+    entry = spec.input
     with phase("reading inputs"):
         return open_source(
-            asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode, asked.version
+            entry.paths, entry.limit, entry.format, entry.filter, entry.schema_mode, entry.version
         )
 
 
 def identified(source: Source, planned: Manifest | None) -> Source:
-    """A dataset whose files say what is in them, so that they can be told from others.
+    """Return a dataset with hashes of its files' content.
 
     Args:
-        planned: knows files as they were before; those that are as they were need not be read.
+        planned: an earlier plan, whose hashes of unchanged files are reused.
 
     Raises:
         DataError: a file cannot be read.
@@ -97,10 +97,10 @@ def open_job(
     source: Source,
     facts_of: Callable[[ModelSpec], Mapping[str, Any]] | None = model_facts,
 ) -> Job:
-    """Check columns and model files against the job, without changing anything.
+    """Check a job's columns and model files, without writing anything.
 
     Args:
-        facts_of: gives what tells its model from others; None: the manifest has no fingerprint.
+        facts_of: returns facts that identify the model; None: the manifest has no fingerprint.
 
     Raises:
         JobError: the job cannot be run.
@@ -127,30 +127,30 @@ def open_job(
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A model that is ready to run a job."""
+    """A job's loaded model, with the reader and the task of its rows."""
 
     context: EngineContext
     reader: RowReader
     task: LoadedTask
     log: Sequence[str]
-    """Where the device's memory goes, line by line."""
+    """Lines about the use of the device's memory."""
     seconds: float
-    """Time this took."""
+    """Duration of loading."""
     processes: TextProcesses
-    """Make the prompts."""
+    """The processes that build prompts."""
     phases: Phases | None = None
-    """What was waited for."""
+    """Phases of loading."""
 
     def close(self) -> None:
-        """End the processes that make prompts."""
+        """End the processes that build prompts."""
         self.processes.close()
 
 
 def load(job: Job, build: BuildEngine) -> LoadedJob | None:
-    """Load the model and check the job against it; None for a job without rows.
+    """Load the model and check the job against it; return None for a job without rows.
 
     Raises:
-        JobError: the model cannot be run, or the job does not go with it.
+        JobError: the model cannot be loaded, or does not support the job.
     """
     if not job.source.num_rows:
         return None
@@ -166,7 +166,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         with phase("starting text processes"):
             processes.load(context.tokenizer)
         if not BOUNDS_MEMORY:
-            log.append("this system bounds no process's memory: a hostile row may take all of it")
+            log.append("this system cannot limit a process's memory: a hostile row may use all")
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)
@@ -181,8 +181,10 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
 
 
 def row_keys(job: Job, context: EngineContext) -> RowKeys:
-    """What makes the keys of a job's rows, as its model runs them; of a job whose manifest has no
-    fingerprint, they only compare its rows with each other."""
+    """Return the maker of row keys for a job and its model.
+
+    If the manifest has no fingerprint, the keys only compare rows of this job with each other.
+    """
     facts = job.manifest.job or fingerprint_facts(job.spec, {"adapters": job.spec.model.adapters})
     return RowKeys(
         facts,
@@ -193,19 +195,19 @@ def row_keys(job: Job, context: EngineContext) -> RowKeys:
 
 
 def _warm_up(job: Job, compile_for: WarmUp) -> None:
-    """Compile what the job's rows may be drawn or judged by, with parameters of their own too."""
+    """Compile the sampling steps that the job's rows may need."""
     task = job.spec.task_spec
     if task.runner == "pooling":
         return
     if task.sampling is not None:
         compile_for([task.sampling], forced_tokens=True)
         return
-    own: Collection[str] = ()
+    row_params: Collection[str] = ()
     if job.source.format.holds_requests or SAMPLING_COLUMN in job.source.schema.names:
-        own = field_names(SamplingParams)
+        row_params = field_names(SamplingParams)
     elif job.spec.prompt.has_tools:
-        own = ("structured_outputs",)
-    compile_for([job.spec.sampling.params], own=own)
+        row_params = ("structured_outputs",)
+    compile_for([job.spec.sampling.params], own=row_params)
 
 
 def _row_reader(
@@ -243,7 +245,6 @@ def _request_reader(
     params: RowParams | None,
     tool_choices: ToolChoices | None,
 ) -> RowReader:
-    """The reader of an OpenAI batch file."""
     from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader, request_kind
 
     spec, task = job.spec, TASKS[job.spec.task]
@@ -263,8 +264,11 @@ def _request_reader(
 
 
 def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[SamplingParams], None]:
-    """Check a row's own parameters: do they go with ``accept`` and ``output.reasoning``, is the
-    tokenizer fit for their texts? What it dies of where the engine runs ends the job."""
+    """Return a check of a row's parameters against ``accept``, ``output.reasoning`` and the
+    tokenizer.
+
+    The tokenizer runs in text processes, because a text that kills it must not end the job.
+    """
     texts = processes.prompts(RawTexts)
 
     def check(params: SamplingParams) -> None:
@@ -272,9 +276,9 @@ def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[Sampling
             raise ValueError("max_reasoning_tokens needs output.reasoning of the job")
         if spec.accept is not None:
             spec.accept.check(params)
-        for made in texts.build([{"text": word} for word in params.bad_words]):
-            if isinstance(made, RowError):
-                raise ValueError(f"bad_words: {made.message}")
+        for prompt in texts.build([{"text": word} for word in params.bad_words]):
+            if isinstance(prompt, RowError):
+                raise ValueError(f"bad_words: {prompt.message}")
 
     return check
 
@@ -288,8 +292,8 @@ def _prompts(
     columns: Sequence[str],
     conversation_columns: Sequence[str] = (),
 ) -> Prompts:
-    """Prompts that are made in ``processes``; of rows that bring token ids alone, here."""
-    recipe = partial(
+    """Prompts built in ``processes``; in this process if rows hold token ids."""
+    factory = partial(
         make,
         config,
         max_model_len=context.max_model_len,
@@ -300,5 +304,5 @@ def _prompts(
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
     if config.token_ids_column is not None and job.spec.task_spec.draws:
-        return PromptBuilder(config, context.tokenizer, **recipe.keywords)
-    return processes.prompts(recipe)
+        return PromptBuilder(config, context.tokenizer, **factory.keywords)
+    return processes.prompts(factory)

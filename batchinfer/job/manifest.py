@@ -1,4 +1,4 @@
-"""The plan that an output directory was made for: a run with another must not add to it."""
+"""The plan of an output directory; only runs with the same plan may write to the output."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _UPDATE = (
     "use --update to recompute only the rows that changed, --output (run-batch: -o) for another "
     "place, or --overwrite to start over"
 )
-"""What to do about the output of a job that was edited since."""
+"""Hint if the job was edited after the output was begun."""
 _OTHER_PLACE = (
-    "use --output (run-batch: -o) for another place, or --overwrite to throw away what is there"
+    "use --output (run-batch: -o) for another place, or --overwrite to delete the existing output"
 )
-"""What to do about the output of a job that has nothing in common with this one."""
+"""Hint if the output belongs to an unrelated job."""
 
 
 LAYOUT = 2
-"""Version of an unfinished output's files: a run resumes no other one."""
+"""Version of the file layout of unfinished outputs; a run resumes only this version."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,24 @@ class Manifest:
     """The plan of a job, written once and never changed."""
 
     fingerprint: str
+    """Hash of ``job``."""
     job: Mapping[str, Any]
-    """``fingerprint_facts``, which the fingerprint is the hash of."""
+    """Result of ``fingerprint_facts``."""
     input_paths: tuple[str, ...]
-    """``input.path``, its entries absolute."""
+    """Entries of ``input.path``, as absolute paths or URLs."""
     inputs: tuple[InputFile, ...]
-    """The files found there."""
     num_rows: int
     rows_per_part: int
     planned_at: str
-    """ISO 8601; what chat templates are told the time is, so that a resumed run says the same."""
+    """Time in ISO 8601. Chat templates of all runs get this time, so that prompts do not change."""
     bounds: tuple[int, ...] | None = None
-    """Where a filter is: the first row id of each part, and where the last one ends."""
+    """With a filter: the first row id of each part, and the end of the last part."""
     layout: int = LAYOUT
-    """Of the files of an unfinished output."""
     table_version: int | None = None
-    """Version of the table that is read; None: the files are no table's."""
+    """Version of the Delta or Iceberg table; None for other inputs."""
 
     def parts(self) -> list[Part]:
-        """The parts of the output, in order; an empty dataset has one without rows."""
+        """Return the parts in order; an empty dataset has one part without rows."""
         starts = range(0, self.num_rows, self.rows_per_part) or [0]
         stops = [min(start + self.rows_per_part, self.num_rows) for start in starts]
         parts = enumerate(zip(starts, stops, strict=True))
@@ -74,7 +73,7 @@ class Manifest:
         ]
 
     def to_json(self) -> bytes:
-        """The manifest as it is stored."""
+        """Return the manifest in its stored form."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode()
 
     def check_same_job(self, other: Manifest, output: str) -> None:
@@ -82,7 +81,7 @@ class Manifest:
 
         Raises:
             LockedError: the job differs; names the keys.
-            DataError: an input file differs; names it.
+            DataError: an input file differs; names the file.
         """
         changes = ""
         if self.fingerprint != other.fingerprint:
@@ -91,20 +90,20 @@ class Manifest:
             changes = self._other_paths(other)
         if changes:
             raise LockedError(
-                f"{output} holds the output of another job. What differs: {changes}",
+                f"{output} holds the output of another job. Differences: {changes}",
                 hint=_OTHER_PLACE
                 if self._shares_nothing_with(other)
                 else self._way_back(other) + _UPDATE,
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
-                f"the input has changed since this output was begun: {problem}",
-                hint="use --update to recompute only the rows that changed, or put the input back, "
+                f"the input has changed since the output was begun: {problem}",
+                hint="use --update to recompute only the rows that changed, or restore the input, "
                 "or use --output (run-batch: -o) for another place, or --overwrite to start over",
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:
-        """Whether ``other`` is no edited version of this job: no answer would be kept."""
+        """True if ``other`` is an unrelated job, for which an update would keep no answer."""
         changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
         if "task" in changed:
             return True
@@ -113,7 +112,7 @@ class Manifest:
         return self._other_paths(other) != "" and not have_common_files(self.inputs, other.inputs)
 
     def _other_paths(self, other: Manifest) -> str:
-        """How ``input.path`` differs; "" where it does not."""
+        """The difference of ``input.path``; "" if it is the same."""
         if self.input_paths == other.input_paths:
             return ""
         was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
@@ -121,12 +120,12 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """A name that plans of other work do not have: 16 hex digits."""
+        """16 hex digits that identify the planned work."""
         content = json.dumps([self.fingerprint, contents(self.inputs)], default=list)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def is_of_same_job(self, other: Manifest) -> bool:
-        """Whether ``other`` plans the same work, as ``check_same_job`` finds it."""
+        """Return True if ``check_same_job`` accepts ``other``."""
         try:
             self.check_same_job(other, "")
         except (LockedError, DataError):
@@ -134,22 +133,22 @@ class Manifest:
         return True
 
     def has_same_input(self, other: Manifest) -> bool:
-        """Whether ``other`` plans the same rows in the same order, wherever they are."""
+        """Return True if ``other`` reads the same rows in the same order, from any path."""
         return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
-        """What to do besides where a model's repository has moved on."""
+        """Start of the hint if the model's repository has a new commit."""
         commit = model_commit(self.job)
         if commit is None or model_commit(other.job) in (None, commit):
             return ""
-        return f"set model.revision: {commit} to go on with the model as it was, "
+        return f"set model.revision: {commit} to continue with the same model, "
 
 
 def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
-    """The manifest stored at ``path``.
+    """Read a stored manifest.
 
     Raises:
-        DataError: it is damaged or missing.
+        DataError: the manifest is damaged or missing.
     """
     try:
         fields = parse_json(read_file(files or LocalFiles(), path))
@@ -161,7 +160,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
             fields["bounds"] = tuple(map(int, fields["bounds"]))
         manifest = Manifest(**fields)
         if manifest.bounds is not None:
-            manifest.parts()  # they are as many as it says
+            manifest.parts()  # raises ValueError if the number of bounds is wrong
         return manifest
     except FileNotFoundError:
         raise DataError(f"{path} is missing") from None
@@ -170,11 +169,13 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The keys that differ and their values; facts of models are named like keys of the section."""
-    found = {key.removeprefix("model_facts."): both for key, both in differences(old, new).items()}
-    if len(found) > 1:
-        return listed(list(found))
+    """The keys that differ; with both values if there is a single key."""
+    changed = {
+        key.removeprefix("model_facts."): both for key, both in differences(old, new).items()
+    }
+    if len(changed) > 1:
+        return listed(list(changed))
     return ", ".join(
         f"{key} was {format_value(was)}, is {format_value(now)}"
-        for key, (was, now) in found.items()
+        for key, (was, now) in changed.items()
     )

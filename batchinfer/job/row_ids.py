@@ -17,32 +17,32 @@ NO_ROWS: RowIds = np.array([], dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file of the output, and the rows of the input it answers."""
+    """A file of the output and its rows of the input."""
 
     index: int
     rows: range
-    """Its row ids, and where a filter is, those between them."""
+    """Row ids from the first to the last row; with a filter, some of them are not selected."""
     selected: int | None = None
-    """Rows of these that a filter selects; None: there is none."""
+    """Number of rows that the filter selects; None without a filter."""
 
     @property
     def num_rows(self) -> int:
-        """Rows it has when it is finished."""
+        """Number of rows of the finished part."""
         return len(self.rows) if self.selected is None else self.selected
 
     @property
     def name(self) -> str:
-        """Name of the part's file, without its suffix."""
+        """The file's name without its suffix."""
         return f"part-{self.index:05d}"
 
 
 def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
-    """Row ids in any order as a set."""
+    """Sort row ids and remove repeated ids."""
     return np.unique(np.fromiter(row_ids, dtype=np.int64))
 
 
 def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
-    """The ranges that ``row_ids`` make up, in order; in one, they are at most so far apart."""
+    """Group row ids into ranges, in order; gaps of up to ``most_apart`` stay within a range."""
     if not len(row_ids):
         return []
     runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > most_apart) + 1)
@@ -50,34 +50,34 @@ def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
 
 
 def in_range(row_ids: RowIds, rows: range) -> RowIds:
-    """Row ids in a range."""
+    """Return the row ids in a range."""
     first, stop = np.searchsorted(row_ids, (rows.start, rows.stop))
     return row_ids[first:stop]
 
 
 def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
-    """Row ids of some parts as ranges in order, each of one part."""
+    """Group the row ids of some parts into ranges, in order, each within one part."""
     return [rows for part in parts for rows in ranges_of(in_range(row_ids, part.rows))]
 
 
-def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
-    """Rows of ``parts`` that are not ``there``: ranges in order, each of one part.
+def missing_ranges(parts: Sequence[Part], finished: RowIds) -> list[range]:
+    """Return the unfinished rows of parts as ranges in order, each within one part.
 
-    Rows that are not selected may be in them.
+    The ranges may hold rows that the filter does not select.
     """
     ranges: list[range] = []
     for part in parts:
-        found = in_range(there, part.rows)
-        if not len(found):
+        of_part = in_range(finished, part.rows)
+        if not len(of_part):
             ranges.append(part.rows)
-        elif len(found) < part.num_rows:
-            known = [part.rows.start - 1, *found.tolist(), part.rows.stop]
+        elif len(of_part) < part.num_rows:
+            known = [part.rows.start - 1, *of_part.tolist(), part.rows.stop]
             ranges += [range(a + 1, b) for a, b in pairwise(known) if b - a > 1]
     return ranges
 
 
 def within(row_ids: RowIds, ranges: Sequence[range]) -> RowIds:
-    """Row ids that are in one of ``ranges``, which are in order."""
+    """Return the row ids that lie in one of ``ranges``, which are in order."""
     if not ranges:
         return NO_ROWS
     starts, stops = (np.array([getattr(r, end) for r in ranges]) for end in ("start", "stop"))

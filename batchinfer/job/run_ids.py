@@ -1,4 +1,4 @@
-"""Ids of runs: ``run-00003``, and ``run-00003-s0001of4`` where several wrote at once."""
+"""Ids of runs: ``run-00003``, or ``run-00003-s0001of4`` if several runs wrote at the same time."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ _RUN_ID = re.compile(r"run-(\d+)(?:-([a-z]\w*))?")
 
 
 def run_id(number: int, writer: str = "") -> str:
-    """The id of a run.
+    """Return the id of a run.
 
     Args:
-        writer: as in ``OutputDir``.
+        writer: the writer's name as in ``OutputDir``; "" for a run that writes alone.
     """
     return f"run-{number:05d}{writer and '-'}{writer}"
 
 
 def run_number(name: str) -> int:
-    """The number of the run that a file's name begins with; 0 if it begins with none."""
+    """Return the number of the run whose id a file's name starts with; 0 if there is none."""
     match = _RUN_ID.match(name)
     return int(match.group(1)) if match else 0
 
 
 def writer_of(name: str) -> str:
-    """The writer in a run's id; "" for one that wrote alone."""
+    """Return the writer in a run's id; "" for a run that wrote alone."""
     match = _RUN_ID.fullmatch(name)
     return (match and match.group(2)) or ""

@@ -3,163 +3,127 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from threading import Event, Thread
-
-import psutil
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.spec.spec import JobSpec
 from tests.faults.violation import ViolationError
-from tests.job.fleet.engines import Paced
-from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.jobs import expected, fleet_job, part_hashes, write_rows
 
 ROWS = 2000
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
-class Killed:
-    """What a number of kills came to."""
+class Kills:
+    """Results of all kills of workers."""
 
     jobs: int = 0
-    again: list[float] = field(default_factory=list)
-    """Of each kill: seconds between the first finished row that it lost and the kill."""
+    again_s: list[float] = field(default_factory=list)
+    """Seconds of finished rows that each kill lost."""
     rows_again: int = 0
-    """Finished rows that were computed again, in all."""
-
-    def note(self, folder: Path, kills: dict[int, float]) -> None:
-        """Count what a job has done again that has ended.
-
-        Args:
-            folder: where ``Paced`` engines told what they finished.
-            kills: processes of such engines that were killed, and when.
-        """
-        finished = {_pid(path): _finished(path) for path in folder.glob("pid-*")}
-        for pid, at in kills.items():
-            later = {
-                row
-                for rows in finished.values()
-                for row, when in rows.items()
-                if when > at and rows is not finished[pid]
-            }
-            lost = [when for row, when in finished[pid].items() if row in later]
-            self.again.append(at - min(lost, default=at))
-            self.rows_again += len(lost)
+    """Finished rows that kills lost."""
 
 
-def workers_killed(folder: Path, kills: int, seed: int) -> Killed:
+def kill_workers(folder: Path, kills: int, seed: int) -> Kills:
     """Kill workers at random times, in as many jobs as that takes.
 
     Raises:
-        ViolationError: the output of one is not what one process gives.
+        ViolationError: an output differs from the output of one process.
     """
-    random, killed = Random(seed), Killed()
-    while len(killed.again) < kills:
-        place = _place(folder, killed.jobs)
-        killer = _Killer(place, random, kills - len(killed.again), os.kill)
-        _run_job(place, fleet_job(place), killer, killed)
-    return killed
+    random, outcome = Random(seed), Kills()
+    while len(outcome.again_s) < kills:
+        place = _new_job(folder, outcome.jobs)
+        killed: dict[int, float] = {}
+        process = _start(place, workers=2)
+        while (code := _ended_within(process, random.uniform(0.2, 8.0))) is None:
+            alive = sorted(_workers(place) - killed.keys())
+            if alive and len(outcome.again_s) + len(killed) < kills:
+                pid = random.choice(alive)
+                os.kill(pid, 9)
+                killed[pid] = time.monotonic()
+        _check(place, code, killed, outcome)
+    return outcome
 
 
-def drivers_killed(folder: Path, kills: int, seed: int) -> Killed:
-    """Kill drivers at random times; each job goes on with another number of workers.
+def kill_launchers(folder: Path, kills: int, seed: int) -> Kills:
+    """Kill launchers at random times, and resume each job with another number of workers.
 
     Raises:
-        ViolationError: the output of one is not what one process gives.
+        ViolationError: an output differs from the output of one process.
     """
-    random, killed, done = Random(seed), Killed(), 0
+    random, outcome, done = Random(seed), Kills(), 0
     while done < kills:
-        place = _place(folder, killed.jobs)
-        code, deaths = None, dict[int, float]()
+        place = _new_job(folder, outcome.jobs)
+        killed: dict[int, float] = {}
+        code = None
         while code is None:
-            workers = str(random.choice((1, 2, 3)))
-            program = ["-m", "tests.job.fleet.program", str(place), workers, "paced"]
-            process = subprocess.Popen([sys.executable, *program], cwd=ROOT)
-            try:
-                wait_s = random.uniform(3.0, 20.0) if done < kills else None
-                code = process.wait(wait_s)
-            except subprocess.TimeoutExpired:
+            process = _start(place, workers=random.choice((1, 2, 3)))
+            code = _ended_within(process, random.uniform(3.0, 20.0) if done < kills else None)
+            if code is None:
                 process.kill()
                 process.wait()
                 at, done = time.monotonic(), done + 1
-                pids = [_pid(path) for path in place.glob("pid-*")]
-                deaths |= {pid: at for pid in pids if pid not in deaths}
-        _check(place, code)
-        killed.note(place, deaths)
-        killed.jobs += 1
-    return killed
+                killed |= dict.fromkeys(_workers(place) - killed.keys(), at)
+        _check(place, code, killed, outcome)
+    return outcome
 
 
-def _run_job(place: Path, spec: JobSpec, killer: _Killer, killed: Killed) -> None:
-    killer.start()
-    code = run(spec, Paced(place))
-    killer.over.set()
-    killer.join()
-    _check(place, code)
-    killed.note(place, killer.kills)
-    killed.jobs += 1
-
-
-class _Killer(Thread):
-    """Kills one of a job's workers now and then, or what that depends on."""
-
-    def __init__(
-        self, folder: Path, random: Random, most: int, kill: Callable[[int, int], None]
-    ) -> None:
-        super().__init__(daemon=True)
-        self.kills: dict[int, float] = {}
-        """Workers that it killed, and when."""
-        self.over = Event()
-        self._folder = folder
-        self._random = random
-        self._most = most
-        self._kill = kill
-
-    def run(self) -> None:
-        while len(self.kills) < self._most and not self.over.wait(self._random.uniform(0.2, 8.0)):
-            pids = {_pid(path) for path in self._folder.glob("pid-*")} - self.kills.keys()
-            alive = sorted(filter(psutil.pid_exists, pids))
-            if alive:
-                pid = self._random.choice(alive)
-                try:
-                    self._kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, psutil.NoSuchProcess):
-                    continue
-                self.kills[pid] = time.monotonic()
-
-
-def _place(folder: Path, number: int) -> Path:
+def _new_job(folder: Path, number: int) -> Path:
     place = folder / f"job-{number}"
     place.mkdir(parents=True)
     write_rows(place, ROWS)
     return place
 
 
-def _pid(path: Path) -> int:
-    return int(path.name.removeprefix("pid-"))
+def _start(place: Path, workers: int) -> subprocess.Popen[bytes]:
+    program = ["-m", "tests.job.fleet.program", str(place), str(workers), "paced"]
+    return subprocess.Popen([sys.executable, *program], cwd=ROOT)
 
 
-def _finished(path: Path) -> dict[int, float]:
-    """Rows that a process finished, and when."""
-    lines = path.read_text().splitlines()
-    return {int(row): float(at) for row, at in (line.split() for line in lines)}
+def _ended_within(process: subprocess.Popen[bytes], seconds: float | None) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
-def _check(folder: Path, code: int) -> None:
-    spec = fleet_job(folder)
+def _logs(place: Path) -> dict[int, Path]:
+    """Log of finished rows by process id; see ``Paced``."""
+    return {int(path.name.removeprefix("pid-")): path for path in place.glob("pid-*")}
+
+
+def _workers(place: Path) -> set[int]:
+    return {pid for pid in _logs(place) if Path(f"/proc/{pid}").exists()}
+
+
+def _check(place: Path, code: int, killed: dict[int, float], outcome: Kills) -> None:
+    """Check the output of a job, and count the rows that its kills lost."""
+    spec = fleet_job(place)
     if code != ExitCode.OK:
-        raise ViolationError(f"{folder} ended with {code}")
-    if part_hashes(folder / "out") != expected(folder, spec):
-        raise ViolationError(f"{folder} has other bytes than one process gives")
+        raise ViolationError(f"{place} ended with {code}")
+    if part_hashes(place / "out") != expected(place, spec):
+        raise ViolationError(f"{place} differs from the output of one process")
     if problems := verify(output_at(spec.output.path)).problems:
-        raise ViolationError(f"{folder}: {problems}")
+        raise ViolationError(f"{place}: {problems}")
+    finished = {
+        pid: {int(row): float(at) for row, at in map(str.split, path.read_text().splitlines())}
+        for pid, path in _logs(place).items()
+    }
+    for pid, at in killed.items():
+        later = {
+            row
+            for other, rows in finished.items()
+            for row, when in rows.items()
+            if other != pid and when > at
+        }
+        lost = [when for row, when in finished[pid].items() if row in later]
+        outcome.again_s.append(at - min(lost, default=at))
+        outcome.rows_again += len(lost)
+    outcome.jobs += 1

@@ -26,7 +26,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.tokenizer import Tokenizer
 from tests.faults.child_peaks import ChildPeaks
-from tests.faults.children import Pace, start
+from tests.faults.kills import Pace, start
 from tests.faults.violation import ViolationError
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, byte_tokenizer, job
@@ -331,7 +331,7 @@ def _errors(spec: JobSpec, build: HostileBuild) -> list[dict[str, str] | None]:
 
 
 def _stopped(spec: JobSpec, build: HostileBuild, folder: Path, random: Random) -> float:
-    """Seconds that the job takes to end when it is asked to."""
+    """Seconds from SIGTERM to the end of the job."""
     child = start(spec, build, Pace(1e9, 4096), folder)
     code, waited = child.signal_after(random.uniform(*_STOP_AFTER_S), signal.SIGTERM)
     if code not in (ExitCode.OK, ExitCode.INTERRUPTED, -signal.SIGTERM):

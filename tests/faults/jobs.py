@@ -1,4 +1,4 @@
-"""Small jobs over a real (tiny, random) model."""
+"""Small jobs on a real model, which is tiny and random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MAKE_MODEL += "make_text_model(Path(sys.argv[1]))"
 
 
 def tiny_job(folder: Path, num_rows: int, rows_per_part: int) -> JobSpec:
-    """A greedy job; every tenth prompt is one that others have too."""
-    # In a process of its own: whoever forks must not have computed anything.
+    """A greedy job; every tenth row has the same prompt."""
+    # In a new process: a process must not compute before it forks.
     model = folder / "model"
     subprocess.run([sys.executable, "-c", _MAKE_MODEL, str(model)], check=True)
     prompts = [f"Row {row if row % 10 else 0} asks" for row in range(num_rows)]
@@ -33,7 +33,7 @@ def tiny_job(folder: Path, num_rows: int, rows_per_part: int) -> JobSpec:
 
 
 def import_model_code() -> None:
-    """Import what a run of these jobs imports, so that forked processes need not."""
+    """Import the code that these jobs need, so that forked processes start at once."""
     import transformers.models.llama.modeling_llama
     import transformers.models.llama.tokenization_llama
 

@@ -1,4 +1,4 @@
-"""Inputs and jobs edited at random, updated in place, and compared with outputs made afresh."""
+"""Edits inputs and jobs at random, updates the output, and compares it with a new output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.job.fakes import TellingBuild, drawn, echo, job
 from tests.job.output.test_resume import stop_at
 
 Key = tuple[str, int, tuple[str, int] | None]
-"""What decides a row's answer: its prompt, ``max_tokens``, and what it is drawn by, if it is."""
+"""Inputs of a row's answer: prompt, ``max_tokens``, and the key of its random numbers if any."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
     """A job and its input."""
 
     files: dict[str, list[Row]]
-    """Rows of each file, in the order of the files' names. Prompts may be equal, ids are not."""
+    """Rows by file name. Prompts may repeat, ids do not."""
     rows_per_part: int = 4
     max_tokens: int = 6
     temperature: float = 0.0
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows that are run."""
-        found = [row for name in sorted(self.files) for row in self.files[name]]
-        return found if self.limit is None else found[: self.limit]
+        """Rows that the job computes."""
+        rows = [row for name in sorted(self.files) for row in self.files[name]]
+        return rows if self.limit is None else rows[: self.limit]
 
     def keys(self) -> list[Key]:
-        """Of each row, in order."""
+        """Return the key of each row in order."""
         return [
             (row.prompt, self.max_tokens, self._stream(at, row)) for at, row in enumerate(self.rows)
         ]
@@ -59,7 +59,7 @@ class Plan:
         return (self.drawn_by, row.id if self.drawn_by == "id" else at)
 
     def spec(self, folder: Path, out: str) -> JobSpec:
-        """The job, over files that are written there."""
+        """Write the files to ``folder``, and return the job."""
         shutil.rmtree(folder / "in", ignore_errors=True)
         for name, rows in self.files.items():
             columns = {
@@ -82,27 +82,27 @@ class Editor:
     made: int = field(default=0)
 
     def new_rows(self, count: int) -> list[Row]:
-        """Rows whose prompts nobody has asked yet."""
+        """Return rows with new prompts."""
         self.made += count
         return [Row(at, f"p{at:03d}") for at in range(self.made - count, self.made)]
 
     def row_like(self, row: Row) -> Row:
-        """A new row with the prompt of another."""
+        """Return a new row with the prompt of another row."""
         return replace(self.new_rows(1)[0], prompt=row.prompt)
 
     def edited(self, plan: Plan) -> Plan:
-        """A plan that differs in one place, or in none."""
+        """Return a copy of a plan with at most one edit."""
         files = {name: list(rows) for name, rows in plan.files.items()}
         name, other = (self.random.choice(sorted(files)) for _ in range(2))
         rows = files[name]
         at = self.random.randrange(len(rows)) if rows else 0
-        free = [one for one in ("b", "d", "e", "f") if one not in files]
+        free = [unused for unused in ("b", "d", "e", "f") if unused not in files]
         edits: dict[str, Callable[[], object]] = {
             "insert": lambda: rows.insert(at, *self.new_rows(1)),
             "append": lambda: rows.extend(self.new_rows(3)),
             "repeat": lambda: rows and rows.insert(0, self.row_like(rows[at])),
             "delete": lambda: rows and rows.pop(at),
-            "mend": lambda: rows and rows.__setitem__(at, *self.new_rows(1)),
+            "replace": lambda: rows and rows.__setitem__(at, *self.new_rows(1)),
             "shuffle": lambda: self.random.shuffle(rows),
             "add a file": lambda: free and files.update({free[0]: self.new_rows(2)}),
             "drop a file": lambda: len(files) > 1 and files.pop(name),
@@ -124,14 +124,14 @@ class Editor:
 
 
 def update_at_random(folder: Path, random: Random, rounds: int) -> int:
-    """Run a job, then edit and update it so many times.
+    """Run a job, then edit and update it ``rounds`` times.
 
     Returns:
-        How many rows were taken over.
+        Number of rows that updates copied.
 
     Raises:
-        ViolationError: other rows were run than those whose keys are new, or an output differs
-            from one made afresh.
+        ViolationError: an update computed other rows than those with new keys, or an output
+            differs from a new output.
     """
     editor = Editor(random)
     plan = Plan({"a": editor.new_rows(6), "c": editor.new_rows(5)})
@@ -147,19 +147,19 @@ def update_at_random(folder: Path, random: Random, rounds: int) -> int:
         keys = plan.keys()
         new = sorted({key for key in keys if key not in held})
         if sorted(keys[at] for at in ran) != new:
-            raise ViolationError(f"rows {sorted(ran)} ran, of the keys that are new: {new}")
+            raise ViolationError(f"rows {sorted(ran)} ran, but the new keys are {new}")
         num_kept += sum(key in held for key in keys)
         held = set(keys)
         _run(plan, folder, "fresh")
-        fresh, found = (_data(folder / out) for out in ("fresh", "out"))
-        if fresh != found:
-            raise ViolationError(f"the output of {plan} is not as a fresh one")
+        fresh, updated = (_data(folder / out) for out in ("fresh", "out"))
+        if fresh != updated:
+            raise ViolationError(f"the output of {plan} differs from a new output")
         shutil.rmtree(folder / "fresh")
     return num_kept
 
 
 def _run(plan: Plan, folder: Path, out: str, stop_after: int | None = None) -> set[int]:
-    """Update the output; the rows that the engine ran."""
+    """Update the output; return the rows that the engine computed."""
     build = TellingBuild(max_num_seqs=4, next_token=drawn if plan.temperature else echo)
     if stop_after is not None:
         build.before_step = stop_at(stop_after)

@@ -1,13 +1,16 @@
-"""What ``make faults`` runs, stage by stage: each a row of its table."""
+"""The stages of ``make faults``; each yields rows of its table."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -15,272 +18,270 @@ from random import Random
 from batchinfer.errors import ExitCode
 from tests.families import FAMILIES
 from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, hostile_texts
-from tests.faults.children import Pace
-from tests.faults.fleet_kills import Killed, drivers_killed, workers_killed
+from tests.faults.crash_states import check_crash_states
+from tests.faults.fleet_kills import Kills, kill_launchers, kill_workers
 from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
-from tests.faults.kills import Killer
+from tests.faults.kill_scenarios import POISON, echo_job, update_killer
+from tests.faults.kills import InBucket, Killer, Pace
 from tests.faults.long_answers import LongKiller, long_job
-from tests.faults.lossy_files import LossyFiles, NeverSynced
-from tests.faults.mended_model import retry_on_a_mended_model
-from tests.faults.outputs import InBucket
-from tests.faults.quick import POISON, echo_job
+from tests.faults.lossy_files import NeverSynced
 from tests.faults.random_edits import update_at_random
-from tests.faults.states import count_violations
-from tests.faults.update_kills import UpdateKiller
-from tests.faults.updates import count_update_violations
+from tests.faults.retries import retry_on_a_repaired_model
+from tests.faults.violation import ViolationError
 from tests.job.fakes import FakeBuild
 from tests.job.stores import environment, s3_server
 
 Row = tuple[str, str, str]
-"""What was done, what was found, and ``ok`` or a word in capitals."""
-STATES_AT_ONCE = 1000
-MOST_AGAIN_S = 10.0
-MOST_TOKENS_AGAIN_S = 5.0
-MOST_AGAIN_IN_FLEETS_S = 5.0
+"""What was done, the results, and ``ok`` or a word in capitals."""
+MOST_LOST_S = 10.0
+"""Seconds of finished rows that a kill may lose."""
+MOST_TOKENS_LOST_S = 5.0
+MOST_LOST_IN_FLEETS_S = 5.0
 MOST_TO_STOP_S = 5.0
 _MOST_SHOWN = 5
+_EXAMPLES = 200
+"""Sequences of runs that a process tries at a time; each has a few power failures."""
+_SAME = "0 lost, 0 duplicated, 0 out of order, same bytes as without kills"
 
 
-def random_kills(folder: Path, kills: int, seed: int) -> Row:
-    killer = Killer(
-        folder, tiny_job(folder, num_rows=2000, rows_per_part=100), None, Pace(1.0, 4096)
-    )
+def random_kills(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    spec = tiny_job(folder, num_rows=2000, rows_per_part=100)
+    killer = Killer(folder, spec, None, Pace(1.0, 4096))
     killer.run_unbroken()
-    killer.kill_at_random(kills, Random(seed))
-    found = killer.outcome
-    worst = max(found.again)
-    return (
-        f"{found.kills} kills at random times, {found.jobs} jobs of 2,000 rows",
-        "0 lost, 0 duplicated, 0 out of order, text as unbroken; of finished rows at most "
-        f"{worst:.1f} s again, {found.rows_again / found.kills:.0f} rows a kill",
-        "ok" if worst <= MOST_AGAIN_S else "TOO MUCH AGAIN",
+    killer.kill_at_random(count, Random(options.seed), 0.02 * killer.seconds, 0.5 * killer.seconds)
+    outcome, worst = killer.outcome, max(killer.outcome.again_s)
+    yield (
+        f"{outcome.kills} kills at random times, {outcome.jobs} jobs of 2,000 rows",
+        f"{_SAME}; at most {worst:.1f} s of finished rows lost, "
+        f"{outcome.rows_again / outcome.kills:.0f} rows a kill",
+        "ok" if worst <= MOST_LOST_S else "TOO MUCH LOST",
     )
 
 
-def long_answers(
-    folder: Path, kills: int, seed: int, every_s: float, *, searches: bool = False
-) -> Row:
-    """Killed some seconds after a first flush, or just before it."""
-    spec = long_job(folder, num_rows=16 if searches else 64, searches=searches)
-    killer = LongKiller(folder, spec, None, Pace(every_s, 4096))
+def long_answers(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    """Kill runs some seconds after their first flush, or just before it."""
+    every_s = options.flush_every
+    for kind, kills in (("answers", count - count // 4), ("searches", max(1, count // 4))):
+        place = folder / kind
+        searches = kind == "searches"
+        spec = long_job(place, num_rows=16 if searches else 64, searches=searches)
+        killer = LongKiller(place, spec, None, Pace(every_s, 4096))
+        killer.run_unbroken()
+        killer.kill_at_random(kills, Random(options.seed), 1.5 + every_s, 5.0 + 2 * every_s)
+        lost, worst = killer.lost, max(killer.lost.seconds)
+        yield (
+            f"{killer.outcome.kills} kills ({lost.num_with_suspects} with suspected rows) in "
+            f"{killer.outcome.jobs} jobs of long {kind}, flushed every {every_s:g} s",
+            f"{_SAME}; {sum(lost.tokens) / len(lost.tokens):,.0f} tokens lost a kill, at most "
+            f"{max(lost.tokens):,}, from at most {worst:.1f} s; at "
+            f"{lost.num_drawn / lost.seconds_drawn:,.0f} tokens/s "
+            f"{sum(lost.bytes_written) / lost.seconds_drawn / 1000:,.0f} kB/s are written, token "
+            f"files hold at most {lost.most_bytes / 1e6:.1f} MB",
+            "ok" if worst <= MOST_TOKENS_LOST_S else "TOO MUCH LOST",
+        )
+
+
+def fleet_workers(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    yield _fleet_row("workers of fleets", kill_workers(folder, count, options.seed))
+
+
+def fleet_drivers(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    kills = kill_launchers(folder, count, options.seed)
+    yield _fleet_row(f"workers, with {count} launchers,", kills)
+
+
+def _fleet_row(what: str, kills: Kills) -> Row:
+    worst, count = max(kills.again_s), len(kills.again_s)
+    return (
+        f"{count} {what} killed, {kills.jobs} jobs of 2,000 rows",
+        f"{_SAME}; at most {worst:.1f} s of finished rows lost, {kills.rows_again / count:.0f} "
+        "rows a kill",
+        "ok" if worst <= MOST_LOST_IN_FLEETS_S else "TOO MUCH LOST",
+    )
+
+
+def named_kills(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    yield _kill_at_points(_small_job(folder), count, options.seed, "runs")
+
+
+def updates(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    killer = update_killer(folder)
     killer.run_unbroken()
-    killer.kill_again_and_again(kills, Random(seed), 1.5 + every_s, 5.0 + 2 * every_s)
-    again, drawn, seconds = killer.again, killer.again.num_drawn, killer.again.seconds_drawn
-    worst = max(again.seconds)
-    return (
-        f"{killer.outcome.kills} kills ({again.of_suspects} with suspects) in "
-        f"{killer.outcome.jobs} jobs of long "
-        + ("searches" if searches else "answers")
-        + f", flushed every {every_s:g} s",
-        f"bytes of an unbroken run; {sum(again.tokens) / len(again.tokens):,.0f} tokens again a "
-        f"kill, at most {max(again.tokens):,}, of at most {worst:.1f} s; of {drawn / seconds:,.0f} "
-        f"tokens a second {sum(again.bytes_written) / seconds / 1000:,.0f} kB/s are written, at "
-        f"most {again.most_bytes / 1e6:.1f} MB are there",
-        "ok" if worst <= MOST_TOKENS_AGAIN_S else "TOO MUCH AGAIN",
-    )
+    yield _kill_at_points(killer, count, options.seed, "updates")
 
 
-def fleet_workers(folder: Path, kills: int, seed: int) -> Row:
-    return _fleet_kills("workers of fleets", workers_killed(folder, kills, seed))
-
-
-def fleet_drivers(folder: Path, kills: int, seed: int) -> Row:
-    killed = drivers_killed(folder, kills, seed)
-    return _fleet_kills(f"workers, in {kills} kills of their drivers,", killed)
-
-
-def _fleet_kills(what: str, killed: Killed) -> Row:
-    worst, kills = max(killed.again), len(killed.again)
-    return (
-        f"{kills} {what} killed, {killed.jobs} jobs of 2,000 rows",
-        "0 lost, 0 duplicated, 0 out of order, bytes of one process, verify 0; of finished rows at "
-        f"most {worst:.1f} s again, {killed.rows_again / kills:.0f} rows a kill",
-        "ok" if worst <= MOST_AGAIN_IN_FLEETS_S else "TOO MUCH AGAIN",
-    )
-
-
-def named_kills(folder: Path, most: int, seed: int) -> Row:
-    killer = _small_job(folder)
-    random = Random(seed)
-    points = list(killer.named_points())[:most]
-    for point in points:
+def _kill_at_points(killer: Killer, most: int, seed: int, what: str) -> Row:
+    points, random = [*chain.from_iterable(killer.points().values())], Random(seed)
+    for point in random.sample(points, min(most, len(points))):
         killer.kill_at(point, random)
     return (
-        f"{len(points)} kills at named points, each with one more while going on",
-        f"{killer.outcome.jobs} jobs as unbroken, {killer.outcome.kills} kills in all",
+        f"{what} killed at {min(most, len(points))} of {len(points)} failpoints, and once more",
+        f"{killer.outcome.kills} kills, {killer.outcome.jobs} jobs: {_SAME}",
         "ok",
     )
 
 
-def stops(folder: Path, times: int, seed: int) -> Row:
-    killer = _small_job(folder)
-    waited = killer.stop_at_random(times, Random(seed))
-    return (
-        f"{times} SIGTERMs at random times",
-        f"exit 75 each, at most {max(waited):.2f} s later; each went on to the unbroken output",
+def stops(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    waited = _small_job(folder).stop_at_random(count, Random(options.seed))
+    yield (
+        f"{count} SIGTERMs at random times",
+        f"exit 75 each, at most {max(waited):.2f} s later; resumed: {_SAME}",
         "ok" if max(waited) <= MOST_TO_STOP_S else "TOO SLOW",
     )
 
 
-def races(folder: Path, times: int) -> Row:
-    killer = _small_job(folder)
-    found = Counter(tuple(killer.race()) for _ in range(times))
-    one_wins = (int(ExitCode.OK), int(ExitCode.LOCKED))
-    return (
-        f"{times} races of two runs for one output",
-        ", ".join(f"exits {codes}: {count}" for codes, count in found.items()),
-        _word(found == {one_wins: times}),
+def races(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    exits = Counter(tuple(killer.race()) for killer in [_small_job(folder)] * count)
+    yield (
+        f"{count} races of two runs for one output",
+        ", ".join(f"exits {codes}: {times}" for codes, times in exits.items()),
+        _verdict(exits == {(int(ExitCode.OK), int(ExitCode.LOCKED)): count}),
     )
 
 
-def kills_in_a_store(folder: Path, kills: int, seed: int) -> Row:
-    """Output in an object store: kills at random times, at named points, by a row; two at once."""
+def kills_in_a_store(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    """Kill runs with output in a store at random times, at failpoints and by a row; race two."""
+    random, num_races = Random(options.seed), max(1, count // 5)
     with s3_server() as address:
         os.environ.update(environment(address))
         build, output = FakeBuild(max_num_seqs=8), InBucket(address)
         killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), output)
         killer.run_unbroken()
-        random = Random(seed)
-        killer.kill_at_random(kills, random)
-        points = [point for point in killer.named_points() if point.endswith(":1")]
-        for point in random.sample(points, min(kills, len(points))):
+        killer.kill_at_random(count, random, 0.02 * killer.seconds, 0.5 * killer.seconds)
+        points = [times[0] for times in killer.points().values()]
+        for point in random.sample(points, min(count, len(points))):
             killer.kill_at(point, random)
-        found = Counter(tuple(killer.race()) for _ in range(max(1, kills // 5)))
+        exits = Counter(tuple(killer.race()) for _ in range(num_races))
         code = killer.run_until_done(f"row-{POISON}:1", most=20)
         given_up = [row["row_id"] for row in killer.rows() if row["error"]]
-    one_wins = {(int(ExitCode.OK), int(ExitCode.LOCKED)): max(1, kills // 5)}
-    right = found == one_wins and given_up == [POISON] and code == ExitCode.TOO_MANY_ROW_ERRORS
-    return (
+    right = exits == {(int(ExitCode.OK), int(ExitCode.LOCKED)): num_races}
+    right &= given_up == [POISON] and code == ExitCode.TOO_MANY_ROW_ERRORS
+    yield (
         f"{killer.outcome.kills} kills with output in a store, {killer.outcome.jobs} jobs",
-        "0 lost, 0 duplicated, 0 out of order, text as unbroken; races end in "
-        f"{', '.join(map(str, found))}; rows given up: {given_up}, exit {code}",
-        _word(right),
+        f"{_SAME}; races end in {', '.join(map(str, exits))}; crashed rows: {given_up}, exit "
+        f"{code}",
+        _verdict(right),
     )
 
 
-def retries(folder: Path, times: int) -> Row:
-    codes = retry_on_a_mended_model(folder, times)
-    return (
-        f"a broken model run {times} times and retried; then mended, run, and retried",
-        f"exits {', '.join(map(str, codes))}; the output in the end as unbroken",
-        _word(codes == [int(ExitCode.TOO_MANY_ROW_ERRORS)] * (times + 2) + [0]),
+def retries(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    codes = retry_on_a_repaired_model(folder, count)
+    yield (
+        f"a broken model run {count} times and retried; then repaired, run, and retried",
+        f"exits {', '.join(map(str, codes))}; the output is right in the end",
+        _verdict(codes == [int(ExitCode.TOO_MANY_ROW_ERRORS)] * (count + 2) + [0]),
     )
 
 
-def fuzzed_job_files(folder: Path, count: int, seed: int, jobs: int) -> Row:
-    return _fuzzed(f"{count:,} fuzzed job files", fuzz_jobs.case, folder, count, seed, jobs)
-
-
-def fuzzed_parquet_files(folder: Path, count: int, seed: int, jobs: int) -> Row:
-    return _fuzzed(f"{count:,} fuzzed Parquet files", fuzz_parquet.case, folder, count, seed, jobs)
-
-
-def hostile_prompts(folder: Path, count: int, seed: int, jobs: int) -> Row:
-    """Templates and tokenizers that are too much: a row's error, in time and in memory."""
-    return _fuzzed(
-        f"{count} hostile templates and tokenizers, each stopped by SIGTERM in a second job",
-        hostile_texts.case,
-        folder,
-        count,
-        seed,
-        jobs,
-        hostile_texts.MOST_S,
+def random_edits(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+    kept = 0
+    for at in range(count):
+        place = folder / str(at)
+        kept += update_at_random(place, Random(options.seed + at), rounds=6)
+        shutil.rmtree(place)
+    yield (
+        f"{6 * count:,} updates after random edits",
+        f"same bytes as a new output; {kept:,} rows copied, only rows with new keys computed",
+        "ok",
     )
 
 
-def broken_model_folders(folder: Path, count: int, seed: int, jobs: int) -> Row:
-    most_s = fuzz_models.MOST_S
-    return _fuzzed(
-        f"{count:,} broken model folders", fuzz_models.case, folder, count, seed, jobs, most_s
-    )
+def _crash_states(*, of_updates: bool) -> Callable[..., Iterator[Row]]:
+    """A stage that fails the power in random sequences of runs, retries and updates."""
+
+    def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+        tried, what = 0, "power failures of updates" if of_updates else "power failures"
+        check = partial(check_crash_states, _EXAMPLES, of_updates=of_updates)
+        seeds = iter(range(options.seed, options.seed + count))
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            while tried < count:
+                tried += sum(pool.map(check, [next(seeds) for _ in range(options.jobs)]))
+        yield f"{tried:,} {what}", "0 violations", "ok"
+        is_seen = False
+        try:
+            check(options.seed, files_type=NeverSynced)
+        except ViolationError:
+            is_seen = True
+        yield f"{what} without fsync", f"violation seen: {is_seen}", _verdict(is_seen)
+
+    return run
 
 
-def random_models(folder: Path, count: int, seed: int, jobs: int) -> Row:
-    what = f"{count:,} random models of {min(count, len(FAMILIES))} families"
-    return _fuzzed(what, fuzz_families.case, folder, count, seed, jobs, fuzz_families.MOST_S)
+def _fuzz(what: str, case: Case, most_s: float = MOST_S) -> Callable[..., Iterator[Row]]:
+    """A stage that runs many cases in processes."""
 
+    def run(folder: Path, count: int, options: Namespace) -> Iterator[Row]:
+        results = run_cases(case, count, options.seed, folder, options.jobs, most_s)
+        for violation in results.violations[:_MOST_SHOWN]:
+            print(violation)
+        words: Counter[str] = Counter()
+        for word, times in results.words.items():
+            words[word.rpartition(": ")[2]] += times
+        tally = ", ".join(f"{times:,} {word}" for word, times in words.most_common())
+        wrong = len(results.violations)
+        wrongs = f"{wrong} tracebacks, hangs, crashes, poor messages or wrong rows"
+        yield f"{count:,} {what}", f"{tally}; {wrongs}", _verdict(not wrong)
 
-def crash_states(states: int, seed: int, jobs: int) -> Row:
-    counts = _count(partial(count_violations, LossyFiles), states, seed, jobs)
-    right = counts["wrong"] == 0 and counts["states"] == states
-    return f"{counts['states']:,} crash states", f"{counts['wrong']} violations", _word(right)
-
-
-def crash_states_without_sync(states: int, seed: int, jobs: int) -> Row:
-    counts = _count(partial(count_violations, NeverSynced), states, seed, jobs)
-    what = f"{counts['states']:,} crash states without fsync"
-    return what, f"{counts['wrong']:,} violations seen", _word(counts["wrong"] > 0)
+    return run
 
 
 def _small_job(folder: Path) -> Killer:
-    """A job of 300 rows that writes little and often, run once."""
+    """A killer of a job of 300 rows that writes to disk often."""
     killer = Killer(folder, tiny_job(folder, num_rows=300, rows_per_part=50), None, Pace(1e9, 20))
     killer.run_unbroken()
     return killer
 
 
-def _fuzzed(
-    what: str, case: Case, folder: Path, count: int, seed: int, jobs: int, most_s: float = MOST_S
-) -> Row:
-    found = run_cases(case, count, seed, folder, jobs, most_s)
-    for violation in found.violations[:_MOST_SHOWN]:
-        print(violation)
-    words: Counter[str] = Counter()
-    for word, times in found.words.items():
-        words[word.rpartition(": ")[2]] += times
-    tally = ", ".join(f"{times:,} {word}" for word, times in words.most_common())
-    wrong = len(found.violations)
-    found_all = f"{tally}; {wrong} tracebacks, hangs, crashes, poor messages or wrong rows"
-    return what, found_all, _word(not wrong)
-
-
-def crash_states_of_updates(states: int, seed: int, jobs: int) -> Row:
-    counts = _count(partial(count_update_violations, LossyFiles), states, seed, jobs)
-    right = counts["wrong"] == 0 and counts["states"] == states
-    what = f"{counts['states']:,} crash states of updates"
-    return what, f"{counts['wrong']} violations; one generation whole, or said", _word(right)
-
-
-def random_edits(folder: Path, times: int, seed: int) -> Row:
-    kept = 0
-    for at in range(times):
-        place = folder / str(at)
-        kept += update_at_random(place, Random(seed + at), rounds=6)
-        shutil.rmtree(place)
-    return (
-        f"{6 * times:,} updates after random edits",
-        f"data as a fresh output's; {kept:,} rows taken over, none run but those whose key is new",
-        "ok",
-    )
-
-
-def kills_of_updates(folder: Path, most: int, seed: int) -> Row:
-    killer = UpdateKiller(folder)
-    points, random = killer.points(), Random(seed)
-    for point in random.sample(points, min(most, len(points))):
-        killer.kill_at(point, random)
-    return (
-        f"updates killed at {min(most, len(points))} of {len(points)} named points",
-        f"{killer.kills} kills; one generation whole or said, then as a fresh output",
-        "ok",
-    )
-
-
-def _count(
-    count: Callable[[int, int], Counter[str]], states: int, seed: int, jobs: int
-) -> Counter[str]:
-    """Counts of so many crash states, some at a time.
-
-    Args:
-        count: takes a number of states and a seed.
-    """
-    sizes = [STATES_AT_ONCE] * (states // STATES_AT_ONCE) + [states % STATES_AT_ONCE]
-    seeds = range(seed, seed + len(sizes))
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        found = pool.map(count, sizes, seeds)
-        return sum(found, Counter())
-
-
-def _word(right: bool) -> str:
+def _verdict(right: bool) -> str:
     return "ok" if right else "WRONG"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage with its default count; a count of 0 leaves it out."""
+
+    count: int
+    what: str
+    run: Callable[[Path, int, Namespace], Iterator[Row]]
+
+
+# Stages that fork this process come first.
+STAGES = {
+    "kills": Stage(200, "kills at random times", random_kills),
+    "long-answers": Stage(200, "kills in jobs of long answers", long_answers),
+    "fleet-workers": Stage(20, "kills of workers of fleets", fleet_workers),
+    "fleet-drivers": Stage(10, "kills of launchers of fleets", fleet_drivers),
+    "named": Stage(72, "kills at failpoints", named_kills),
+    "updates": Stage(1_000, "most failpoints at which updates are killed", updates),
+    "edits": Stage(200, "jobs edited at random and updated, six times each", random_edits),
+    "stops": Stage(50, "SIGTERMs at random times", stops),
+    "races": Stage(10, "races of two runs for one output", races),
+    "store-kills": Stage(12, "kills of jobs with output in an object store", kills_in_a_store),
+    "retries": Stage(3, "runs on a broken model", retries),
+    "job-files": Stage(20_000, "fuzzed job files", _fuzz("fuzzed job files", fuzz_jobs.case)),
+    "parquet-files": Stage(
+        10_000, "fuzzed Parquet files", _fuzz("fuzzed Parquet files", fuzz_parquet.case)
+    ),
+    "hostile": Stage(
+        200,
+        "hostile templates and tokenizers",
+        _fuzz(
+            "hostile templates and tokenizers, each stopped by SIGTERM in a second job",
+            hostile_texts.case,
+            hostile_texts.MOST_S,
+        ),
+    ),
+    "model-folders": Stage(
+        2_000,
+        "broken model folders",
+        _fuzz("broken model folders", fuzz_models.case, fuzz_models.MOST_S),
+    ),
+    "model-families": Stage(
+        20 * len(FAMILIES),
+        "random models of many families",
+        _fuzz("random models of many families", fuzz_families.case, fuzz_families.MOST_S),
+    ),
+    "states": Stage(50_000, "power failures in jobs", _crash_states(of_updates=False)),
+    "update-states": Stage(10_000, "power failures in updates", _crash_states(of_updates=True)),
+}

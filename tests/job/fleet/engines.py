@@ -1,4 +1,4 @@
-"""Engines without a model that die or fail when a test wants it, in processes of workers."""
+"""Engines without a model for worker processes; tests choose when they die or fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.job.fakes import FakeBuild, FakeBuilt, drawn
 
 
 def once(folder: Path, what: str) -> bool:
-    """Whether this is the first time that something happens, of all processes."""
+    """Return True in the first process that asks for ``what``."""
     try:
         (folder / what).touch(exist_ok=False)
     except FileExistsError:
@@ -26,13 +26,13 @@ def once(folder: Path, what: str) -> bool:
 
 @dataclass(frozen=True)
 class Disturbed:
-    """Builds engines of which one is disturbed once, before its step ``at``.
+    """Builds engines; one of them fails once, before its step ``at``.
 
     Args:
-        how: name of a signal that its process gets, or ``device`` or ``bug`` for an error.
-        pid: process that gets the signal instead.
-        kernels: whether the first engine computes with other kernels than the others.
-        never: whether none can be built.
+        how: name of a signal that the process gets, or ``device`` or ``bug`` for an error.
+        pid: process that gets the signal; 0: the engine's own process.
+        kernels: the first engine uses different kernels.
+        never: no engine can be built.
     """
 
     folder: Path
@@ -57,8 +57,7 @@ class Disturbed:
         built = build(model, engine, log=log)
         if self.kernels:
             first = once(self.folder, "first-build")
-            own = {"float32": "fast" if first else "other"}
-            built.kernels = pinned_kernels or own
+            built.kernels = pinned_kernels or {"float32": "fast" if first else "other"}
         return built
 
     def _before_step(self, number: int) -> None:
@@ -73,17 +72,16 @@ class Disturbed:
 
 @dataclass(frozen=True)
 class Paced:
-    """Builds engines whose steps take some time, in processes that tell what they do.
+    """Builds engines with slow steps, in processes that log their finished rows.
 
-    In ``folder`` is a file ``pid-N`` of each process; it has a line for each row as it finishes,
-    with the time.
+    Each process writes ``folder/pid-N`` (see ``log_finished_rows``).
     """
 
     folder: Path
     step_s: float = 0.05
 
     def __call__(self, model: object, engine: object, *, log: Any) -> FakeBuilt:
-        _tell_finished(self.folder / f"pid-{os.getpid()}")
+        log_finished_rows(self.folder / f"pid-{os.getpid()}")
         build = FakeBuild(next_token=drawn)
         build.before_step = self._before_step
         return build(model, engine, log=log)
@@ -92,12 +90,12 @@ class Paced:
         time.sleep(self.step_s)
 
 
-def _tell_finished(path: Path) -> None:
-    """Have this process write down each row that it finishes."""
+def log_finished_rows(path: Path) -> None:
+    """Append a line with id and time to a file for each row that this process finishes."""
     add, file = PartWriter.add, path.open("ab", buffering=0)
 
-    def add_and_tell(self: PartWriter, row: FinishedRow) -> None:
+    def add_and_log(self: PartWriter, row: FinishedRow) -> None:
         file.write(b"%d %f\n" % (row.values["row_id"], time.monotonic()))
         add(self, row)
 
-    PartWriter.add = add_and_tell  # type: ignore[method-assign]
+    PartWriter.add = add_and_log  # type: ignore[method-assign]

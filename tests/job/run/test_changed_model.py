@@ -51,7 +51,7 @@ def change(path: Path) -> None:
 @pytest.mark.parametrize("name", [*FILES, ADAPTER])
 def test_changed_model_file_is_named(stopped: Any, tmp_path: Path, name: str) -> None:
     change(tmp_path / ("adapter" if name == ADAPTER else "model") / name)
-    with pytest.raises(LockedError, match=rf"What differs: model\S*\.{name} was ") as raised:
+    with pytest.raises(LockedError, match=rf"Differences: model\S*\.{name} was ") as raised:
         run_job(stopped, build=FakeBuild(), quiet=True)
     assert raised.value.exit_code == ExitCode.LOCKED
 

@@ -1,4 +1,4 @@
-"""A model that fails on some rows until it is mended, and ``--retry-errors`` is asked for."""
+"""A model that fails on some rows until it is repaired; ``--retry-errors`` then runs these rows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pyarrow.parquet as pq
 from tokenizers.pre_tokenizers import ByteLevel
 
 from batchinfer.job.spec.spec import JobSpec
-from tests.faults.children import Pace, start
 from tests.faults.jobs import tiny_job
+from tests.faults.kills import Pace, start
 from tests.faults.violation import ViolationError
 
 BAD_DIGIT = "7"
-"""Rows whose prompts hold it end in an error."""
+"""The broken model fails on prompts with this digit."""
 
 
-def retry_on_a_mended_model(folder: Path, times: int) -> list[int]:
-    """Run a job on a model that breaks on a token, so many times; then mend the model.
+def retry_on_a_repaired_model(folder: Path, times: int) -> list[int]:
+    """Run a job ``times`` times on a broken model, then repair the model.
 
     Returns:
-        The exit status of each run: plain ones, one that retries in vain, one on the mended model,
-        and one that retries on it.
+        Exit statuses: ``times`` runs, a retry on the broken model, a run on the repaired model, and
+        a retry on the repaired model.
     """
     spec = tiny_job(folder, num_rows=100, rows_per_part=20)
     weights = Path(spec.model.name) / "model.safetensors"
@@ -36,12 +36,12 @@ def retry_on_a_mended_model(folder: Path, times: int) -> list[int]:
     codes.append(_code(spec, folder, "broken"))
     codes.append(_code(spec, folder, "broken", retry_errors=True))
     if _answers(folder / "broken") != answers:
-        raise ViolationError("the output on the mended model is not that of an unbroken run")
+        raise ViolationError("the output on the repaired model differs from a new output")
     return codes
 
 
 def _without_embedding(weights: bytes, letter: str) -> bytes:
-    """A safetensors file with NaN for what the tiny model knows of a letter."""
+    """A safetensors file with NaN for the embedding of a letter."""
     length = int.from_bytes(weights[:8], "little")
     entry = json.loads(weights[8 : 8 + length])["model.embed_tokens.weight"]
     row_bytes = 4 * entry["shape"][1]
