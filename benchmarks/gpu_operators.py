@@ -23,7 +23,8 @@ from batchinfer.kernels.attention_loop import Heads
 from batchinfer.kernels.chunk_attention import ChunkWork, plan_chunks, query_tile
 from batchinfer.kernels.decode_plan import DecodeWork, plan_decode
 from batchinfer.kernels.paged_attention import paged_attention
-from batchinfer.worker.linear.fp8 import Fp8Linear
+from batchinfer.worker.linear.fp8_linear import fp8_kernel
+from batchinfer.worker.linear.packed_linear import PackedLinear
 
 _COPY_BYTES, _MATRIX = 4 * 2**30, 8192
 _BLOCK, _WIDTH, _KV_HEADS = 16, 128, 8
@@ -354,7 +355,7 @@ def _linear_cell(
     plain = [_linear(outputs, width, device, dtype) for _ in range(max(2, num))]
     ways = {"bf16": plain} | {
         f"fp8, rows of {8 if rows_too else 16} bits": [
-            Fp8Linear.quantized(linear, rows_too=rows_too) for linear in plain
+            PackedLinear(linear, fp8_kernel(rows_too=rows_too)) for linear in plain
         ]
         for rows_too in (True, False)
     }

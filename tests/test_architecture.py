@@ -177,7 +177,6 @@ ROOMS = [
         ("errors", "kernels", "engine.kv", "worker"),
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
-    Room("worker.free_memory", "memory that is left", ("worker.memory",)),
     Room(
         "worker.encoder",
         "Encoders: models that read whole texts. Loads them, runs packed texts, pools states.",

@@ -62,9 +62,9 @@ def test_engine_choices_are_logged_and_not_printed(
     assert not caplog.messages
     with caplog.at_level(logging.INFO, logger="batchinfer.llm"):
         LLM(str(model), num_kv_blocks=8, num_threads=1)
-    threads, products, *memory = caplog.messages
+    threads, linear, *memory = caplog.messages
     assert threads == "1 thread: engine.num_threads"
-    assert products.startswith("products by ")
+    assert linear.startswith("linear layers by ")
     assert memory[0].startswith("weights")
     shown = capfd.readouterr()
     assert "engine.num_threads" not in shown.out + shown.err

@@ -15,7 +15,7 @@ from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.encoder.loader import check_encoder_invariance, load_encoder
 from batchinfer.worker.encoder.runner import ModelEncoder
-from batchinfer.worker.linear.choice import KernelRequirements
+from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.threads.threads import StepThreads
 
 _OF_POOLS = (

@@ -25,13 +25,12 @@ from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.attention import ATTENTION, AttentionKernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import is_run_as_encoder
-from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
-from batchinfer.worker.linear.choice import KernelRequirements
+from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
-from batchinfer.worker.lora.lora import AdapterLoader
-from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
+from batchinfer.worker.lora.lora_layers import AdapterLoader
+from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.logprobs import row_stats
@@ -98,7 +97,7 @@ def build_engine(
     )
     log(str(loaded.kernels))
     for kind in loaded.kernel_names.keys() & {"int8", "int4", "fp8"}:
-        log(f"products of the layers by {loaded.kernel_names[kind]}")
+        log(f"quantized linear layers by {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_batch_invariance(loaded.model, layout, loaded.kernels.kernel)

@@ -27,5 +27,5 @@ def make_tokenizer(model: ModelConfig) -> Tokenizer:
         special_tokens=parts.special_tokens,
         control_tokens=parts.control_tokens,
         clean_up_tokenization_spaces=parts.clean_up_tokenization_spaces,
-        tells_pairs_apart=parts.tells_pairs_apart,
+        has_token_type_ids=parts.has_token_type_ids,
     )

@@ -38,7 +38,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         control_tokens: frozenset[str],
         clean_up_tokenization_spaces: bool = False,
-        tells_pairs_apart: bool = True,
+        has_token_type_ids: bool = True,
     ) -> None:
         """Wrap a copy of ``backend``.
 
@@ -49,7 +49,7 @@ class Tokenizer:
             control_tokens: texts of the added tokens that steer the model. A row's text never
                 becomes one of them, unless the job parses special tokens.
             clean_up_tokenization_spaces: as in transformers, where BPE ignores it too.
-            tells_pairs_apart: ``token_type_ids`` are in transformers'
+            has_token_type_ids: ``token_type_ids`` are in transformers'
                 ``tokenizer.model_input_names``; otherwise both texts of a pair count to the first.
         """
         self._backend = _private_copy(backend.to_str())
@@ -58,7 +58,7 @@ class Tokenizer:
         self.control = ControlTokens(control_tokens)
         is_bpe = isinstance(backend.model, BPE)
         self._cleans_up_spaces = clean_up_tokenization_spaces and not is_bpe
-        self._tells_pairs_apart = tells_pairs_apart
+        self._has_token_type_ids = has_token_type_ids
         self._secret_of = {
             token: f"control{secrets.token_hex(16)}x{index}x"
             for index, token in enumerate(sorted(self.control.tokens))
@@ -168,7 +168,7 @@ class Tokenizer:
         return [
             (
                 np.array(encoding.ids, dtype=np.int32),
-                len(encoding.ids) - self._tells_pairs_apart * sum(encoding.type_ids),
+                len(encoding.ids) - self._has_token_type_ids * sum(encoding.type_ids),
             )
             for group in _groups(pairs)
             for encoding in backend.encode_batch_fast(group, add_special_tokens=True)

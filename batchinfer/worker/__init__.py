@@ -6,7 +6,7 @@
 
 import logging
 
-# transformers imports torchao if it is installed, which warns each time about torch and about its
-# own parts that do not work on this machine. None of these is used here.
+# transformers imports torchao if it is installed. torchao then warns about torch and about parts of
+# itself that do not work on this machine, and which this package does not use.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

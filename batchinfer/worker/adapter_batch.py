@@ -1,4 +1,4 @@
-"""Finds the tokens of a step that each adapter changes."""
+"""Finds the tokens of a step that each LoRA adapter changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from batchinfer.engine.step import Int32, Int64, Step
 class StepAdapters:
     """The tokens of a step that adapters change, sorted by adapter.
 
-    The indices go to the device with the step's own arrays. The host knows where each adapter's
-    tokens begin and end, so nothing waits for the device; kernels there read ``starts``.
+    The indices are copied to the device with the step's other arrays. The host also knows where
+    each adapter's tokens begin and end, so it need not wait for the device. Kernels read
+    ``starts`` on the device.
     """
 
     def __init__(self, step: Step) -> None:
@@ -23,23 +24,21 @@ class StepAdapters:
         by_token = np.repeat(step.adapters, np.diff(step.query_starts))
         order = np.argsort(by_token, kind="stable")
         self.tokens: Int64 = order[np.count_nonzero(by_token == 0) :].astype(np.int64)
-        """[A] indices of tokens."""
+        """[A] indices of tokens in the step."""
         numbers = np.arange(1, int(step.adapters.max(initial=0)) + 2)
         self.starts: Int32 = np.searchsorted(by_token[self.tokens], numbers).astype(np.int32)
-        """[largest number + 1] where the tokens of adapters 1, 2, ... begin, and the last end."""
+        """[largest adapter number + 1] indices in ``tokens``: the first token of each adapter from
+        1 on, then the end of the last adapter's tokens."""
         spans = enumerate(pairwise(self.starts.tolist()), start=1)
         self._spans = [(adapter, span) for adapter, span in spans if span[0] < span[1]]
 
     def each(self, tokens: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each adapter of the step with the indices of its tokens.
-
-        Args:
-            tokens: ``self.tokens`` on the device.
-        """
+        """Yield each adapter's number with its part of ``tokens``, which is ``self.tokens`` on the
+        device."""
         for adapter, (start, stop) in self._spans:
             yield adapter, tokens[start:stop]
 
 
 def step_adapters(step: Step) -> StepAdapters | None:
-    """The adapters of a step; None if the base model runs alone."""
+    """Return the adapters of a step; None if it runs the base model only."""
     return None if step.adapters is None else StepAdapters(step)

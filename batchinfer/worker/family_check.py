@@ -1,15 +1,15 @@
-"""Refuses models of families that paged attention does not compute as transformers does.
+"""Refuses models whose results with paged attention differ from those of transformers.
 
-Families are judged by what they compute, never by name. Two checks run on a loaded model:
+Two checks run on a loaded model. They compare results and never look at the family's name.
 
-* The whole model runs two equal sequences in one packed row. Every layer must ask
-  for paged attention once, in order, with the layout's shapes and the window of its config; and
-  both sequences must get the same logits, which fails if a model ignores the positions it is given
-  or mixes neighbors (a convolution, recurrent state, a bias by distance).
-* A shallow copy is compared with transformers' own forward pass, with its own attention and masks.
-  This finds families that apply a sliding window, for example, only in the attention mask:
-  attention does not get it as an argument, and paged attention makes no mask. transformers computes
-  a prompt longer than the window at once, paged attention in chunks and a decode.
+* The whole model runs two equal sequences in one packed row. Each layer must call paged attention
+  once, in order, with the layout's shapes and its configured window. Both sequences must get the
+  same logits. That fails if a model ignores its positions or mixes neighboring tokens (by a
+  convolution, a recurrent state or a bias by distance).
+* A shallow copy of the model is compared with transformers' forward pass, which uses its own
+  attention and masks. This finds families that apply a sliding window, for example, only in the
+  attention mask: paged attention gets no window then, and makes no mask. transformers computes a
+  prompt longer than the window at once; paged attention computes it in chunks and a decode step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, UnsupportedAtt
 from batchinfer.worker.attention.latent import keep_latents
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.model.meta_model import described
-from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
 from batchinfer.worker.model.shallow_copy import ShallowCopy, shallow_copy
 from batchinfer.worker.recurrent.gated_delta_net import page_recurrent_state
 from batchinfer.worker.verify import (
@@ -40,19 +40,20 @@ from batchinfer.worker.verify import (
 _TOKENS = (3, 7)
 _NEIGHBOR_TOLERANCE = 2e-2  # enough for 16-bit weights
 _ENDS = (11, 23, 24)
-"""Ends of the steps; blocks end elsewhere, and the last step is a decode."""
+"""Ends of the steps in tokens, not at ends of blocks; the last step is a decode."""
 _BLOCK_SIZE = 8
-_TOLERANCE, _LOOSE_TOLERANCE = 1e-3, 0.15
-_FEW = 0.5
-"""In float32 no row of logits may differ by more than the first tolerance, with fewer bits at most
-this share by more than the second: rounding may choose another expert."""
+_TOLERANCE = 1e-3
+"""Tolerance in float32, for every row of logits."""
+_LOOSE_TOLERANCE, _MAX_DIFFERING = 0.15, 0.5
+"""Tolerance in 16 bits, and the share of rows that may exceed it: rounding may choose another
+expert."""
 
 
 def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
-    """Check how a loaded model asks for attention, and that rows do not change their neighbors.
+    """Check a loaded model's calls of attention, and that rows do not change their neighbors.
 
     Raises:
-        ModelError: naming the family and what it does differently.
+        ModelError: names the family and the difference.
     """
     config: Any = model.config
     try:
@@ -77,8 +78,8 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
 
 
 def _check_calls(layers: list[int], expected: list[int]) -> None:
-    for layer, other in zip(layers, expected, strict=False):
-        if layer != other:
+    for layer, expected_layer in zip(layers, expected, strict=False):
+        if layer != expected_layer:
             raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
     if len(layers) != len(expected):
         raise UnsupportedAttentionError(
@@ -87,8 +88,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
 
 
 def _check_windows(windows: dict[int, int], config: Any) -> None:
-    """Compare the windows that layers ask for with the config's layer types and the blocks kept
-    for each layer, which a window must not exceed."""
+    """Compare each layer's window with its type in the config, and with the blocks that are kept
+    for it, which a window must not exceed."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     num_layers = config.get_text_config().num_hidden_layers
     configured = layer_windows(text_config(config.to_dict()), num_layers)
@@ -110,43 +111,41 @@ def check_against_eager(
     """Compare the logits of a shallow copy of the model with those of transformers.
 
     Args:
-        model: transformers' own model, as it was loaded.
+        model: transformers' model, as it was loaded.
         max_model_len: longest sequence, in tokens.
         free_bytes: free memory of the model's device.
-        latent: its attention caches latents.
+        latent: True if attention caches latents.
 
     Raises:
-        ModelError: naming the family and what it does that paged attention does not.
+        ModelError: names the family and the feature that paged attention does not have.
     """
     family = f"models of the family {model.config.model_type!r} cannot be run"
     try:
-        made = shallow_copy(model, max_model_len, free_bytes)
-        token_ids = _token_ids(made.model, max_model_len)
-        expected = _eager(made.model, token_ids)
+        shallow = shallow_copy(model, max_model_len, free_bytes)
+        token_ids = _token_ids(shallow.model, max_model_len)
         differing = differing_rows(
-            expected,
-            _paged(made.model, token_ids, latent=latent),
-            _TOLERANCE if made.in_float32 else _LOOSE_TOLERANCE,
+            _eager_logits(shallow.model, token_ids),
+            _paged_logits(shallow.model, token_ids, latent=latent),
+            _TOLERANCE if shallow.in_float32 else _LOOSE_TOLERANCE,
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(
-            f"{family}: they cannot be compared with transformers' own attention: "
-            f"{described(error)}"
+            f"{family}: they cannot be compared with transformers' attention: {described(error)}"
         ) from error
-    if differing.any() if made.in_float32 else _are_most(differing[made.window :]):
-        raise ModelError(f"{family}: {_reason(differing, made)}")
+    if differing.any() if shallow.in_float32 else _are_most(differing[shallow.window :]):
+        raise ModelError(f"{family}: {_reason(differing, shallow)}")
 
 
 def _token_ids(model: Any, max_model_len: int) -> list[int]:
-    """Token ids with few repetitions."""
+    """Return token ids with few repetitions."""
     num_ids: int = model.config.get_text_config().vocab_size
     return [place * 7919 % num_ids for place in range(1, 1 + min(_ENDS[-1], max_model_len))]
 
 
-def _eager(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """[T, vocabulary] logits by transformers."""
+def _eager_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Return the logits [T, vocabulary] of transformers' forward pass."""
     model.set_attn_implementation("eager")
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     # transformers warns that its recurrent layers run without kernels, which only this check does.
@@ -155,8 +154,8 @@ def _eager(model: Any, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def _paged(model: Any, token_ids: list[int], *, latent: bool) -> torch.Tensor:
-    """[T, vocabulary] logits over a paged pool, in steps."""
+def _paged_logits(model: Any, token_ids: list[int], *, latent: bool) -> torch.Tensor:
+    """Return the logits [T, vocabulary] of several steps over a paged pool."""
     model.set_attn_implementation(ATTENTION_NAME)
     temper_queries(model)
     page_recurrent_state(model)
@@ -174,14 +173,14 @@ def _paged(model: Any, token_ids: list[int], *, latent: bool) -> torch.Tensor:
 
 
 def _are_most(differing: torch.Tensor) -> bool:
-    return bool(differing.float().mean() > _FEW)
+    return bool(differing.float().mean() > _MAX_DIFFERING)
 
 
-def _reason(differing: torch.Tensor, made: ShallowCopy) -> str:
-    if made.window and not _are_most(differing[: made.window]):
-        key, window = min(made.windows.items(), key=lambda item: item[1])
+def _reason(differing: torch.Tensor, shallow: ShallowCopy) -> str:
+    if shallow.window and not _are_most(differing[: shallow.window]):
+        key, window = min(shallow.windows.items(), key=lambda item: item[1])
         return (
-            f"{key} is in their attention mask alone, and not passed to their attention; give "
-            f"model.max_model_len: {window} or less"
+            f"they apply {key} only in their attention mask, which paged attention does not use; "
+            f"set model.max_model_len to {window} or less"
         )
-    return "their logits with paged attention differ from those with transformers' own"
+    return "their logits with paged attention differ from those with transformers' attention"

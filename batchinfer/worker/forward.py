@@ -32,10 +32,10 @@ def forward(
     """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
 
     Args:
-        prev_token_ids: int64 [K of the step before], on the pool's device, which
-            ``step.previous_sample`` indexes.
-        graphs: replay these for the steps that they have.
-        body_outputs: append the output of the model's body here, to compute more logits from.
+        prev_token_ids: int64 token ids that the previous step sampled, on the pool's device;
+            ``step.previous_sample`` indexes them.
+        graphs: captured graphs, replayed for steps of their sizes.
+        body_outputs: list to which the output of the model's body is appended.
 
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
@@ -67,7 +67,8 @@ def forward(
 def _input_ids(
     step: Step, tensors: Mapping[str, torch.Tensor], prev_token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """The step's tokens [T]; tokens that the host does not know yet are filled in on the device."""
+    """Return the step's token ids [T]. Ids that the host does not know yet are filled in on the
+    device."""
     token_ids = tensors["token_ids"]
     if not (step.previous_sample >= 0).any():
         return token_ids
@@ -77,7 +78,7 @@ def _input_ids(
 
 
 def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
-    """Arrays that a forward pass reads, in the integer types torch indexes with."""
+    """Return the arrays that a forward pass reads, in the integer types that torch indexes with."""
     shared = step.shared_prefixes
     return {
         **({"order": shared.order, "shared_lens": shared.shared_lens} if shared else {}),

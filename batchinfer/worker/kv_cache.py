@@ -1,7 +1,7 @@
 """The KV pool: one tensor on the device, and host memory for swapped blocks.
 
-It has one of two orders. Block-major, a block of all layers is contiguous, for copies and swaps.
-Layer-major, the blocks of one layer are together, so its attention reads fewer pages of memory.
+In block-major order, a block of all layers is contiguous, which suits copies and swaps. In
+layer-major order, the blocks of a layer are contiguous, so its attention reads fewer memory pages.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from batchinfer.worker.ops import HeadNorms, rotary_write
 LAYER_MAJOR = False
 """Default order of a pool."""
 _MEASURED_BYTES = 4 * 2**20
-"""Bytes to copy to measure the time of a swap."""
+"""Bytes that are copied to measure the time of a swap."""
 _ALIGNMENT = 64  # bytes of a cache line
 _RESIDENT_BYTES = 256 * 2**20
-"""The first part of a CPU's pool, where blocks are taken first, is made resident at once: the first
-steps would pay for it in page faults (on a virtual machine 7 % of a short run)."""
+"""Bytes at the start of a CPU's pool that are made resident at once. Blocks there are taken first,
+and page faults would slow the first steps (by 7 % of a short run on a virtual machine)."""
 
 
 class HostBlocks:
-    """Host memory for blocks, each contiguous.
+    """Host memory for swapped blocks, each contiguous.
 
-    For a CUDA pool it is pinned, and copied on a stream of its own. For a CPU's it is plain memory,
-    touched only as it is used.
+    For a CUDA pool the memory is pinned and copied on a separate stream. For a CPU's pool it is
+    ordinary memory, which is touched only when it is used.
 
     Args:
-        blocks: the pool's, [slot, layer, elements of a layer], strided.
-        num_blocks: host slots.
+        blocks: blocks of the pool, [slot, layer, elements of a layer], strided.
+        num_blocks: number of host slots.
 
     Raises:
-        DeviceError: there is no room.
+        DeviceError: the host has too little memory.
     """
 
     def __init__(self, blocks: torch.Tensor, num_blocks: int) -> None:
@@ -70,7 +70,7 @@ class HostBlocks:
         computing.wait_stream(self._stream)
 
     def measure(self) -> float:
-        """Measure the seconds that a block takes one way: the mean of both ways."""
+        """Measure the seconds that a block's copy takes: the mean of both directions."""
         max_pairs = min(len(self._blocks), len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
@@ -94,33 +94,34 @@ class HostBlocks:
 
 
 def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Uninitialized ``[num_blocks, layer, elements of a layer]``."""
+    """Return uninitialized memory [num_blocks, layer, elements of a layer]."""
     shape = (num_blocks, *blocks.shape[1:])
     num_bytes = math.prod(shape) * blocks.element_size()
     try:
         if blocks.is_cuda or num_blocks == 0:
             return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
-        # NumPy asks Linux for huge pages, torch does not.
+        # NumPy requests huge pages from Linux, torch does not.
         raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
         return raw.view(blocks.dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
-            f"no room for a swap space of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB)",
+            f"the host has no room for a swap space of {num_blocks} blocks "
+            f"({num_bytes / 2**30:.2f} GiB)",
             hint="lower engine.swap_space; 0 disables it",
         ) from error
 
 
 class KVCache:
-    """Keys and values of every block, ``[slot, layer, key or value, kv_head]`` or, layer-major,
-    ``[layer, slot, key or value, kv_head]``.
+    """Keys and values of every block: ``[slot, layer, key or value, kv_head]``, or in layer-major
+    order ``[layer, slot, key or value, kv_head]``.
 
-    In the block of a KV head they are ``[token, width]``; the C kernels for a CPU use another order
-    (``kernels/cpu/kv_block_layout.h``). On a CUDA device float8 values are ``[width, token]``, and
-    none may be NaN (``kernels/fp8_decode_attention.py``), so such a pool is zeroed.
+    For each KV head, a block is ``[token, width]``. The C kernels for a CPU use another order
+    (``kernels/cpu/kv_block_layout.h``). On a CUDA device, float8 values are ``[width, token]``
+    and must not be NaN (``kernels/fp8_decode_attention.py``), so such a pool is zeroed first.
 
     A slot holds the layers of one layer group. Slots are flat rows of elements because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
-    written: padding reads from it.
+    written; padding reads from it.
     """
 
     def __init__(
@@ -133,19 +134,19 @@ class KVCache:
         *,
         layer_major: bool = LAYER_MAJOR,
     ) -> None:
-        """Make an uninitialized pool; memory after its first part is touched when it is written.
+        """Make an uninitialized pool.
 
         Args:
-            num_blocks: slots without the null slot.
-            dtype: the model's, which the pool has too unless the layout says float8.
-            layer_major: the pool's order is [layer, slot] instead of [slot, layer].
+            num_blocks: number of slots, without the null slot.
+            dtype: dtype of the model, and of the pool unless the layout says float8.
+            layer_major: True for the order [layer, slot] instead of [slot, layer].
 
         Raises:
             DeviceError: the pool does not fit the device, or the host blocks do not fit the host.
         """
         self.layout = layout
         self.dtype = dtype
-        """The model's dtype, which queries have."""
+        """Dtype of the model and its queries."""
         self.num_blocks = num_blocks
         self.null_slot = num_blocks
         self._shapes = {layer: layout.shape(layer) for layer in layout.attention_layers}
@@ -161,24 +162,23 @@ class KVCache:
         """The memory: [slot, elements of a block], or [layer, elements of all slots]."""
         parts = self.pool.view(outer, inner, self._part_elements)
         self.blocks = parts.transpose(0, 1) if layer_major else parts
-        """The same by slot, in either order: [slot, layer, elements of a layer], strided. If layers
-        differ in shape: [slot, 1, elements of a block]."""
-        self._turns_values = _turns_values(layout, device)
-        (self.pool if self._turns_values else self.blocks[self.null_slot]).zero_()
+        """The same memory in either order as [slot, layer, elements of a layer], strided. If layers
+        differ in shape, [slot, 1, elements of a block]."""
+        self._transposes_values = _transposes_values(layout, device)
+        (self.pool if self._transposes_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
         self._places = {layer: layout.place(layer) for layer in layout.attention_layers}
 
     @property
     def is_native(self) -> bool:
-        """Whether the C kernels for a CPU write and read the pool; they do not support float8
-        latents."""
+        """True if the C kernels write and read the pool. They do not support float8 latents."""
         if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
         return cpu_attention.reads(self.pool.dtype, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Size of the pool."""
+        """Size of the pool in bytes."""
         return self.pool.nbytes
 
     @property
@@ -187,17 +187,17 @@ class KVCache:
         return self.pool.view(torch.float32)
 
     def group(self, layer: int) -> int:
-        """Number of a layer's group, which has its own block tables and slots."""
+        """Return the number of a layer's group; each group has its own block tables and slots."""
         return self._places[layer][0]
 
     def shape(self, layer: int) -> KVShape:
-        """Heads and widths of a layer's keys and values."""
+        """Return the number of KV heads and the widths of a layer's keys and values."""
         return self._shapes[layer]
 
     def key(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: [slot, kv_head, block_size, key_width], strided.
+        """Return the keys of a layer, [slot, kv_head, block_size, key_width], strided.
 
-        On a CPU the elements of a block may have another order; ``read`` returns them by position.
+        On a CPU the elements of a block may be in another order; ``read`` returns them in order.
         """
         shape = self.shape(layer)
         keys = self._view(self._offset(layer), shape.num_kv_heads, shape.key_width)
@@ -207,19 +207,19 @@ class KVCache:
         return keys.as_strided(keys.shape, (*outer, 1, self.layout.block_size))
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer: [slot, kv_head, block_size, value_width], strided; see ``key``."""
+        """Return the values of a layer, [slot, kv_head, block_size, value_width], as ``key``."""
         shape = self.shape(layer)
         if shape.values_in_keys:
             return self.key(layer)[..., : shape.value_width]
         offset = self._value_offset(layer)
         values = self._view(offset, shape.num_kv_heads, shape.value_width)
-        if not self._turns_values:
+        if not self._transposes_values:
             return values
         *outer, _, _ = values.stride()
         return values.as_strided(values.shape, (*outer, 1, self.layout.block_size))
 
     def read(self, layer: int, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the keys and values of a block, [kv_head, block_size, width], or of several."""
+        """Copy the keys and values of one block, [kv_head, block_size, width], or of several."""
         key, value = self.key(layer)[slots], self.value(layer)[slots]
         if self.is_native and not self.layout.fp8:
             key = cpu_attention.read_keys(key)
@@ -238,13 +238,14 @@ class KVCache:
         """Store the keys and values of T tokens.
 
         Raises:
-            ValueError: they do not have the layout's shape.
+            ValueError: their shapes differ from the layout.
         """
-        shapes, own = [tuple(key.shape[1:]), tuple(value.shape[1:])], self.shape(layer)
-        expected = [(own.num_kv_heads, width) for width in (own.key_width, own.value_width)]
+        shape = self.shape(layer)
+        shapes = [tuple(key.shape[1:]), tuple(value.shape[1:])]
+        expected = [(shape.num_kv_heads, width) for width in (shape.key_width, shape.value_width)]
         if shapes != expected:
             raise ValueError(
-                f"layer {layer} has keys and values of {shapes} where the config says {expected}"
+                f"layer {layer} has keys and values of {shapes}, but its config says {expected}"
             )
         key_cache, value_cache = self.key(layer), self.value(layer)
         if self.pool.is_cuda:
@@ -252,7 +253,7 @@ class KVCache:
 
             kv_write(key, value, key_cache, value_cache, slot_mapping)
         elif self.is_native and not self.layout.fp8:
-            if own.values_in_keys:
+            if shape.values_in_keys:
                 value, value_cache = value[..., :0], value_cache[..., :0]  # part of the keys
             key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
             cpu_attention.kv_write(key, value, key_cache, value_cache, slot_mapping)
@@ -268,13 +269,13 @@ class KVCache:
         slot_mapping: torch.Tensor,  # [T] int64
         norms: HeadNorms | None,
     ) -> None:
-        """Rotate queries in place by their positions; store rotated keys, and values."""
+        """Rotate queries in place by their positions, and store rotated keys and the values."""
         rotary_write(qkv, cos, sin, self.key(layer), self.value(layer), slot_mapping, norms)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """Copy whole blocks: pairs [C, 2] of (source slot, destination slot).
+        """Copy whole blocks by pairs [C, 2] of (source slot, destination slot).
 
-        Destinations are distinct and none is also a source.
+        All destinations must be distinct, and must not be sources.
         """
         if self.pool.is_cuda:
             from batchinfer.kernels.block_copy import block_copy
@@ -285,10 +286,8 @@ class KVCache:
         self.blocks[destination] = self.blocks[source]
 
     def units(self, layer: int, *, values: bool) -> torch.Tensor:
-        """The pool from a layer's keys (or values) on, as rows of ``block_size * unit`` elements.
-
-        Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``.
-        """
+        """Return the pool from a layer's keys (or values) on, as rows of ``block_size * unit``
+        elements. Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``."""
         row = self.layout.block_size * self.unit
         offset = self._value_offset(layer) if values else self._offset(layer)
         flat = self.pool.view(-1)[offset:]
@@ -296,16 +295,15 @@ class KVCache:
 
     @property
     def rows_per_slot(self) -> int:
-        """Rows of ``units`` from one slot to the next."""
+        """Number of rows of ``units`` from one slot to the next."""
         return self.blocks.stride(0) // (self.layout.block_size * self.unit)
 
     def _offset(self, layer: int) -> int:
-        """Elements of the pool before a layer's keys in the first slot."""
+        """Return the offset in elements of a layer's keys in the first slot."""
         part, within = divmod(self._places[layer][1], self._part_elements)
         return part * self.blocks.stride(1) + within
 
     def _value_offset(self, layer: int) -> int:
-        """Elements of the pool before a layer's values in the first slot."""
         shape = self.shape(layer)
         key_elements = shape.num_kv_heads * self.layout.block_size * shape.key_width
         return self._offset(layer) + key_elements
@@ -317,21 +315,19 @@ class KVCache:
         return self.pool.as_strided(shape, strides, offset)
 
 
-def _turns_values(layout: KVLayout, device: torch.device) -> bool:
-    """Whether values are stored by columns in their blocks."""
+def _transposes_values(layout: KVLayout, device: torch.device) -> bool:
     return layout.fp8 and device.type == "cuda" and not layout.latent
 
 
 def _allocate(
     num_slots: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uninitialized memory of a shape that holds ``num_slots`` slots."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.empty(shape, device=device, dtype=dtype)
-        # NumPy asks Linux for huge pages, torch does not: blocks are far apart, and with small
-        # pages every gathered head costs a TLB miss.
+        # NumPy requests huge pages from Linux, torch does not. Blocks are far apart, so with small
+        # pages every gathered head would cost a TLB miss.
         raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         aligned = torch.from_numpy(raw[start : start + num_bytes])
@@ -339,6 +335,7 @@ def _allocate(
         return aligned.view(dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
-            f"no room for a KV pool of {num_slots} blocks ({num_bytes / 2**30:.2f} GiB)",
+            f"the device has no room for a KV pool of {num_slots} blocks "
+            f"({num_bytes / 2**30:.2f} GiB)",
             hint="lower engine.num_kv_blocks, engine.kv_cache_memory or gpu_memory_utilization",
         ) from error

@@ -1,17 +1,19 @@
 """GEMM kernels of linear layers: ways to multiply rows by a weight.
 
-On a CPU ``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` is oneDNN over
-weights that it has packed, by the operators that torch's inductor uses when it freezes weights
-(torch/_inductor/fx_passes/mkldnn_fusion.py), and ``torch`` is ``torch.nn.functional.linear``, in
-which oneDNN or BLAS rearranges the weight in every call. oneDNN's operators are private to torch,
-so each kernel is tried on a small layer first and left out if it does not work.
+On a CPU there are three kinds. ``own`` is this project's C kernel (``kernels/cpu/gemm.c``).
+``onednn`` is oneDNN over weights that it packed, called by the operators that torch's inductor uses
+for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
+``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every call.
+oneDNN's operators are private to torch, so each kernel is tried on a small layer first and left out
+if it does not work.
 
-On a CUDA device torch multiplies, or the project's Triton kernel if it must be batch-invariant.
+On a CUDA device torch multiplies, or a Triton kernel if the result must be batch-invariant.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +32,22 @@ LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
     "int8": Int8Weight.rounded,
     "int4": partial(Int4Weight.rounded, group_size=_INT4_GROUP),
 }
-"""Functions that round a weight [out, in], by value of ``model.quantization``."""
+"""Functions that round a weight [out, in], by the value of ``model.quantization``."""
 FLOAT8_METHOD = "fp8"
 ON_CPU = (*LOW_BIT_METHODS, FLOAT8_METHOD)
-"""Values of ``model.quantization`` that the project's own kernels for a CPU compute."""
+"""Values of ``model.quantization`` that the C kernels compute."""
 
 
-class Packed(Protocol):
+class PackedWeight(Protocol):
     """A weight [out, in] packed for a kernel."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply rows [M, in]: [M, out]."""
+        """Multiply rows [M, in]; returns [M, out]."""
         ...
 
 
@@ -51,75 +58,80 @@ class LinearKernel:
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
     instructions: str
-    """The instructions it is written for, such as AVX-512; others may round differently."""
+    """The instructions it uses, such as AVX-512; other instructions may round differently."""
     is_batch_invariant: bool
-    """Whether a row's bits do not depend on the other rows of the product."""
-    pack: Callable[[torch.Tensor], Packed]
+    """True if the bits of a row's result do not depend on the other rows."""
+    pack: Callable[[torch.Tensor], PackedWeight]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
-    """Whether it supports a weight [out, in] of its dtype."""
+    """Returns True for a weight [out, in] that the kernel supports."""
     copies: bool = True
-    """Whether a packed weight is a copy, not the weight itself."""
+    """True if the packed weight is a copy, False if it is the weight itself."""
 
     @property
     def name(self) -> str:
-        """The name for users and records, such as ``own AVX-512``; equal names give equal bits."""
+        """The name in logs and manifests, such as ``own AVX-512``; equal names give equal bits."""
         return f"{self.kind} {self.instructions}"
 
 
-class OwnPacked:
-    """A weight packed for the project's C kernel.
+class OwnWeight(ABC):
+    """A weight for a kernel of this project, which can also add to its output.
 
     Args:
-        packed: from ``gemm``'s pack functions.
+        weight: the packed tensor.
+        out_features: number of outputs of the linear layer.
     """
 
-    def __init__(self, packed: torch.Tensor, out_features: int) -> None:
-        self.weight, self._out_features = packed, out_features
+    def __init__(self, weight: torch.Tensor, out_features: int) -> None:
+        self.weight, self._out_features = weight, out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = rows.new_empty(len(rows), self._out_features)
-        gemm.gemm(rows, self.weight, bias, out=out)
+        self.multiply(rows, bias, out, adds=False)
         return out
 
-    def add_times(self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        gemm.gemm(rows, self.weight, bias, out=out, adds=True)
+    @abstractmethod
+    def multiply(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
+    ) -> None:
+        """Write the result for rows [M, in] to ``out`` [M, out], or add it if ``adds``."""
 
 
-def _pack_own(instructions: str, weight: torch.Tensor) -> OwnPacked:
-    return OwnPacked(gemm.pack(weight, instructions), len(weight))
+class NativeWeight(OwnWeight):
+    """A weight packed by one of ``gemm``'s functions, for the C kernel."""
+
+    def multiply(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
+    ) -> None:
+        gemm.gemm(rows, self.weight, bias, out=out, adds=adds)
 
 
-def pack_codes(weight: LowBitWeight | Float8GroupedWeight, dtype: torch.dtype) -> OwnPacked:
-    """Pack a quantized weight for the project's C kernel, for rows of ``dtype``."""
+def _pack_native(instructions: str, weight: torch.Tensor) -> NativeWeight:
+    return NativeWeight(gemm.pack(weight, instructions), len(weight))
+
+
+def pack_codes(weight: LowBitWeight | Float8GroupedWeight, dtype: torch.dtype) -> NativeWeight:
+    """Pack a quantized weight for the C kernel, for rows of ``dtype``."""
     if isinstance(weight, Float8GroupedWeight):
-        return OwnPacked(gemm.pack_float8(weight, dtype), len(weight.codes))
-    return OwnPacked(gemm.pack_low_bit(weight), len(weight.codes))
+        return NativeWeight(gemm.pack_float8(weight, dtype), len(weight.codes))
+    return NativeWeight(gemm.pack_low_bit(weight), len(weight.codes))
 
 
-class TritonWeight:
-    """An unchanged weight on a CUDA device, for the project's Triton kernel."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = rows.new_empty(len(rows), len(self._weight))
-        self._multiply(rows, bias, out, adds=False)
-        return out
-
-    def add_times(self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self._multiply(rows, bias, out, adds=True)
-
-    def _multiply(
+class _TritonWeight(OwnWeight):
+    def multiply(
         self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool
     ) -> None:
         from batchinfer.kernels.matmul import matmul
 
-        matmul(rows, self._weight, bias, out=out, adds=adds)
+        matmul(rows, self.weight, bias, out=out, adds=adds)
 
 
-class _OneDnnPacked:
+class _OneDnnWeight:
     def __init__(self, weight: torch.Tensor) -> None:
+        self.nbytes = weight.nbytes
         self._packed = _ops()._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -127,8 +139,9 @@ class _OneDnnPacked:
         return out
 
 
-class _Unpacked:
+class _UnpackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
+        self.nbytes = weight.nbytes
         self._weight = weight.clone()  # a view may keep a whole file of weights mapped
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -137,37 +150,37 @@ class _Unpacked:
 
 @functools.cache
 def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
-    """The kernels that work for weights of ``dtype`` on this processor; own ones first.
+    """Return the kernels that work for weights of ``dtype`` on this processor, C kernels first.
 
     oneDNN and BLAS may sum in an order that depends on the number of rows (oneDNN with AMX does in
-    bfloat16), so only the project's own kernels claim to be batch-invariant.
+    bfloat16), so only the C kernels are marked as batch-invariant.
     """
     if dtype not in _DTYPES:
         return ()
-    names = gemm.available(dtype) if _has_own(dtype) else ()
+    names = gemm.available(dtype) if _has_native(dtype) else ()
     capability = _capability(dtype)
     kernels = (
         *(
-            LinearKernel("own", name, True, partial(_pack_own, name), gemm.supports)
+            LinearKernel("own", name, True, partial(_pack_native, name), gemm.supports)
             for name in names
         ),
-        LinearKernel("onednn", capability, False, _OneDnnPacked),
-        LinearKernel("torch", capability, False, _Unpacked),
+        LinearKernel("onednn", capability, False, _OneDnnWeight),
+        LinearKernel("torch", capability, False, _UnpackedWeight),
     )
     return tuple(kernel for kernel in kernels if _works(kernel, dtype))
 
 
 def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
-    """The kernel that multiplies rows of ``dtype`` by quantized weights; None: there is none here.
+    """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
-    Rows are rounded to int8 for weights of int8 and int4; sums are exact then, so every processor
-    gives the same bits. float8 weights give the bits of the dequantized weight, multiplied by the
-    project's own kernel without tiles.
+    For int8 and int4 weights it rounds rows to int8. Sums are then exact, so every processor gives
+    the same bits. float8 weights give the bits of the dequantized weight, multiplied by the C
+    kernel without tiles.
 
     Args:
         method: one of ``ON_CPU``.
     """
-    if not _has_own(dtype):
+    if not _has_native(dtype):
         return None
     if method == FLOAT8_METHOD:
         return LinearKernel(
@@ -182,38 +195,40 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
 
 
 def triton_kernel(device: torch.device) -> LinearKernel:
-    """The project's kernel for a CUDA device; its compiler and target decide the bits."""
+    """Return the Triton kernel for a CUDA device; its name has the compiler and the target, on
+    which the bits depend."""
     import triton
 
     from batchinfer.kernels.launch import compute_capability
 
     compiled = f"Triton {triton.__version__} sm_{compute_capability(device)}"
-    return LinearKernel("own", compiled, True, TritonWeight, copies=False)
+    return LinearKernel("own", compiled, True, _pack_triton, copies=False)
 
 
-def _has_own(dtype: torch.dtype) -> bool:
+def _pack_triton(weight: torch.Tensor) -> _TritonWeight:
+    return _TritonWeight(weight, len(weight))
+
+
+def _has_native(dtype: torch.dtype) -> bool:
     return gemm.supports(torch.empty(0, 2, dtype=dtype))
 
 
 def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
-    if kernel.kind == "onednn" and not _one_dnn_takes(dtype):
-        return False
+    if kernel.kind == "onednn":
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if not available or (dtype == torch.bfloat16 and not _ops()._is_mkldnn_bf16_supported()):
+            return False
     weight = torch.linspace(-1, 1, 48 * 32, dtype=dtype).view(48, 32)
     x = torch.linspace(1, -1, 3 * 32, dtype=dtype).view(3, 32)
     try:
-        product = kernel.pack(weight).times(x, None).float()
-        return torch.allclose(product, x.float() @ weight.float().T, atol=5e-2, rtol=2e-2)
+        output = kernel.pack(weight).times(x, None).float()
+        return torch.allclose(output, x.float() @ weight.float().T, atol=5e-2, rtol=2e-2)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
 
 
-def _one_dnn_takes(dtype: torch.dtype) -> bool:
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and (dtype != torch.bfloat16 or _ops()._is_mkldnn_bf16_supported()))
-
-
 def _capability(dtype: torch.dtype) -> str:
-    """The instruction set by which oneDNN and BLAS choose a kernel."""
+    """Return the instruction set by which oneDNN and BLAS choose a kernel."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

@@ -1,9 +1,13 @@
-"""Sizes the KV pool and plans the rest of a device's memory."""
+"""Measures a device's memory, sizes the KV pool and plans the other parts of the memory."""
 
 from __future__ import annotations
 
+import ctypes
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,37 +16,38 @@ from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
-from batchinfer.worker.linear.experts import PackedExperts
+from batchinfer.worker.linear.packed_experts import PackedExperts
 from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Copies of a token's hidden state and its inner MLP state that are alive at the widest point of a
-# layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
+# Copies of a token's hidden state and of its MLP state that exist at the widest point of a layer:
+# residual, normed, q, k, v, rotated q and k, attended; gate, up and gate times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# Copies of the logits themselves: the model's own, and one scaled or capped as some families do.
+# Copies of the logits: the head's output, and the scaled or capped logits of some families.
 LOGITS_COPIES = 2
 
 _BYTES_PER_GRAPH = 8 * 2**20  # estimate for some hundred kernels
 _GRAPH_SHARE = 1 / 64
-_TABLE_COPIES = 2  # packed as sent to the device, and unpacked to rows of a fixed length
-# Tokens of a piece of a context, and the most that partial results take, for layers of one window
+_TABLE_COPIES = 2  # packed for the transfer, and unpacked to rows of a fixed length
+# Tokens of a piece of a context, and the most bytes of partial results for layers of one window
 # and shape (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
 _MAX_PIECES_BYTES = 256 * 2**20
 
+_CGROUP = Path("/sys/fs/cgroup")
 _CPU_SHARE_OF_FREE = 0.25
 _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
 
 
 def activation_elements(config: Mapping[str, Any]) -> int:
-    """Elements of one token's activations, without its logits."""
+    """Return the number of elements of one token's activations, without its logits."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    if isinstance(inner, list | tuple):  # of each layer (Gemma 3n)
+    if isinstance(inner, list | tuple):  # one number for each layer (Gemma 3n)
         inner = max(inner)
     return _HIDDEN_COPIES * hidden + _INNER_COPIES * int(inner)
 
@@ -50,8 +55,8 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Upper bound of the bytes of partial results, one for each piece of a context, which attention
-    on CUDA merges in a step. Layers of the same window and shape share theirs."""
+    """Return an upper bound of the bytes of attention's partial results in a step on CUDA. There is
+    one for each piece of a context; layers of the same window and shape share the memory."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
@@ -72,8 +77,8 @@ def graph_bytes(
     max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Upper estimate of the bytes of all step graphs and their inputs. They share one memory pool,
-    as large as the largest graph needs."""
+    """Return an upper estimate of the bytes of all step graphs and their inputs. The graphs share a
+    memory pool, which is as large as the largest graph needs."""
     sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = sizes[0].tokens * activation_elements(config) + logits
@@ -87,11 +92,11 @@ def graph_bytes(
 def max_graph_tokens(
     engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], total: int
 ) -> int:
-    """Tokens of the largest step with a graph.
+    """Return the number of tokens of the largest step with a graph.
 
-    Starts with the most that a step may have, and halves it until activations take a small share of
-    the device's memory, but keeps at least one token per sequence. Larger steps run longer than the
-    host takes to launch them.
+    Starts with the largest step, and halves it until activations take a small share of the device's
+    memory, with at least one token per sequence. Larger steps do not need graphs, because they run
+    longer than the host takes to launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes
@@ -102,40 +107,41 @@ def max_graph_tokens(
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device when the weights are loaded, in bytes."""
+    """Memory of a device after the weights are loaded, in bytes."""
 
     kind: str
-    """``cpu`` or ``cuda``."""
+    """Type of the device, ``cpu`` or ``cuda``."""
     free: int
     total: int
     host_free: int | None
-    """Free bytes of the host, which is the device if that is a CPU; None: unknown."""
+    """Free bytes of the host, or None if unknown; on a CPU, the host is the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of a device by purpose."""
+    """Sizes of the parts of a device's memory."""
 
     num_blocks: int
     weight_bytes: int
     adapter_bytes: int
     pool_bytes: int
     activation_bytes: int
-    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA with ``pieces_bytes``."""
+    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA it includes
+    ``pieces_bytes``."""
     logits_bytes: int
-    """Estimate for sampling ``max_num_seqs`` rows, or scoring ``SCORED_ROWS`` rows of a prompt."""
+    """Estimate for sampling ``max_num_seqs`` rows, or scoring ``SCORED_ROWS`` prompt tokens."""
     graph_bytes: int
-    """Estimate for graphs of steps; CUDA only."""
+    """Estimate for step graphs; 0 on a CPU."""
     max_graph_tokens: int
-    """Tokens of the largest step that has a graph; CUDA only."""
+    """Number of tokens of the largest step with a graph; 0 on a CPU."""
     available_bytes: int
-    """Bytes that the device has for all of these."""
+    """Memory of the device, for all of the parts above."""
     num_host_blocks: int
     host_bytes: int
-    """Swap space of the host; on a CPU touched as it is used."""
+    """Size of the host's swap space, which on a CPU is touched only when it is used."""
 
     def lines(self, quantization: str | None = None) -> list[str]:
-        """The plan as a table, for the log."""
+        """Return the plan as lines of a table, for the log."""
         rows = (
             (f"weights ({quantization})" if quantization else "weights", self.weight_bytes),
             *([("adapters", self.adapter_bytes)] if self.adapter_bytes else []),
@@ -160,15 +166,16 @@ def fit_memory(
     max_model_len: int,
     adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """Size the pool: ``num_kv_blocks``, else ``kv_cache_memory``, else what the device leaves.
+    """Plan the device's memory: size the KV pool and estimate the other parts.
 
-    On a CUDA device that is ``gpu_memory_utilization`` of its memory less weights, activations,
-    logits and graphs. On a CPU it is what ``max_num_seqs`` sequences of ``max_model_len`` tokens
-    can use, at most a quarter of the free memory.
+    The pool has ``num_kv_blocks`` blocks or ``kv_cache_memory`` bytes, if one of them is set.
+    Otherwise a CUDA device's pool takes ``gpu_memory_utilization`` of its memory less weights,
+    activations, logits and graphs. A CPU's pool is as large as ``max_num_seqs`` sequences of
+    ``max_model_len`` tokens can use, and at most a quarter of the free memory.
 
     Raises:
-        DeviceError: with numbers and the key to change, if not even one block fits, or fewer than
-            requested.
+        DeviceError: the pool does not fit, or does not hold one block. The message has the numbers
+            and the key to change.
     """
     free, total = memory.free, memory.total
     sizes = {"max_num_seqs": engine.max_num_seqs, "max_model_len": max_model_len}
@@ -182,7 +189,7 @@ def fit_memory(
     if memory.kind == "cuda":
         graph_tokens = max_graph_tokens(engine, layout, config, total)
         graphs = graph_bytes(layout, config, max_graph_tokens=graph_tokens, **sizes)
-        activations += pieces_bytes(layout, config, **sizes)  # steps without a graph have their own
+        activations += pieces_bytes(layout, config, **sizes)  # steps without a graph need them too
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs
         key = "engine.gpu_memory_utilization"
@@ -201,8 +208,8 @@ def fit_memory(
     pool_bytes = num_blocks * layout.bytes_per_block
     if num_blocks < 1 and engine.kv_cache_memory is not None:
         raise DeviceError(
-            f"engine.kv_cache_memory is {engine.kv_cache_memory}; give at least "
-            f"{_size(layout.bytes_per_block)}, which holds one block of {engine.block_size} tokens"
+            f"engine.kv_cache_memory is {engine.kv_cache_memory}; set it to at least "
+            f"{_size(layout.bytes_per_block)}, the size of a block of {engine.block_size} tokens"
         )
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(
@@ -231,7 +238,7 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
     if engine.num_kv_blocks is not None:
         return "lower engine.num_kv_blocks"
     if engine.kv_cache_memory is not None:
-        return "lower engine.kv_cache_memory to less than what is left"
+        return "lower engine.kv_cache_memory to less than the free memory"
     return (
         f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
         "or use a smaller model"
@@ -241,10 +248,9 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
 def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
-    """Blocks that ``swap_space`` holds; the default is cut to what the host has.
-
-    None for a model with windows or recurrent state, whose blocks are not swapped yet.
-    """
+    """Return the number of blocks that ``swap_space`` holds; the default is cut to a share of the
+    host's free memory. It is 0 for models with windows or recurrent state, whose blocks are not
+    swapped yet."""
     if any(layout.windows) or layout.state is not None:
         return 0
     wanted_bytes = engine.swap_bytes
@@ -254,26 +260,69 @@ def _host_blocks(
             wanted_bytes = min(wanted_bytes, int(free * _CPU_SHARE_OF_FREE))
         if wanted_bytes > free:
             raise DeviceError(
-                f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} left",
+                f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} free",
                 hint="lower engine.swap_space; 0 disables it",
             )
     if engine.preemption == "swap" and wanted_bytes < layout.bytes_per_block:
         raise DeviceError(
-            f"engine.swap_space holds no block; give at least {_size(layout.bytes_per_block)}"
+            f"engine.swap_space holds no block; set it to at least {_size(layout.bytes_per_block)}"
         )
     return wanted_bytes // layout.bytes_per_block
 
 
 def _size(num_bytes: int) -> str:
-    """A size for the job file, rounded up."""
+    """Return a size as the job file writes it, rounded up."""
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
 
 
 def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
-    own_tensors = (*model.parameters(), *model.buffers())
-    tensors = {t.data_ptr(): t.nbytes for one in own_tensors for t in plain_tensors(one)}
+    """Return the bytes of a model's parameters, buffers and packed weights; tied weights count
+    once."""
+    members = (*model.parameters(), *model.buffers())
+    tensors = {t.data_ptr(): t.nbytes for member in members for t in plain_tensors(member)}
     kinds = PackedLinear | PackedExperts
     packed = (module.nbytes for module in model.modules() if isinstance(module, kinds))
     return sum(tensors.values()) + sum(packed)
+
+
+def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
+    """Measure the memory of a device that holds ``loaded_bytes`` of weights."""
+    free = free_host_bytes()
+    if device.type == "cuda":
+        return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
+    return DeviceMemory("cpu", free, free + loaded_bytes, free)
+
+
+def free_host_bytes() -> int:
+    """Measure the bytes of memory that this process may still take.
+
+    That is the host's free memory, or less by the limits of the process's control group or address
+    space (``ulimit -v``). Files in the page cache count as free, because the kernel drops them when
+    memory is needed.
+    """
+    import psutil  # not at the top: tests of GPU kernels run without it
+
+    free = int(psutil.virtual_memory().available)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, max(0, limit - int(psutil.Process().memory_info().vms)))
+    try:
+        group_limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+    except (OSError, ValueError, KeyError):
+        return free
+    return free if group_limit == "max" else max(0, min(free, int(group_limit) - used + cached))
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the operating system, if the C library can (glibc).
+
+    Each thread that converts weights keeps its freed memory, which no other thread uses: after
+    packing a dequantized model of 0.2 billion parameters, twice the model's size.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

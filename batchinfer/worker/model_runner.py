@@ -25,14 +25,13 @@ Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 
 
 class ModelRunner:
-    """Runs steps on a model: the data plane as the engine sees it.
+    """Runs steps on a model; implements the engine's ``Runner``.
 
-    On CUDA a step is queued on the current stream, nothing waits for it, and the next step takes
-    its tokens from the device; so steps run in order, as ``Runner`` requires. On the CPU a step is
-    computed when it is submitted.
+    On CUDA a step is queued on the current stream. The host does not wait for it, and the next step
+    reads its token ids on the device. On the CPU a step is computed when it is submitted.
 
     Args:
-        kernel: of the model's linear layers, whose instructions attention uses too.
+        kernel: kernel of the model's linear layers; attention uses the same instructions.
     """
 
     def __init__(
@@ -52,14 +51,14 @@ class ModelRunner:
         self._scorer = PromptScorer(model)
 
     def use_graphs(self, graphs: StepGraphs | None) -> None:
-        """Replay these graphs from the next step on."""
+        """Set the graphs to replay from the next step on."""
         self._graphs = graphs
 
     def submit(self, step: Step) -> Pending:
-        """Start one step. The result of a step that samples nothing is empty.
+        """Start a step. The result of a step without samples is empty.
 
         Raises:
-            OutOfMemory: there is too little memory for it.
+            OutOfMemory: the device has too little memory for the step.
         """
         with raise_out_of_memory():
             if step.scored is None and step.pooled is None:
@@ -75,7 +74,8 @@ class ModelRunner:
         return self._sample(logits, step.sampling)
 
     def _start_with_body(self, step: Step) -> Pending:
-        """Sample, then score: the samples' logits are freed before the prompts' are computed."""
+        """Sample first, then score, so that the samples' logits are freed before the logits of
+        prompts are computed."""
         outputs: list[Any] = []
         pending: Pending = (sampled := self._start(step, outputs))
         self._previous = sampled
@@ -87,7 +87,7 @@ class ModelRunner:
         return pending
 
     def device_bytes(self) -> int:
-        """Bytes in use: of a CUDA device as torch counts them, of a CPU weights and pool."""
+        """Return the bytes in use: on CUDA as torch counts them, on a CPU weights and pool."""
         if self._cache.pool.is_cuda:
             return int(torch.cuda.memory_allocated(self._cache.pool.device))
         return model_bytes(self._model) + self._cache.nbytes

@@ -21,10 +21,10 @@ _LONGEST_REASON = 200  # characters; torch then explains its allocator
 
 
 class raise_out_of_memory:  # noqa: N801
-    """Turn an out-of-memory error inside into ``OutOfMemory``.
+    """Turns an out-of-memory error of the block inside into ``OutOfMemory``.
 
-    The tensors of the functions that failed are freed by then, and torch keeps no unused CUDA
-    memory. A class, because a generator would cost each step a microsecond.
+    Frees the tensors of the functions that failed, and the CUDA memory that torch does not use.
+    It is a class because a generator would cost each step a microsecond.
     """
 
     def __enter__(self) -> None:
@@ -36,14 +36,14 @@ class raise_out_of_memory:  # noqa: N801
         if error is None or not is_out_of_memory(error):
             return
         reason = one_line(error, _LONGEST_REASON)
-        clear_frames(traceback)  # they hold their tensors for as long as the error lives
+        clear_frames(traceback)  # frames keep their tensors alive as long as the error
         error.__context__ = error.__cause__ = None
         torch.cuda.empty_cache()
         raise OutOfMemory(reason) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch (on either device), NumPy or a C kernel ran out of memory."""
+    """Return True if torch (on either device), NumPy or a C kernel ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)

@@ -1,6 +1,6 @@
-"""Row-wise operations on the device of their tensors; ``kernels/reference.py`` defines each.
+"""Row-wise operations on the device of their tensors, as ``kernels/reference.py`` defines them.
 
-They run in Triton on a CUDA device, and on a CPU in C if that can be built, else in torch.
+They run in Triton on a CUDA device. On a CPU they run in C if a compiler is installed, or in torch.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from batchinfer.kernels.cpu.gemm import padded_rows
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Root mean square norms of each query head and each key head."""
+    """Weights of the root mean square norms of query heads and key heads."""
 
     query: torch.Tensor  # [D]
     key: torch.Tensor  # [D]
     eps: float
     offset: float
-    """Added to the weights: 1 for Gemma, else 0."""
+    """Number added to the weights: 1 for Gemma, else 0."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
-    """Root mean square norm of [..., W] by a weight [W].
+    """Return the root mean square norm of x [..., W], multiplied by a weight [W].
 
     Raises:
-        ValueError: the weight has another width or dtype.
+        ValueError: the weight's width or dtype differs from that of x.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
-            f"norm of {weight.numel()} {weight.dtype} over rows of {x.shape[-1]} {x.dtype}"
+            f"a norm of {weight.numel()} {weight.dtype} cannot be applied to rows of "
+            f"{x.shape[-1]} {x.dtype}"
         )
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -50,7 +51,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's gate: [T, 2 * W], gate, then up, to [T, W]; rows may be strided."""
+    """Return ``silu(gate) * up`` [T, W] of [T, 2 * W], gate first; rows may be strided."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul
@@ -74,8 +75,8 @@ def rotary_write(
     """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values.
 
     Raises:
-        ValueError: shapes or dtypes do not fit each other. A model's own code may pass anything,
-            and the kernels get pointers.
+        ValueError: shapes or dtypes do not match. They are checked because the arguments come from
+            a model's code, and the kernels get pointers.
     """
     width, rotary_width = key_cache.shape[3], cos.shape[-1]
     weights = [] if norms is None else [norms.query, norms.key]
@@ -94,7 +95,7 @@ def rotary_write(
     if not fits:
         raise ValueError(
             f"q/k/v {tuple(qkv.shape)} {qkv.dtype}, rotary positions {tuple(cos.shape)} "
-            f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not fit each other"
+            f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not match"
         )
     arguments = (qkv, cos.contiguous(), sin.contiguous(), key_cache, value_cache, slot_mapping)
     options = head_norm_options(norms)
@@ -107,7 +108,7 @@ def rotary_write(
 
 
 def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
-    """Arguments of the kernels' ``rotary_write`` for the norms."""
+    """Return the norms as arguments of the kernels' ``rotary_write``."""
     if norms is None:
         return {"q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0}
     options = {"q_norm": norms.query, "k_norm": norms.key}

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, with logits taken a few rows at a time.
+"""Log-probabilities of a prompt's tokens, from logits of a few rows at a time.
 
-A prompt has as many rows of logits as tokens: for 8,192 tokens and a vocabulary of 150,000 they
-take 5 GB in float32. So the model's head is called repeatedly on parts of the hidden states that
+A prompt has one row of logits for each token: for 8,192 tokens and a vocabulary of 150,000 they
+take 5 GB in float32. So the model's head is called repeatedly, on parts of the hidden states that
 the body computed in one pass, and only the requested values of each call's logits are kept.
 """
 
@@ -24,16 +24,16 @@ from batchinfer.worker.sampling.sampler import workspace_rows
 from batchinfer.worker.transfer import to_device
 
 SCORED_ROWS = 256
-"""Rows of logits to compute at a time: enough for the head to run at full speed. Memory is planned
-for them even if ``engine.max_num_seqs`` is less."""
+"""Rows of logits to compute at a time: enough for the head to run at full speed. The memory plan
+includes them even if ``engine.max_num_seqs`` is smaller."""
 
 
 class PromptScorer:
-    """Scores given tokens by a model's own head, including changes that its class makes to logits.
+    """Scores tokens by a model's head, including changes that the model's class makes to logits.
 
     Args:
-        model: one of transformers' causal language models: a body, then a head on the rows of
-            hidden states that ``logits_to_keep`` names.
+        model: transformers' causal language model: a body, then a head on the rows of hidden
+            states that ``logits_to_keep`` names.
         rows: rows of logits to compute at a time.
     """
 
@@ -46,28 +46,28 @@ class PromptScorer:
         """Score the tokens of a step.
 
         Args:
-            output: of the model's body.
-            tokens: P tokens.
+            output: output of the model's body.
+            tokens: P tokens to score.
 
         Returns:
-            The tokens as if they were samples, on their way to the host, with ranks and
-            alternatives [P, L]; L is at most the vocabulary.
+            The tokens in the form of samples, with ranks and alternatives [P, L]; L is at most the
+            size of the vocabulary.
         """
         arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
         on = to_device(arrays, output[0].device)
         chunks = []
-        with _body_gives(last_of_body(self._model), output):
+        with _body_output(last_of_body(self._model), output):
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span], output[0].shape[1])
                 chunks.append(_score_tokens(logits, on["ids"][span], tokens, span))
         reported, finite = zip(*chunks, strict=True)
-        found = Reported(*map(torch.cat, zip(*reported, strict=True)))
-        return SampleHandle(on["ids"], found.values[:, 0], ~torch.cat(finite), found)
+        logprobs = Reported(*map(torch.cat, zip(*reported, strict=True)))
+        return SampleHandle(on["ids"], logprobs.values[:, 0], ~torch.cat(finite), logprobs)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        nothing = rows.new_zeros((1, num_tokens))  # Gemma 4 needs their number
-        output = self._model(input_ids=nothing, use_cache=False, logits_to_keep=rows)
+        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads their number
+        output = self._model(input_ids=unused_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -75,8 +75,8 @@ class PromptScorer:
 def _score_tokens(
     logits: Tensor, ids: Tensor, tokens: ScoredTokens, span: slice
 ) -> tuple[Reported, Tensor]:
-    """Return log-probabilities of a span of ``tokens`` from their logits [P, V], with ``ids`` [P]
-    on the device, and whether they are numbers, bool [P]."""
+    """Return the log-probabilities of a span of ``tokens`` from their logits [P, V], and bool [P],
+    False for rows whose logits are not finite. ``ids`` [P] are the tokens on the device."""
     count, vocab = logits.shape
     chunk = workspace_rows(vocab, logits.device.type)
     stats, _ = row_stats(logits, chunk)
@@ -95,8 +95,8 @@ def _score_tokens(
 
 
 @contextmanager
-def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Replace the body's result by an output, inside."""
+def _body_output(body: torch.nn.Module, output: Any) -> Iterator[None]:
+    """Make the body return ``output`` inside, without computing."""
     body.forward = lambda *_, **__: output
     try:
         yield
@@ -112,9 +112,9 @@ class ScoredHandle:
     scored: SampleHandle
 
     def result(self) -> StepResult:
-        """The samples and the scored tokens on the host.
+        """Return the samples and the scored tokens on the host.
 
         Raises:
-            OutOfMemory: the device reports only now that it had no memory for the step.
+            OutOfMemory: the device had too little memory for the step, and reports it only now.
         """
         return replace(self.sampled.result(), scored=self.scored.result())

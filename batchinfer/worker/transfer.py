@@ -1,4 +1,4 @@
-"""Copies host arrays to a device, many at once, and tensors to the host without waiting."""
+"""Copies arrays to a device in one transfer, and tensors to the host without waiting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 16  # bytes; enough for any dtype's view and for vector loads
 def to_device(
     arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Copy arrays to tensors on ``device`` in one transfer; on the CPU they share memory."""
+    """Copy arrays to tensors on ``device`` in one transfer. On the CPU they share memory."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
     offsets, end = {}, 0
@@ -36,10 +36,10 @@ def to_device(
 
 
 class HostCopy:
-    """A tensor's copy to the host, started in the constructor; on the CPU the tensor itself.
+    """A tensor's copy to the host, which the constructor starts. On the CPU, the tensor itself.
 
-    On CUDA the copy goes to pinned memory in the order of the current stream, followed by an event.
-    torch keeps the pinned memory until the copy is done, even if nobody waits.
+    On CUDA the copy runs in the current stream into pinned memory, followed by an event. torch
+    keeps the pinned memory until the copy is done, even if ``wait`` is never called.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> npt.NDArray[np.generic]:
-        """Wait for this copy, but for nothing after it, and return the array."""
+        """Wait for the copy, but not for later work of the stream, and return the array."""
         if self._event is not None:
             self._event.synchronize()
         array: npt.NDArray[np.generic] = self._host.numpy()

@@ -1,7 +1,7 @@
-"""Tests a model on a few tokens before a job uses it.
+"""Runs a loaded model on a few tokens, and compares the results before a job uses the model.
 
-``verify`` compares a model with transformers' own forward pass, fused modules with the modules that
-they replace, and a row alone with the row in a batch.
+``verify`` compares paged attention with transformers' attention, fused modules with the modules
+that they replace, and a row alone with the row in a batch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,22 @@ from batchinfer.worker.transfer import to_device
 
 
 def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
-    """Whether two results have the same shape and no row differs (``differing_rows``)."""
+    """Return True if two results have the same shape and no row differs (``differing_rows``)."""
     return before.shape == after.shape and not differing_rows(before, after, tolerance).any()
 
 
 def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Find the rows [..., width] of ``after`` that differ from those of ``before`` by more
-    than ``tolerance`` times their norm; bool [...].
+    """Find rows of ``after`` that differ from the same row of ``before`` by more than ``tolerance``
+    times its norm.
 
-    Rows of ``before`` that are not finite never differ: if weights overflow, each row of a job
-    reports that itself.
+    Rows of ``before`` that are not finite never count as different: if weights overflow, each row
+    of a job reports that.
+
+    Args:
+        before: rows [..., width]. after: rows of the same shape.
+
+    Returns:
+        bool [...], True for rows that differ.
     """
     before, after = before.float(), after.float()
     same: torch.Tensor = (after - before).norm(dim=-1) <= tolerance * before.norm(dim=-1)
@@ -63,16 +69,16 @@ def swap_verified(
     before: torch.Tensor,
     tolerance: float,
 ) -> bool:
-    """Swap modules, all or none: they stay only if the model computes what it did before.
+    """Swap all of the modules, if the model's results then stay the same; otherwise none.
 
     Without a finite row there is nothing to compare, and the modules are not swapped.
 
     Args:
-        outputs: runs the model; its results [..., width].
-        before: what it returned before the swap.
+        outputs: runs the model and returns its results [..., width].
+        before: results before the swap.
 
     Returns:
-        Whether the modules were swapped.
+        True if the modules were swapped.
     """
     if not before.isfinite().all(dim=-1).any():
         return False
@@ -89,21 +95,31 @@ def swap_verified(
     return False
 
 
+def find_swaps(model: nn.Module, make: Callable[[Any], nn.Module | None]) -> list[Swap]:
+    """List the modules of a model for which ``make`` returns a replacement."""
+    return [
+        Swap(parent, name, made)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if (made := make(child)) is not None
+    ]
+
+
 def _put(swaps: Iterable[Swap]) -> None:
     for parent, name, module in swaps:
         setattr(parent, name, module)
 
 
 class Probe:
-    """Equal sequences of a few tokens in one packed row, over a separate pool.
+    """Equal sequences of a few tokens in one packed row, with a small pool.
 
     Args:
-        layout: KV layout of a pool for the model.
-        token_ids: the tokens of each sequence.
-        positions: the positions that the model is given; from 0 on by default.
-        adapters: the number of each sequence's adapter; None: the base model alone.
-        dtype: of the pool; default: the weights' dtype.
-        kernel: the linear layers' kernel, by which attention is chosen.
+        layout: KV layout of the pool.
+        token_ids: tokens of each sequence.
+        positions: positions of the tokens, 0 and up by default.
+        adapters: number of each sequence's adapter; None for the base model.
+        dtype: dtype of the pool, by default that of the weights.
+        kernel: kernel of the linear layers, by which the attention backend is chosen.
     """
 
     def __init__(
@@ -129,16 +145,16 @@ class Probe:
         self.backend = make_backend(self.cache, kernel)
 
     def logits(self, backend: AttentionBackend | None = None) -> torch.Tensor:
-        """Logits [tokens of all sequences, vocabulary] of the model as it is now.
+        """Run the model and return its logits [tokens of all sequences, vocabulary].
 
         Args:
-            backend: attends in place of ``self.backend``.
+            backend: attention backend to use instead of ``self.backend``.
         """
         return forward(self._model, self.cache, backend or self.backend, self._step)
 
     @contextmanager
     def in_forward(self, backend: AttentionBackend) -> Iterator[None]:
-        """Open the probe's step, so that modules of the model can be called directly."""
+        """Set the forward context of the probe's step, so that modules can be called directly."""
         tensors = to_device(device_arrays(self._step), self.cache.pool.device)
         backend.begin_step(self._step, tensors)
         with forward_context(ForwardContext(self.cache, backend, tensors)):
@@ -152,7 +168,11 @@ def logits_in_chunks(
     ends: Iterable[int],
     kernel: LinearKernel | None = None,
 ) -> torch.Tensor:
-    """Logits [T, vocabulary] of one sequence, in steps that end at ``ends``, over a new pool."""
+    """Return the logits [T, vocabulary] of one sequence that is computed in several steps.
+
+    Args:
+        ends: end of each step, in tokens.
+    """
     weight = next(model.parameters())
     num_slots = layout.blocks_for(len(token_ids)) + layout.slots_per_state
     cache = KVCache(layout, num_slots, weight.device, weight.dtype)
@@ -176,22 +196,23 @@ def probe_step(
 
     Args:
         start: index of the first token to compute; the tokens before it are in the pool.
-        positions: of the computed tokens, if not their indices.
+        positions: positions of the computed tokens, by default their indices.
     """
-    places = np.arange(start, len(token_ids))
-    given = places if positions is None else np.array(positions)
-    block_size, num_tokens = layout.block_size, num_sequences * len(places)
+    indices = np.arange(start, len(token_ids))
+    if positions is None:
+        positions = indices.tolist()
+    block_size, num_tokens = layout.block_size, num_sequences * len(indices)
     num_blocks = layout.blocks_for(len(token_ids))
     slots_of_states = np.arange(num_sequences * layout.slots_per_state, dtype=np.int32)
     slots_of_blocks = np.arange(num_sequences * num_blocks, dtype=np.int32) + len(slots_of_states)
     table = slots_of_blocks.reshape(num_sequences, -1)
-    slots = table[:, places // block_size].astype(np.int64) * block_size + places % block_size
+    slots = table[:, indices // block_size].astype(np.int64) * block_size + indices % block_size
     no_sampling: dict[str, Any] = {entry.name: np.empty(0) for entry in fields(SamplingBatch)}
     return Step(
         token_ids=np.tile(token_ids[start:], num_sequences).astype(np.int32),
         previous_sample=np.full(num_tokens, -1, np.int32),
-        positions=np.tile(given, num_sequences).astype(np.int32),
-        query_starts=np.arange(num_sequences + 1, dtype=np.int32) * len(places),
+        positions=np.tile(positions, num_sequences).astype(np.int32),
+        query_starts=np.arange(num_sequences + 1, dtype=np.int32) * len(indices),
         context_lens=np.full(num_sequences, len(token_ids), np.int32),
         block_tables=table,
         slot_mapping=slots.reshape(-1),
@@ -203,8 +224,8 @@ def probe_step(
 
 
 def probe_block_size(config: Config, most: int) -> int:
-    """Block size of a pool to test a model with, independent of the engine's: at most ``most``, and
-    such that blocks fill attention chunks evenly, if layers have any."""
+    """Return the block size of a probe's pool: ``most``, or less if layers attend within chunks,
+    which blocks must fill evenly. It does not depend on the engine's block size."""
     chunk = text_config(config).get("attention_chunk_size")
     return math.gcd(most, chunk) if isinstance(chunk, int) else most
 
@@ -220,7 +241,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record each call of the modules inside, on return, with the same objects as arguments."""
+    """Record each call of the modules inside when it returns, with the arguments themselves."""
     calls: list[ModuleCall] = []
 
     def record(*call: Any) -> None:
@@ -243,7 +264,7 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionRecorder:
-    """An attention backend that records its calls and passes them on to another."""
+    """An attention backend that records its calls and passes them to another backend."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.calls: list[AttentionCall] = []

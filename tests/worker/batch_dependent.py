@@ -10,7 +10,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 class _BatchDependent:
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight.clone()
+        self._weight, self.nbytes = weight.clone(), weight.nbytes
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         product = nn.functional.linear(rows, self._weight, bias)

@@ -105,7 +105,7 @@ def test_a_model_that_mixes_neighbors_is_refused() -> None:
 @pytest.mark.parametrize("free_bytes", [0, FREE])
 def test_a_sliding_window_in_the_attention_mask_alone_is_refused(free_bytes: int) -> None:
     register()
-    with pytest.raises(ModelError, match=r"'phimoe' cannot be run: sliding_window .*: 300"):
+    with pytest.raises(ModelError, match=r"'phimoe' cannot be run: .*sliding_window .*to 300"):
         check_against_eager(phimoe(300), LONGEST, free_bytes)
     check_against_eager(phimoe(LONGEST), LONGEST, free_bytes)  # no sequence leaves it
     check_against_eager(phimoe(None), LONGEST, free_bytes)
@@ -114,7 +114,7 @@ def test_a_sliding_window_in_the_attention_mask_alone_is_refused(free_bytes: int
 def test_a_model_with_a_window_in_its_mask_loads_only_below_it(tmp_path: Path) -> None:
     phimoe(9).save_pretrained(tmp_path)
     cpu = torch.device("cpu")
-    with pytest.raises(ModelError, match=r"/config.json: .*'phimoe' cannot be run: sliding_window"):
+    with pytest.raises(ModelError, match=r"/config.json: .*'phimoe' cannot be.*sliding_window"):
         load_model(ModelConfig(str(tmp_path)), device=cpu)
     assert load_model(ModelConfig(str(tmp_path), max_model_len=9), device=cpu).max_model_len == 9
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from batchinfer.worker.free_memory import return_freed_memory
+from batchinfer.worker.memory import return_freed_memory
 
 COUNT, ELEMENTS = 1024, 1 << 14  # 64 KiB each
 

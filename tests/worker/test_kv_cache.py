@@ -75,11 +75,11 @@ def test_values_that_lie_in_the_keys(fp8: bool, layer_major: bool) -> None:
 
 
 @in_both_orders
-def test_values_of_float8_lie_by_columns_beside_a_gpus_kernels(
+def test_float8_values_are_stored_transposed_for_gpu_kernels(
     layer_major: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kv_cache._turns_values(make(fp8=True).layout, torch.device("cuda"))
-    monkeypatch.setattr(kv_cache, "_turns_values", lambda *_: True)
+    assert kv_cache._transposes_values(make(fp8=True).layout, torch.device("cuda"))
+    monkeypatch.setattr(kv_cache, "_transposes_values", lambda *_: True)
     cache = make(fp8=True, num_host_blocks=2, layer_major=layer_major)
     assert not cache.pool.view(torch.uint8).any()
     key, value = torch.randint(-8, 8, (7, 2, 6)).float(), torch.randint(-8, 8, (7, 2, 4)).float()

@@ -175,7 +175,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_config(num_hidden_layers=4), r"9 tensors are missing.*: model\.layers\.3\.\w+"),
         (_config(num_hidden_layers=1), r"18 tensors that have no place.*: model\.layers\.1\.\w+"),
         (_config(num_hidden_layers=1), "take config.json and the safetensors files from the same"),
-        (_config(vocab_size=300), "lm_head.weight is 199 x 32, by config.json .* 300 x 32"),
+        (_config(vocab_size=300), "lm_head.weight is 199 x 32, but by config.json .* 300 x 32"),
         (_with_tensors(f"{_ATTENTION}.q_norm.weight"), "1 tensors that have no place.*q_norm"),
         (_with_tensors(f"{_ATTENTION}.q_proj.bias"), "q_proj.bias; take config.json and the"),
         (_with_tensors("model.embed_tokens.scale"), "no place.*: model.embed_tokens.scale;"),

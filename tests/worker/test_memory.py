@@ -14,9 +14,8 @@ import torch
 from batchinfer.config import EngineConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.worker import free_memory, memory
-from batchinfer.worker.free_memory import device_memory
-from batchinfer.worker.memory import MemoryPlan, fit_memory
+from batchinfer.worker import memory
+from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 from tests.models import make_text_model
@@ -40,7 +39,7 @@ def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
 
 @pytest.fixture(autouse=True)
 def _free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
     monkeypatch.setattr(memory, "graph_bytes", lambda *_, **__: 2 * MIB)
 
@@ -136,7 +135,7 @@ def test_what_does_not_fit_names_numbers_and_key(
 
 
 def test_a_pool_of_less_than_a_block_says_what_one_takes() -> None:
-    with pytest.raises(DeviceError, match=r"kv_cache_memory is 1KiB; give at least 4KiB,"):
+    with pytest.raises(DeviceError, match=r"kv_cache_memory is 1KiB; set it to at least 4KiB,"):
         plan(kv_cache_memory="1KiB")
     assert plan(kv_cache_memory="4KiB").num_blocks == 1
 
@@ -169,31 +168,31 @@ def test_free_host_bytes_respects_the_control_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    unlimited = free_memory.free_host_bytes()
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    unlimited = memory.free_host_bytes()
     assert unlimited > 0
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     (tmp_path / "memory.stat").write_text(
         "anon 900\nfile 1100\ninactive_file 700\nactive_file 300\n"
     )
-    assert free_memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
+    assert memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory.free_host_bytes() > 5000
+    assert memory.free_host_bytes() > 5000
 
 
 def test_free_host_bytes_respects_the_limit_of_the_address_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     mapped = psutil.Process().memory_info().vms
     for limit, least, most in ((mapped + 50 * MIB, 0, 50 * MIB), (mapped // 2, 0, 0)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert least <= free_memory.free_host_bytes() <= most
+        assert least <= memory.free_host_bytes() <= most
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
-    assert free_memory.free_host_bytes() > 50 * MIB
+    assert memory.free_host_bytes() > 50 * MIB
 
 
 def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_beside_a_gpu_the_pool_takes_nothing_of_the_host() -> None:
 def test_a_swap_space_that_is_given_is_had_or_refused(device: str) -> None:
     small = {"num_kv_blocks": 4, "max_num_batched_tokens": 1, "max_num_seqs": 1}
     assert plan(device, swap_space="40MiB", **small).host_bytes == 40 * MIB
-    with pytest.raises(DeviceError, match=r"swap_space is 65MiB; the host has \d+MiB left"):
+    with pytest.raises(DeviceError, match=r"swap_space is 65MiB; the host has \d+MiB free"):
         plan(device, swap_space="65MiB", **small)
 
 
@@ -247,7 +246,7 @@ def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> Non
 
 
 def test_a_swap_space_that_holds_no_block_is_refused() -> None:
-    with pytest.raises(DeviceError, match="give at least 4KiB"):
+    with pytest.raises(DeviceError, match="set it to at least 4KiB"):
         plan(preemption="swap", swap_space="1KiB", num_kv_blocks=4)
 
 

@@ -19,8 +19,8 @@ from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.linear import choice
-from batchinfer.worker.linear.choice import KernelRequirements
+from batchinfer.worker.linear import kernel_choice
+from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.output import SampleHandle
@@ -172,7 +172,7 @@ def test_where_products_depend_on_company_bits_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the tests above: they can fail."""
-    monkeypatch.setattr(choice, "linear_kernels", lambda dtype: (BATCH_DEPENDENT,))
+    monkeypatch.setattr(kernel_choice, "linear_kernels", lambda dtype: (BATCH_DEPENDENT,))
     loaded = load_model(ModelConfig(str(make_checkpoint("llama", tmp_path, **WIDE))), device=CPU)
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))

@@ -30,8 +30,8 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance, check_operations
 from batchinfer.worker.linear.packed_linear import pack_linears
 from batchinfer.worker.linear_kernels import LinearKernel, triton_kernel
-from batchinfer.worker.lora.checkpoint import read_adapters
-from batchinfer.worker.lora.lora import add_adapters
+from batchinfer.worker.lora.adapter_checkpoint import read_adapters
+from batchinfer.worker.lora.lora_layers import add_adapters
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler

@@ -1,8 +1,11 @@
-"""Attention within each sequence of a packed row, both ways or causal, for transformers' classes.
+"""Attention within each sequence of a packed row, bidirectional or causal, for encoders.
 
-Registered with transformers' ``AttentionInterface`` and without a mask function, so that
-transformers makes no mask. Neighbors of equal length are one batch of torch's attention without
-padding; steps are sorted by length, so there are few such batches.
+The function is registered with transformers' ``AttentionInterface``, without a mask function, so
+transformers makes no mask. Neighboring sequences of equal length are one batch of torch's attention
+without padding; steps are sorted by length, so there are few such batches.
+
+MPNet's attention adds a bias by the distance of tokens (Song et al. 2020, arXiv:2004.09297), and
+transformers' class calls no attention function, so subclasses replace its methods.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetSelfAttention
 
 from batchinfer.worker.attention.attention import UnsupportedAttentionError
 
 ENCODER_ATTENTION = "batchinfer_encoder"
 
 _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
-"""Arguments that would change the result, and that this function does not implement."""
+"""Arguments that change the result and are not implemented here."""
 
 Runs = Sequence[tuple[int, int, int]]
 """Runs of equal sequences, as in ``EncoderStep.runs``."""
@@ -31,10 +35,10 @@ _packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
 @contextmanager
 def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
-    """Set the sequences of the packed row that attention layers called inside get.
+    """Set the sequences of the packed row for attention layers that are called inside.
 
     Args:
-        causal: no token attends to later ones.
+        causal: tokens do not attend to later tokens.
     """
     token = _packed.set((runs, causal))
     try:
@@ -44,7 +48,11 @@ def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
 
 
 def current_runs() -> Runs:
-    """The sequences of the packed row, inside ``packed_sequences``."""
+    """Return the sequences of the packed row.
+
+    Raises:
+        LookupError: the call is not inside ``packed_sequences``.
+    """
     return _packed.get()[0]
 
 
@@ -59,13 +67,13 @@ def encoder_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it in every layer; returns [1, T, Hq, Dv] and no weights.
+    """Compute a layer's attention, as transformers calls it; returns [1, T, Hq, Dv] and no weights.
 
     Args:
-        sliding_window: a token attends to those less than this away; None: to all.
+        sliding_window: a token attends to tokens at a smaller distance; None for all tokens.
 
     Raises:
-        UnsupportedAttentionError: the model asks for a mask, a bias or changed scores.
+        UnsupportedAttentionError: the model passes a mask, a bias or changed scores.
     """
     if attention_mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
@@ -81,11 +89,11 @@ def encoder_attention_forward(
         whole = slice(start, start + count * length)
         shape = (count, length)
         queries, keys, values = (
-            each[0, :, whole].view(-1, *shape, each.shape[-1]).transpose(0, 1)
-            for each in (query, key, value)
+            states[0, :, whole].view(-1, *shape, states.shape[-1]).transpose(0, 1)
+            for states in (query, key, value)
         )
         if group > 1:
-            keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
+            keys, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
         band = _band(length, sliding_window, query, causal=causal)
         attended = scaled_dot_product_attention(
             *(queries, keys, values),
@@ -100,20 +108,72 @@ def encoder_attention_forward(
 def _band(
     length: int, width: int | None, like: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
-    """[length, length] to add to scores so that tokens ``width`` apart do not attend to each other;
-    None: all do."""
+    """Return [length, length] to add to scores, so that tokens ``width`` or more apart do not
+    attend to each other. Returns None if all tokens are closer."""
     if not width or length <= width:
         return None
-    places = torch.arange(length, device=like.device)
-    distances = places[:, None] - places[None]
-    apart = distances.abs() >= width
+    positions = torch.arange(length, device=like.device)
+    distances = positions[:, None] - positions[None]
+    is_masked = distances.abs() >= width
     if causal:
-        apart |= distances < 0
+        is_masked |= distances < 0
     return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(
-        apart, float("-inf")
+        is_masked, float("-inf")
     )
 
 
 def register() -> None:
     """Register ``attn_implementation="batchinfer_encoder"`` with transformers."""
     AttentionInterface.register(ENCODER_ATTENTION, encoder_attention_forward)
+
+
+class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
+    """Behaves like transformers' class outside ``packed_sequences``."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, width]
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,  # [1, heads, L, L], L of the longest sequence
+        **options: Any,
+    ) -> Any:
+        """Compute attention within each sequence; returns [1, T, width] in a tuple."""
+        packed = _packed.get(None)
+        if packed is None:
+            return super().forward(hidden_states, attention_mask, position_bias, **options)
+        assert position_bias is not None
+        heads, width = self.num_attention_heads, self.attention_head_size
+        queries, keys, values = (
+            linear(hidden_states)[0].view(-1, heads, width) for linear in (self.q, self.k, self.v)
+        )
+        out = torch.empty_like(queries)
+        for start, count, length in packed[0]:
+            whole, shape = slice(start, start + count * length), (count, length, heads, width)
+            query, key, value = (
+                states[whole].view(shape).transpose(1, 2) for states in (queries, keys, values)
+            )
+            bias = position_bias[:, :, :length, :length]
+            attended = scaled_dot_product_attention(query, key, value, attn_mask=bias)
+            out[whole].view(shape).copy_(attended.transpose(1, 2))
+        return (self.o(out.view(1, -1, heads * width)),)
+
+
+class _PackedMPNetEncoder(MPNetEncoder):  # type: ignore[misc]
+    """Computes the bias by distance for the longest sequence; the other sequences use a part."""
+
+    def compute_position_bias(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Return the bias [1, heads, L, L]."""
+        packed = _packed.get(None)
+        longest = x.shape[1] if packed is None else max(length for _, _, length in packed[0])
+        bias: torch.Tensor = super().compute_position_bias(x[:, :longest], *args, **options)
+        return bias
+
+
+def pack_mpnet(body: PreTrainedModel) -> None:
+    """Make the layers of an MPNet compute each sequence of a packed row separately. Other families,
+    and names of weights, do not change."""
+    for module in body.modules():
+        if type(module) is MPNetSelfAttention:
+            module.__class__ = _PackedMPNetAttention
+        elif type(module) is MPNetEncoder:
+            module.__class__ = _PackedMPNetEncoder

@@ -1,4 +1,4 @@
-"""Describes an encoder by its folder: config, longest text, dtype. No weights are read."""
+"""Describes an encoder by the files of its folder, without its weights: config, length, dtype."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from batchinfer.config import ModelConfig, attends_both_ways, longest_text, position_offset
@@ -23,7 +21,7 @@ from batchinfer.worker.model.checkpoint import (
     read_json,
     resolve_folder,
 )
-from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.config import check_family, config_of
 from batchinfer.worker.model.tokenizer import check_vocabulary
 from batchinfer.worker.model.weights import choose_dtype
 
@@ -42,16 +40,16 @@ class EncoderDescription:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return int(text_config(self.config)["vocab_size"])
 
 
 def is_run_as_encoder(model: ModelConfig) -> bool:
-    """Whether a model is run for its hidden states over whole texts, because its tokens attend to
-    later ones, or because all states of a text are wanted.
+    """Return True if a model is run as an encoder: its tokens attend to later tokens, or a task
+    pools all hidden states of a text.
 
     Raises:
-        ModelError: it is missing, or its config.json cannot be read.
+        ModelError: the model does not exist, or its config.json cannot be read.
     """
     if model.runner != "pooling":
         return model.runner == "whole_texts"
@@ -59,20 +57,20 @@ def is_run_as_encoder(model: ModelConfig) -> bool:
 
 
 def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> EncoderDescription:
-    """Read and check a folder (or hub id) for which ``is_run_as_encoder`` is true.
+    """Read and check the folder (or hub id) of a model that ``is_run_as_encoder``.
 
     Args:
-        weights_too: fetch them and check their headers.
+        weights_too: fetch the weight files and check their headers.
 
     Raises:
-        ModelError: naming the file or the key.
+        ModelError: names the file or the key.
     """
     folder = _folder(model, ALL_FILES if weights_too else CONFIG_FILES)
     pretrained = _config(folder)
     values = pretrained.to_dict()
     for key in ("adapters", "quantization"):
         if getattr(model, key):
-            raise ModelError(f"not yet: model.{key} with an encoder model; leave it out")
+            raise ModelError(f"not yet: model.{key} with an encoder model; remove the key")
     check_vocabulary(folder, model.tokenizer, int(text_config(values)["vocab_size"]))
     saved = check_weights(folder) if weights_too else {}
     return EncoderDescription(
@@ -89,18 +87,9 @@ def _folder(model: ModelConfig, patterns: tuple[str, ...]) -> Path:
 
 
 def _config(folder: Path) -> PreTrainedConfig:
-    raw = read_config(folder)
-    family = raw.get("model_type")
-    if family not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
-            f"model_type {str(family)[:80]!r}; a later version may"
-        )
+    family = check_family(folder, read_config(folder))
     try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
+        config = config_of(folder)
     except Exception as error:  # a config's own validation raises errors of several libraries
         raise ModelError(f"{folder}/config.json: {one_line(error, 200)}") from error
     if type(config) not in MODEL_MAPPING:
@@ -111,12 +100,13 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
-    """``wanted``, or else the length that sentence-transformers cuts texts to: ``max_seq_length``
-    of sentence_bert_config.json, else the smaller one of the model's positions and its tokenizer's
-    ``model_max_length``.
+    """Return ``wanted``, or else the length that sentence-transformers cuts texts to.
+
+    That is ``max_seq_length`` of sentence_bert_config.json, or else the smaller of the model's
+    positions and its tokenizer's ``model_max_length``.
 
     Raises:
-        ModelError: more is wanted than the model has positions, or a file has an invalid length.
+        ModelError: ``wanted`` exceeds the model's positions, or a file has an invalid length.
     """
     positions = text_config(values).get("max_position_embeddings")
     allowed = None if positions is None else int(positions) - position_offset(values)
@@ -135,5 +125,5 @@ def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -
         named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     lengths = [value for value in (named, allowed) if isinstance(value, int | float) and value > 0]
     if not lengths:
-        raise ModelError("the model's config sets no longest text; give model.max_model_len")
+        raise ModelError("the model's config sets no longest text; set model.max_model_len")
     return int(min(lengths))

@@ -1,4 +1,4 @@
-"""Loads an encoder: a model of transformers' own classes that reads whole texts."""
+"""Loads an encoder: a model of transformers' classes whose tokens attend to the whole text."""
 
 from __future__ import annotations
 
@@ -15,46 +15,49 @@ from transformers import AutoModel, PreTrainedModel
 
 from batchinfer.config import ModelConfig, attends_both_ways, position_offset
 from batchinfer.console.phases import phase
-from batchinfer.errors import DeviceError, ModelError
-from batchinfer.worker.encoder.attention import ENCODER_ATTENTION, packed_sequences, register
+from batchinfer.errors import ModelError
+from batchinfer.worker.encoder.attention import (
+    ENCODER_ATTENTION,
+    pack_mpnet,
+    packed_sequences,
+    register,
+)
 from batchinfer.worker.encoder.description import EncoderDescription, describe_encoder
-from batchinfer.worker.encoder.mpnet import pack_attention
 from batchinfer.worker.encoder.native_layers import TOLERANCE, join_encoder_layers
-from batchinfer.worker.free_memory import return_freed_memory
-from batchinfer.worker.linear.choice import (
+from batchinfer.worker.linear.kernel_choice import (
     KernelChoice,
     KernelRequirements,
     choose_cuda_kernel,
     choose_kernel,
 )
 from batchinfer.worker.linear.packed_linear import pack_linears
-from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.memory import model_bytes, return_freed_memory
 from batchinfer.worker.model.checkpoint import file_bytes
 from batchinfer.worker.model.meta_model import described
-from batchinfer.worker.model.quiet import quiet_transformers
-from batchinfer.worker.model.weights import check_loaded
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
+from batchinfer.worker.model.weights import check_loaded, load_options, loading_errors
 from batchinfer.worker.verify import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
-"""A layer over BERT's first token, which hidden states do not go through."""
+"""A layer over BERT's first token, which does not change hidden states."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
-"""Number of text lengths, and of texts of each length, whose bits are compared with those alone."""
+"""Lengths, and number of texts of each length, for comparing a text's bits in a batch and alone."""
 
 
 class Encoder:
-    """A model's body, called on whole sequences in one packed row.
+    """A model's body that runs whole sequences in one packed row.
 
     Args:
-        body: of transformers' own classes, with ``ENCODER_ATTENTION``.
+        body: transformers' model, with ``ENCODER_ATTENTION``.
         offset: position of a sequence's first token.
-        causal: no token attends to later ones.
+        causal: tokens do not attend to later tokens.
     """
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 accepts segments, but has no embeddings for them and would add token embeddings.
+        # GPT-2 accepts segments, but has no embeddings for them, and would add token embeddings.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1
@@ -65,14 +68,14 @@ class Encoder:
     def __call__(
         self,
         token_ids: torch.Tensor,  # [T] int64
-        positions: torch.Tensor,  # [T] int64 of each token in its sequence
-        segments: torch.Tensor,  # [T] int64 1 in the second text of a pair
+        positions: torch.Tensor,  # [T] int64, index of each token in its sequence
+        segments: torch.Tensor,  # [T] int64, 1 in the second text of a pair, else 0
         runs: list[tuple[int, int, int]],
     ) -> torch.Tensor:
-        """Hidden states [T, H], in the model's dtype.
+        """Compute the hidden states [T, H], in the model's dtype.
 
         Args:
-            runs: as ``EncoderStep.runs``.
+            runs: runs of equal sequences, as in ``EncoderStep.runs``.
         """
         options: dict[str, Any] = {}
         if self._takes_segments:
@@ -87,7 +90,7 @@ class Encoder:
         return hidden_states
 
     def states(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Hidden states [T, H] of texts, [L] token ids each, in one packed row."""
+        """Compute the hidden states [T, H] of texts in one packed row, each [L] token ids."""
         runs, start = [], 0
         for length, group in groupby(map(len, texts)):
             count = len(list(group))
@@ -97,10 +100,10 @@ class Encoder:
         return self(torch.cat([*texts]).to(self.body.device), positions, positions * 0, runs)
 
     def _places(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The index of each token's position embedding, [T].
+        """Return the index of each token's position embedding, [T].
 
-        If texts begin after the padding's position, tokens of padding take that, and the tokens
-        after them count without them, as in transformers' ``create_position_ids_from_input_ids``.
+        If positions begin after a position for padding, padding tokens get that position and are
+        not counted, as in transformers' ``create_position_ids_from_input_ids``.
         """
         if self._offset == 0:
             return positions
@@ -113,25 +116,25 @@ class Encoder:
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder on its device, and what the other planes need to know about it."""
+    """An encoder on its device, ready to run."""
 
     description: EncoderDescription
     encoder: Encoder
     kernels: KernelChoice
     kernel_names: Mapping[str, str]
-    """The kernel of the linear layers, by the dtype of their weights."""
+    """Name of the linear layers' kernel, by dtype of the weights."""
     facts: Mapping[str, Any]
-    """Facts for the summary."""
+    """Values for summary.json."""
 
 
 def load_encoder(
     choice: ModelConfig, *, device: torch.device, kernels: KernelRequirements = _ANY_KERNELS
 ) -> LoadedEncoder:
-    """Check a model folder (or hub id) and load its weights.
+    """Check a model folder (or hub id) and load its weights. No code from the folder is run.
 
     Raises:
-        ModelError: in one line with what to do; nothing from the folder is executed.
-        DeviceError: the weights do not fit the device, or it has no such kernels.
+        ModelError: one line that says what to do.
+        DeviceError: the weights do not fit the device, or no kernel meets the requirements.
     """
     description = describe_encoder(choice, weights_too=True)
     dtype = getattr(torch, description.dtype)
@@ -177,44 +180,32 @@ def _read(
 ) -> PreTrainedModel:
     register()
     folder = description.folder
-    try:
+    with loading_errors(folder):
         with quiet_transformers(show_share):
-            body, found = AutoModel.from_pretrained(
+            body, report = AutoModel.from_pretrained(
                 folder,
                 config=description.pretrained,
-                dtype=dtype,
-                attn_implementation=ENCODER_ATTENTION,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                output_loading_info=True,
+                **load_options(dtype, ENCODER_ATTENTION),
             )
         if getattr(body, "pooler", None) is not None:
             body.pooler = None
-            missing = {key for key in found["missing_keys"] if not key.startswith(_POOLER)}
-            unused = {key for key in found["unexpected_keys"] if _POOLER not in key}
-            found = {**found, "missing_keys": missing, "unexpected_keys": unused}
+            missing = {key for key in report["missing_keys"] if not key.startswith(_POOLER)}
+            unused = {key for key in report["unexpected_keys"] if _POOLER not in key}
+            report = {**report, "missing_keys": missing, "unexpected_keys": unused}
         body.config.use_cache = False
-        pack_attention(body)
-        check_loaded(folder, body, found)
+        pack_mpnet(body)
+        check_loaded(folder, body, report)
         loaded: PreTrainedModel = body.to(device).eval().requires_grad_(False)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
-    except (ModelError, DeviceError):
-        raise
-    except Exception as error:  # transformers and its libraries raise any type
-        raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
     return loaded
 
 
 def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
-    """Make an encoder of a body, and run two short texts together, separately, and with
-    transformers.
+    """Make an encoder of a body, and compare two short texts in one row, separately, and with
+    transformers' forward pass.
 
     Raises:
-        ModelError: it cannot be run packed, its texts affect each other, or its hidden states are
-            not finite or differ from those of transformers.
+        ModelError: packed texts cannot be run or affect each other, or hidden states are not finite
+            or differ from those of transformers.
     """
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
@@ -225,7 +216,7 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
         expected = _reference(body, first)
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
-    if not expected.isfinite().all():  # ``verify`` skips such rows: nothing would be compared
+    if not expected.isfinite().all():  # ``verify`` would skip such rows
         raise ModelError(f"{family} cannot be run: its hidden states are NaN or infinite")
     if not verify(alone, packed[3:], TOLERANCE):
         raise ModelError(f"{family} cannot be run: texts in one packed row affect each other")
@@ -240,7 +231,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """Hidden states [T, H] of a text, by transformers' own attention."""
+    """Compute the hidden states [T, H] of a text with transformers' attention."""
     with quiet_transformers():  # it warns about families without an attention function
         body.set_attn_implementation("eager")
         try:
@@ -251,23 +242,25 @@ def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_encoder_invariance(loaded: LoadedEncoder) -> None:
-    """Check for ``engine.deterministic`` that hidden states of a text have the same bits alone and
-    together with texts of equal and other lengths.
+    """Check for ``engine.deterministic`` that a text's hidden states have the same bits alone and
+    in a step with other texts.
 
     Raises:
-        ModelError: their bits differ, or on a CUDA device may.
+        ModelError: the bits differ, or on a CUDA device they may differ.
     """
     encoder, description = loaded.encoder, loaded.description
     lengths = [length for length in _LENGTHS if length <= description.max_model_len]
     texts = _texts(description, *lengths)
     why = ""
     if encoder.body.device.type == "cuda":
-        why = "a text's last bits depend on other texts in products and attention on a CUDA device"
+        why = (
+            "linear layers and attention on a CUDA device give last bits that depend on other texts"
+        )
     elif not torch.equal(
         encoder.states([text for text in texts for _ in range(_COUNT)]),
         torch.cat([encoder.states([text]).repeat(_COUNT, 1) for text in texts]),
     ):
-        why = "in some layers a text's last bits depend on other texts in the step"
+        why = "a text's last bits depend on other texts in the step, in some layers"
     if why:
         raise ModelError(
             "engine.deterministic is true, but in models of the family "

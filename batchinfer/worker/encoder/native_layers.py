@@ -1,7 +1,7 @@
-"""Encoder layers of BERT's shape that run as one call of a C function on a CPU.
+"""Encoder layers of BERT's shape that run in one call of a C function on a CPU.
 
-torch's attention, norms and activations take two fifths of an encoder's time at MiniLM's width, and
-its threads wait for each other after each of them.
+In torch, attention, norms and activations take two fifths of an encoder's time at MiniLM's width,
+and threads wait for each other after each of these operations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Swap, swap_verified
 
 TOLERANCE = 0.05
-"""Tolerance of hidden states: far above rounding errors, far below the effect of another text."""
+"""Tolerance of hidden states: far above rounding errors and far below the effect of other texts."""
 _ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
     GELUTanh: "gelu_tanh",
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 
 
 class _Parts(NamedTuple):
-    """The parts of a layer."""
+    """The modules and settings of a layer."""
 
     qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
     o: nn.Linear
@@ -52,11 +52,11 @@ class _Parts(NamedTuple):
 
 
 class NativeEncoderLayers(nn.Module):
-    """All layers of an encoder as one call.
+    """All layers of an encoder in one call.
 
     Args:
-        parts: of each layer; all have the same widths, heads, scale and activation.
-        kernel: one of the project's own.
+        parts: parts of each layer; widths, heads, scale and activation are the same in all layers.
+        kernel: one of the C kernels.
     """
 
     def __init__(self, parts: Sequence[_Parts], kernel: LinearKernel) -> None:
@@ -65,9 +65,9 @@ class NativeEncoderLayers(nn.Module):
         self._num_heads, self._scale = first.num_heads, first.scale
         self._activation = _ACTIVATIONS[type(first.activation)]
         self._width = 3 * first.qkv[0].out_features
-        self.products = nn.ModuleList()
+        self.linears = nn.ModuleList()
         self.norms = nn.ModuleList()
-        self._layers = array_of_layers([self._arguments(each, kernel) for each in parts])
+        self._layers = array_of_layers([self._arguments(layer, kernel) for layer in parts])
         self._qkv = torch.empty(0)
 
     def forward(
@@ -76,38 +76,37 @@ class NativeEncoderLayers(nn.Module):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Run the layers on [1, T, width], in the memory of ``hidden_states`` if that is
-        contiguous."""
+        """Run the layers on [1, T, width], in place if ``hidden_states`` is contiguous."""
         hidden_states = hidden_states.contiguous()
         hidden = hidden_states[0]
         lengths = [length for _, count, length in current_runs() for _ in range(count)]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         encoder_layers(
-            *(self._layers, hidden, self._room(hidden), starts),
+            *(self._layers, hidden, self._qkv_buffer(hidden), starts),
             num_heads=self._num_heads,
             activation=self._activation,
             scale=self._scale,
         )
         return hidden_states
 
-    def _room(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Uninitialized [T, 3 * width], in the same memory each time if that is large enough."""
+    def _qkv_buffer(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized buffer [T or more, 3 * width], reused by later steps."""
         if len(self._qkv) < len(hidden):
-            self._qkv = torch.empty(0)  # frees the old one first: both might not fit
+            self._qkv = torch.empty(0)  # free the old buffer first: both might not fit
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 
     def _arguments(self, parts: _Parts, kernel: LinearKernel) -> EncoderLayerArgs:
         linears = merged(*parts.qkv), parts.o, parts.up, parts.down
         qkv, o, up, down = (PackedLinear(linear, kernel) for linear in linears)
-        self.products.extend((qkv, o, up, down))
+        self.linears.extend((qkv, o, up, down))
         self.norms.extend((parts.attention_norm, parts.mlp_norm))
         return EncoderLayerArgs(
-            _product(qkv),
-            _product(o, adds=True),
+            _linear_args(qkv),
+            _linear_args(o, adds=True),
             _norm(parts.attention_norm),
-            _product(up),
-            _product(down, adds=True),
+            _linear_args(up),
+            _linear_args(down, adds=True),
             _norm(parts.mlp_norm),
         )
 
@@ -118,14 +117,14 @@ def join_encoder_layers(
     dtype: torch.dtype,
     states: Callable[[], torch.Tensor],
 ) -> bool:
-    """Replace all layers of an encoder by ``NativeEncoderLayers``, if the result is the same.
+    """Replace all layers of an encoder by ``NativeEncoderLayers``, if hidden states stay the same.
 
     Args:
-        kernel: of the body's linear layers.
-        states: runs the body; hidden states [T, H].
+        kernel: kernel of the body's linear layers.
+        states: runs the body and returns hidden states [T, H].
 
     Returns:
-        Whether they were swapped.
+        True if the layers were replaced.
     """
     if kernel.kind != "own" or not supports(dtype):
         return False
@@ -139,11 +138,12 @@ def join_encoder_layers(
 
 
 def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) -> list[_Parts]:
-    """The parts of each layer; none if some have another shape."""
+    """Return the parts of each layer, or an empty list if the layers are not of BERT's shape or
+    differ from each other."""
     if not isinstance(child, nn.ModuleList):
         return []
-    found = [_parts(layer) for layer in child]
-    parts = [each for each in found if each is not None and _fits(each, kernel, dtype)]
+    candidates = [_parts(layer) for layer in child]
+    parts = [p for p in candidates if p is not None and _fits(p, kernel, dtype)]
     shapes = {
         (p.num_heads, p.scale, type(p.activation), p.qkv[0].weight.shape, p.up.weight.shape)
         for p in parts
@@ -152,7 +152,7 @@ def _parts_of_all(child: nn.Module, kernel: LinearKernel, dtype: torch.dtype) ->
 
 
 def _parts(layer: Any) -> _Parts | None:
-    """The parts of a layer of BERT and those made after it, or of DistilBERT."""
+    """Return the parts of a layer of BERT, of a family derived from it, or of DistilBERT."""
     try:
         if hasattr(layer, "ffn"):
             attention, mlp = layer.attention, layer.ffn
@@ -199,11 +199,11 @@ def _fits(parts: _Parts, kernel: LinearKernel, dtype: torch.dtype) -> bool:
     )
 
 
-def _product(linear: PackedLinear, *, adds: bool = False) -> Any:
-    own = linear.own
-    assert own is not None
+def _linear_args(linear: PackedLinear, *, adds: bool = False) -> Any:
+    native = linear.native
+    assert native is not None
     widths = linear.in_features, linear.out_features
-    return product_args(own.weight, linear.bias, *widths, adds=adds)
+    return product_args(native.weight, linear.bias, *widths, adds=adds)
 
 
 def _norm(norm: nn.LayerNorm) -> LayerNormArgs:

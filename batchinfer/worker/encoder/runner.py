@@ -18,10 +18,10 @@ from batchinfer.worker.transfer import HostCopy, to_device
 
 
 class ModelEncoder:
-    """The data plane of an ``EncoderEngine``; waits for each step.
+    """Runs steps for an ``EncoderEngine``, and waits for each step.
 
     Args:
-        threads: the threads of a CPU that compute; None on another device.
+        threads: threads that compute on a CPU; None on another device.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class ModelEncoder:
         self._encoder, self._device, self._threads = encoder, device, threads
 
     def encode(self, step: EncoderStep) -> Float32:
-        """Vectors [S, D] of a step's sequences.
+        """Compute the vectors [S, D] of a step's sequences.
 
         Raises:
-            OutOfMemory: there is too little memory for it.
+            OutOfMemory: the device has too little memory for the step.
         """
         threads = self._threads.step(step.num_tokens) if self._threads else nullcontext()
         with threads, raise_out_of_memory(), torch.inference_mode():
@@ -48,7 +48,7 @@ class ModelEncoder:
 
 
 def _arrays(step: EncoderStep) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Tokens, their positions and segments, in the integer type torch indexes with."""
+    """Return token ids, positions and segments in the integer type that torch indexes with."""
     lengths = step.lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     positions = np.arange(step.num_tokens, dtype=np.int64) - np.repeat(starts, lengths)
@@ -72,18 +72,18 @@ POOLING: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "mean_sqrt_len_tokens": lambda states, first: states.sum(1) / states.shape[1] ** 0.5,
     "weightedmean": _weighted_mean,
 }
-"""The modes of sentence-transformers' Pooling module by name
-(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2): functions of float32
-hidden states [B, L, H] and the place of the first one in its text, to [B, H]."""
+"""Functions for the modes of sentence-transformers' Pooling module, by name
+(sentence_transformers/sentence_transformer/modules/pooling.py, version 6.2). They map float32
+hidden states [B, L, H], and the index of the first state in its text, to vectors [B, H]."""
 
 
 def pool(
     hidden_states: torch.Tensor, runs: Runs, modes: Sequence[str], unpooled: Sequence[int]
 ) -> torch.Tensor:
-    """Pool a packed row of hidden states [T, H] to float32 [S, modes * H].
+    """Pool a packed row of hidden states [T, H] to float32 vectors [S, modes * H].
 
     Args:
-        unpooled: number of first tokens to leave out in each run's sequences.
+        unpooled: number of first tokens to leave out of each sequence, by run.
     """
     vectors = []
     for (start, count, length), first in zip(runs, unpooled, strict=True):

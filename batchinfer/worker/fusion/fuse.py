@@ -1,10 +1,10 @@
-"""Swaps a loaded model's attention, MLPs and norms for fused modules that compute the same.
+"""Replaces a model's attention, MLPs and norms by fused modules that compute the same results.
 
-A module is recognized first by its parts, then by its results. The model runs once on four tokens,
-between its first and its last position. Each candidate is copied to float32, where rounding hides
-nothing, and compared with the fused module on the input that the model gave it: unchanged, scaled
-down, and scaled up so far that a clip or clamp shows. Modules that differ stay as they are, so an
-unknown family runs as in transformers.
+Candidates are found by the names of their parts and accepted by their results. The model runs once
+on four tokens between its first and its last position. Each candidate is copied to float32, where
+rounding hides nothing, and compared with the fused module on its input from that run: unchanged,
+scaled down, and scaled up so far that a clip or clamp shows. Modules that differ stay as they are,
+so an unknown family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.fusion.fused_modules import (
+    LOGITS_TOLERANCE,
+    FusedAttention,
+    FusedGatedMLP,
+    FusedRMSNorm,
+    fuse_layers,
+    fused_layer,
+)
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
-from batchinfer.worker.fusion.layers import LOGITS_TOLERANCE, fuse_layers, fused_layer
-from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.verify import AttentionRecorder, ModuleCall, Probe, record_calls, verify
 
@@ -29,23 +35,24 @@ _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
-"""Larger inputs saturate a softmax, where rounding decides between two keys."""
+"""Largest scale at which attention's output is compared: larger inputs saturate the softmax, and
+rounding then decides between two keys."""
 _TOLERANCE = 2e-5
 """Tolerance for rounding errors of float32 sums."""
 
-_Recipe = Callable[[Any, AttentionVariant | None], nn.Module]
+_Factory = Callable[[Any, AttentionVariant | None], nn.Module]
 """Makes a fused module from transformers' module and, for attention, its variant."""
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
-    """Replace a model's modules by fused ones, one after the other, and then its layers.
+    """Replace a model's modules by fused modules, one after the other, and then its layers.
 
     Args:
-        layout: KV layout of a pool for this model.
-        max_model_len: the model is tested up to this position.
+        layout: KV layout of a pool for the model.
+        max_model_len: longest sequence in tokens; positions up to it are tested.
 
     Returns:
-        Whether the model's logits are still the same. If not, the model must be loaded again.
+        True if the model's logits stayed the same; otherwise the model must be loaded again.
     """
     with torch.inference_mode():
         modules = _ModuleFusion(model, layout, max_model_len)
@@ -57,7 +64,7 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
 
 
 class _ModuleFusion:
-    """A model's calls of its modules, on which fused modules are tested."""
+    """Recorded calls of a model's modules, on which fused modules are tested."""
 
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
         assert layout.block_size >= len(_TOKENS)
@@ -66,14 +73,14 @@ class _ModuleFusion:
         self.logits = probe.logits
         self._float32 = Probe(model, layout, _TOKENS, positions=positions, dtype=torch.float32)
         attention = AttentionRecorder(probe.backend)
-        recorded = [m for m in model.modules() if _recipes(m) or fused_layer(m)]
+        recorded = [m for m in model.modules() if _factories(m) or fused_layer(m)]
         with record_calls(recorded) as calls:
             self.logits_before = probe.logits(attention)
         self._calls = {call.module: call for call in calls}
         self._variants = {call.layer: call.variant for call in attention.calls}
 
     def fuse_children(self, parent: nn.Module) -> None:
-        """Replace modules from the outside in: a replaced module takes its parts along."""
+        """Replace modules from the outside in, as a replacement includes the module's parts."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -82,29 +89,30 @@ class _ModuleFusion:
                 setattr(parent, name, fused)
 
     def _fused(self, module: nn.Module) -> nn.Module | None:
-        """Make a fused module with the same results as ``module``; None: there is none."""
-        call, recipes = self._calls.get(module), _recipes(module)
-        if call is None or not recipes:
+        """Return a fused module with the same results as ``module``, if there is one."""
+        call, factories = self._calls.get(module), _factories(module)
+        if call is None or not factories:
             return None
         if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
             return None  # part of it is kept in another precision
         variant = self._variants.get(getattr(module, "layer_idx", -1))
         original = copy.deepcopy(module).float()
-        for recipe in recipes:
+        for make_fused in factories:
             try:
-                candidate = recipe(original, variant)
+                candidate = make_fused(original, variant)
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # it has other parameters or calls than the fused module
+            except Exception:  # its parameters or its calls differ from the fused module's
                 continue
             if same:
-                return recipe(module, variant)
+                return make_fused(module, variant)
         return None
 
     def layers_add_plainly(self) -> bool:
-        """Whether decoder layers compute what layers that add in place do: one of each class is
-        tried, in float32. The logits in 16 bits do not show that a layer scales what it adds."""
+        """Return True if layers that add in place compute the same as the model's decoder layers.
+        One layer of each class is compared in float32, because logits in 16 bits would not show
+        that a layer scales what it adds."""
         layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
         for layer in layers.values():
             original = copy.deepcopy(layer).float()
@@ -115,7 +123,7 @@ class _ModuleFusion:
                     return False
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # it is called in another way
+            except Exception:  # the layer is called with other arguments
                 return False
         return True
 
@@ -128,8 +136,8 @@ class _ModuleFusion:
         )
 
     def _results(self, module: nn.Module, call: ModuleCall, scale: float) -> list[torch.Tensor]:
-        """Run a float32 module on the scaled input of a call; returns its output, and for attention
-        also the query, keys and values."""
+        """Run a float32 module on the scaled input of a call. Returns its output, and for attention
+        also queries, keys and values."""
         arguments, options = _scaled(call, scale)
         attention = AttentionRecorder(self._float32.backend)
         with self._float32.in_forward(attention):
@@ -137,14 +145,14 @@ class _ModuleFusion:
         output = output[0] if isinstance(output, tuple) else output
         if not attention.calls:
             return [output]
-        attended = attention.calls[-1]
-        blocks = self._float32.cache.read(attended.layer, 0)
-        results = [attended.query, *(block[:, : len(_TOKENS)] for block in blocks)]
+        attention_call = attention.calls[-1]
+        blocks = self._float32.cache.read(attention_call.layer, 0)
+        results = [attention_call.query, *(block[:, : len(_TOKENS)] for block in blocks)]
         return [*results, output] if scale <= _MODERATE else results
 
 
 def _float_tensors(call: ModuleCall) -> Iterator[torch.Tensor]:
-    """The tensors that a call took, including those in pairs (cos and sin)."""
+    """Yield the floating-point arguments of a call, including pairs (cos and sin)."""
     for value in (*call.arguments, *call.options.values()):
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, torch.Tensor) and item.is_floating_point():
@@ -152,22 +160,22 @@ def _float_tensors(call: ModuleCall) -> Iterator[torch.Tensor]:
 
 
 def _scaled(call: ModuleCall, scale: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments and options in float32, the first tensor (the hidden state) scaled."""
+    """Return a call's arguments in float32, with the first tensor (the hidden state) scaled."""
     first = next(_float_tensors(call))
 
-    def changed(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(changed, value))
+            return tuple(map(converted, value))
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.float() * scale if value is first else value.float()
         return value
 
-    options = {name: changed(value) for name, value in call.options.items()}
-    return tuple(map(changed, call.arguments)), options
+    options = {name: converted(value) for name, value in call.options.items()}
+    return tuple(map(converted, call.arguments)), options
 
 
-def _recipes(module: Any) -> list[_Recipe]:
-    """Fused modules that may replace a module, by its parts."""
+def _factories(module: Any) -> list[_Factory]:
+    """Return factories of the fused modules that may replace a module, by its parts."""
     parts = {name for name, _ in module.named_children()}
     if _is_attention(module, parts):
         offsets = _NORM_OFFSETS if "q_norm" in parts else _NORM_OFFSETS[:1]
@@ -177,11 +185,11 @@ def _recipes(module: Any) -> list[_Recipe]:
     if FusedGatedDeltaNet.fits(module):
         return [lambda layer, _: FusedGatedDeltaNet(layer)]
     if _is_norm(module):
-        return [partial(_norm, offset) for offset in _NORM_OFFSETS]
+        return [partial(_fused_norm, offset) for offset in _NORM_OFFSETS]
     return []
 
 
-def _norm(offset: float, norm: Any, _: object) -> nn.Module:
+def _fused_norm(offset: float, norm: Any, _: object) -> nn.Module:
     return FusedRMSNorm(norm, offset)
 
 

@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer with one product for all projections of its input."""
+"""A Gated DeltaNet layer with one matrix multiplication for all projections of its input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.fusion.modules import keep_plain_attributes, starts_of
+from batchinfer.worker.fusion.fused_modules import keep_plain_attributes, starts_of
 from batchinfer.worker.linear.packed_linear import merged
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.recurrent.gated_delta_net import (
@@ -19,10 +19,10 @@ from batchinfer.worker.recurrent.gated_delta_net import (
 
 
 class FusedGatedDeltaNet(nn.Module):
-    """One product for queries, keys, values, gates and decays.
+    """Gated DeltaNet with one matrix multiplication for queries, keys, values, gates and decays.
 
     Args:
-        layer: transformers' own.
+        layer: transformers' layer.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -42,14 +42,14 @@ class FusedGatedDeltaNet(nn.Module):
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        """Whether a module is a layer whose projections are plain and can be merged."""
+        """Return True if a module is such a layer and its projections can be merged."""
         family = FAMILIES.get(type(layer).__name__)
         if family is None or family.by_key_head:
             return False
         return all(is_plain(getattr(layer, name)) for name in family.projections)
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[1, T, H] to [1, T, H]."""
+        """Run the layer on [1, T, H]; returns [1, T, H]."""
         inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self._widths, dim=1))
         output: torch.Tensor = self.out_proj(run_layer(inputs, self._weights, self.layer))
         return output[None]

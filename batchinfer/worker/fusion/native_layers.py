@@ -1,4 +1,4 @@
-"""Decoder layers that run as one call of a C function on a CPU, each alone or all together."""
+"""Decoder layers that run in one call of a C function on a CPU: a call for each, or for all."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from batchinfer.kernels.cpu.decoder_layer import (
 )
 from batchinfer.worker.attention.attention import ForwardContext, current_context
 from batchinfer.worker.attention.native_cpu import NativeAttention
-from batchinfer.worker.fusion.layers import PROBE_TOKENS, FusedDecoderLayer, find_swaps
-from batchinfer.worker.fusion.modules import (
+from batchinfer.worker.fusion.fused_modules import (
+    PROBE_TOKENS,
     FusedAttention,
+    FusedDecoderLayer,
     FusedGatedMLP,
     FusedRMSNorm,
     keep_plain_attributes,
 )
 from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.ops import head_norm_options
-from batchinfer.worker.verify import ModuleCall, Probe, record_calls, swap_verified
+from batchinfer.worker.verify import ModuleCall, Probe, find_swaps, record_calls, swap_verified
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""
 
 
 class NativeDecoderLayers(nn.Module):
-    """Consecutive layers as one call: in Python their calls take a tenth of a decode step.
+    """Consecutive layers in one call; separate calls from Python take a tenth of a decode step.
 
-    Gives the same bits as the layers it is made of. Those run themselves in steps with adapters,
-    which add to their linear layers, and over a float8 pool, which the C layers do not read.
+    The bits are the same as those of the layers. The Python layers run instead in steps with
+    adapters, which add to linear layers, and over a float8 pool, which the C layers cannot read.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
-        workspace: shared by all layers of a model.
+        workspace: buffers that all layers of a model share.
     """
 
     def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
@@ -51,7 +52,7 @@ class NativeDecoderLayers(nn.Module):
         keep_plain_attributes(self, layers[0])
         self.layers = nn.ModuleList(layers)
         self.workspace = workspace
-        self._groups: dict[int, int] = {}  # by layer group, one of its layers
+        self._groups: dict[int, int] = {}  # one layer of each layer group, by group
         self._arguments, self._steps = array_of_layers([]), array_of_steps([])
         self._made_for: tuple[object, ...] = ()
 
@@ -61,7 +62,7 @@ class NativeDecoderLayers(nn.Module):
         position_embeddings: Rotary,
         **options: Any,
     ) -> torch.Tensor:
-        """Run the layers on [1, T, hidden], in the memory of ``hidden_states``."""
+        """Run the layers on [1, T, hidden] in place, and return the same tensor."""
         context, workspace = current_context(), self.workspace
         backend = context.backend
         if context.adapters is not None or not (
@@ -77,7 +78,7 @@ class NativeDecoderLayers(nn.Module):
             try:
                 self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                workspace.release()  # a smaller step must not need as much again
+                workspace.release()  # so that a smaller step needs less memory
                 raise
             self._made_for = made_for
         for group, number in self._groups.items():
@@ -86,8 +87,8 @@ class NativeDecoderLayers(nn.Module):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Make the C function's arguments for all steps over this pool and workspace; those that
-        differ between steps are in ``StepArgs``."""
+        """Make the C function's arguments for all steps over this pool and workspace. Arguments
+        that differ between steps are in ``StepArgs``."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]
@@ -99,22 +100,22 @@ class NativeDecoderLayers(nn.Module):
         self._steps = array_of_steps(steps)
 
     def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """A layer's arguments, over whole buffers, as a tensor of one row may report a wrong stride
-        for a longer step. A step with more rows than a buffer makes a new one."""
+        """Return a layer's arguments for whole buffers, because a tensor of one row may report a
+        wrong stride for a longer step."""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
         width, workspace = cache.shape(attention.layer).key_width, self.workspace
-        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of 1 row: any
-        normed = workspace.take_factor("normed", hidden.shape[1])
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # 1 row has any stride
+        normed = workspace.take_padded("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
-        attended = workspace.take_factor("attended", attention.o_proj.linear.in_features)
+        attended = workspace.take_padded("attended", attention.o_proj.linear.in_features)
         gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)
-        gated = workspace.take_factor("gated", mlp.down_proj.linear.in_features)
+        gated = workspace.take_padded("gated", mlp.down_proj.linear.in_features)
         query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
         return LayerArgs(
             _norm(layer.input_layernorm, hidden, normed),
-            _product(attention.qkv_proj, normed, qkv),
+            _linear_args(attention.qkv_proj, normed, qkv),
             row_ops.rotary_write_args(
                 *(qkv, *workspace.rotary, cache.key(attention.layer), cache.value(attention.layer)),
                 context.slot_mapping(attention.layer),
@@ -124,35 +125,31 @@ class NativeDecoderLayers(nn.Module):
                 *(attention.layer, query, attention.variant),
                 out=attended.view(len(qkv), -1, width),
             ),
-            _product(attention.o_proj.linear, attended, hidden, adds=True),
+            _linear_args(attention.o_proj.linear, attended, hidden, adds=True),
             _norm(layer.post_attention_layernorm, hidden, normed),
-            _product(mlp.gate_up_proj, normed, gate_up),
+            _linear_args(mlp.gate_up_proj, normed, gate_up),
             row_ops.silu_mul_args(gate_up, out=gated),
-            _product(mlp.down_proj.linear, gated, hidden, adds=True),
+            _linear_args(mlp.down_proj.linear, gated, hidden, adds=True),
         )
 
 
 class Workspace:
-    """Buffers for a layer's intermediate results, reused by the next layer and step.
-
-    Args:
-        dtype: of all buffers.
-    """
+    """Buffers of one dtype for a layer's intermediate results, reused by later layers and steps."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.generation = 0
-        """Changes whenever the buffers move."""
+        """Number that changes when the buffers move."""
         self._num_rows = 0  # capacity in tokens
         self._empty = torch.empty(0, dtype=dtype)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
-        self._current: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
+        self._current: tuple[ForwardContext, Rotary] | None = None  # of the running step
         self._steps: dict[int, StepArgs] = {}  # by layer group, at fixed addresses
         self._updated: set[int] = set()  # groups already updated for this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
-        """Begin a step and make room for it, unless an earlier layer has done so."""
+        """Begin a step and reserve buffers for it, unless an earlier layer has begun it."""
         if (
             self._current
             and self._current[0] is context
@@ -166,12 +163,8 @@ class Workspace:
         self._current = context, position_embeddings
 
     def step_of(self, group: int, layer: int) -> StepArgs:
-        """Step arguments of a layer group: always the same object, updated once a step.
-
-        Args:
-            group: number of the layer group.
-            layer: one of its layers.
-        """
+        """Return the step arguments of a layer group: the same object in all steps, updated once a
+        step. ``layer`` is any layer of the group."""
         step = self._steps.setdefault(group, StepArgs())
         if group not in self._updated:
             self._update(step, group, layer)
@@ -188,7 +181,7 @@ class Workspace:
         context.backend.point_to_step(group, step)
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for ``num_rows`` tokens; may free buffers taken before."""
+        """Reserve ``num_rows`` tokens; may free earlier buffers."""
         if num_rows > self._num_rows:
             self.release()
             self._num_rows = num_rows
@@ -201,13 +194,13 @@ class Workspace:
         self._current = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
-        """An uninitialized, contiguous buffer [rows, width], the same for equal arguments."""
+        """Return an uninitialized buffer [rows, width], the same buffer for equal arguments."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
         return self._buffers[name, width]
 
-    def take_factor(self, name: str, width: int) -> torch.Tensor:
-        """A buffer like ``take``'s, with padded rows for a matrix product (``padded_rows``)."""
+    def take_padded(self, name: str, width: int) -> torch.Tensor:
+        """Return a buffer as ``take`` does, with padded rows for matrix multiplications."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = gemm.padded_rows(self._num_rows, width, self._empty)
         return self._buffers[name, width]
@@ -215,7 +208,7 @@ class Workspace:
 
 @torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Replace fused layers by native ones, one at a time, if those give the same bits.
+    """Replace fused layers by native layers, a call for each, if the bits stay the same.
 
     Call it after ``fuse`` and ``pack_linears``.
     """
@@ -232,8 +225,8 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 @torch.inference_mode()
 def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Join all layers into one call, if all are native, the model calls them consecutively, and the
-    bits stay the same."""
+    """Join all layers into one call, if they are native, the model calls them consecutively, and
+    the bits stay the same."""
     probe = Probe(model, layout, PROBE_TOKENS)
 
     def join(layers: Any) -> nn.Module | None:
@@ -242,7 +235,7 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
             return None
         with record_calls(parts) as calls:
             probe.logits()
-        if not _pass_on_one_tensor(calls, parts):
+        if not _share_one_tensor(calls, parts):
             return None
         return nn.ModuleList([NativeDecoderLayers([*layers_of(layers)], parts[0].workspace)])
 
@@ -251,7 +244,7 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
-    """Yield a model's layers one by one, whether they are native, joined or neither."""
+    """Return a model's layers, where native layers are replaced by the layers they consist of."""
     return nn.ModuleList(
         layer
         for module in modules
@@ -259,10 +252,10 @@ def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
     )
 
 
-def _pass_on_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
-    """Whether each layer was called once, in order, with the same tensor (which layers change in
-    place) and the same rotary positions. These are compared by identity, because their contents may
-    be the same at a few positions and differ at others."""
+def _share_one_tensor(calls: list[ModuleCall], layers: list[nn.Module]) -> bool:
+    """Return True if each layer was called once, in order, with the same hidden states (which
+    layers change in place) and the same rotary positions. Both are compared by identity: equal
+    rotary values at a few positions may differ at other positions."""
     hidden, rotary = calls[0].arguments[0], calls[0].options["position_embeddings"]
     return [call.module for call in calls] == layers and all(
         call.arguments[0] is hidden and call.options["position_embeddings"] is rotary
@@ -279,12 +272,12 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     if not (type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
         return False
     if attention.variant.sinks is not None:
-        return False  # the C function takes float32, which they may not be
+        return False  # the C function takes float32 sinks only
     norms = layer.input_layernorm, layer.post_attention_layernorm
     o_proj, down_proj = attention.o_proj.linear, mlp.down_proj.linear
     linears = attention.qkv_proj, o_proj, mlp.gate_up_proj, down_proj
     return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
-        type(linear) is PackedLinear and linear.own is not None for linear in linears
+        type(linear) is PackedLinear and linear.native is not None for linear in linears
     )
 
 
@@ -292,7 +285,7 @@ def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMS
     return row_ops.rms_norm_args(x, norm.weight, eps=norm.eps, offset=norm.offset, out=out)
 
 
-def _product(
+def _linear_args(
     linear: Any, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
 ) -> gemm.GemmArgs:
-    return gemm.gemm_args(x, linear.own.weight, linear.bias, out=out, adds=adds)
+    return gemm.gemm_args(x, linear.native.weight, linear.bias, out=out, adds=adds)

@@ -1,10 +1,10 @@
 """Checks for ``engine.deterministic`` that a loaded model is batch-invariant.
 
-On any device the model runs a few tokens alone, with others and in chunks, and all bits must be
-equal. That is not enough on a CUDA device: torch chooses the order of sums by the number
-of rows, and may choose differently for numbers that were not tested. So torch's operations are
-checked by name. Allowed are those whose results do not depend on the number of rows: pointwise
-operations, copies, and a few reductions in which one block of threads reduces one row.
+On any device the model runs a few tokens alone, in a batch and in chunks, and all bits must be
+equal. On a CUDA device that is not enough: torch chooses the order of sums by the number of rows,
+and may choose another order for row numbers that were not tested. So torch's operations are also
+checked by name. Only operations whose results cannot depend on the number of rows are allowed:
+pointwise operations, copies, and reductions in which one block of threads reduces one row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Probe, logits_in_chunks
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
-"""Tokens of a sequence, and the numbers of equal sequences in a step."""
+"""Tokens of a sequence, and numbers of equal sequences to run in one step."""
 _CHUNKS = (1, 2)
-"""Tokens of the chunks that a sequence is computed in."""
-_MOVES = {
+"""Sizes of the chunks that a sequence is computed in, in tokens."""
+_COPIES = {
     *("arange", "cat", "clone", "constant_pad_nd", "copy_", "dropout", "embedding", "empty"),
     *("empty_like", "empty_strided", "expand_copy", "fill_", "full", "full_like", "gather"),
     *("index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "ones"),
@@ -31,8 +31,8 @@ _MOVES = {
     *("zero_", "zeros", "zeros_like", "_to_copy", "to"),
 }
 _ONE_BLOCK_PER_ROW = {"layer_norm", "native_layer_norm"}
-"""torch: aten/src/ATen/native/cuda/layer_norm_kernel.cu."""
-_PRODUCTS = {"matmul", "bmm"}
+"""Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu in torch."""
+_MATMULS = {"matmul", "bmm"}
 _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 
 
@@ -43,19 +43,19 @@ def check_batch_invariance(
 
     Args:
         layout: KV layout of the pool that the model will run over.
-        kernel: kernel of its linear layers.
+        kernel: kernel of the model's linear layers.
 
     Raises:
-        ModelError: they differ, or on a CUDA device may.
-        DeviceError: torch is set to round float32 products on the device.
+        ModelError: the logits differ, or on a CUDA device they may differ.
+        DeviceError: torch is set to round float32 factors to TF32.
     """
     if next(model.parameters()).is_cuda:
         check_operations(model, layout, kernel)
     for tokens, counts in _STEPS:
         alone = Probe(model, layout, tokens, kernel=kernel).logits()
         for count in counts:
-            beside = Probe(model, layout, tokens, count, kernel=kernel).logits()
-            if not torch.equal(beside, alone.repeat(count, 1)):
+            batch = Probe(model, layout, tokens, count, kernel=kernel).logits()
+            if not torch.equal(batch, alone.repeat(count, 1)):
                 raise _refused(
                     model,
                     "in some layers a row's last bits depend on the other rows in its batch",
@@ -72,16 +72,16 @@ def check_batch_invariance(
 def check_operations(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Check which operations of torch a forward pass calls on a CUDA device.
+    """Check the operations of torch that a forward pass calls on a CUDA device.
 
     Raises:
-        ModelError: an operation whose bits may depend on the number of rows.
-        DeviceError: torch is set to round float32 products on the device.
+        ModelError: the bits of an operation may depend on the number of rows.
+        DeviceError: torch is set to round float32 factors to TF32.
     """
     if torch.backends.cuda.matmul.allow_tf32:
         raise DeviceError(
-            "engine.deterministic is true, and torch is set to round float32 products to TF32",
-            hint='call torch.set_float32_matmul_precision("highest") before',
+            "engine.deterministic is true, but torch is set to round float32 matrices to TF32",
+            hint='call torch.set_float32_matmul_precision("highest") first',
         )
     probe = Probe(model, layout, _STEPS[-1][0], kernel=kernel)
     with _BatchDependentOperations() as operations:
@@ -108,8 +108,8 @@ class _BatchDependentOperations(TorchDispatchMode):
         is_invariant = (
             func.is_view
             or torch.Tag.pointwise in func.tags
-            or name in _MOVES | _ONE_BLOCK_PER_ROW
-            or (name in _PRODUCTS and args[0].shape[-1] == 1)  # nothing is summed
+            or name in _COPIES | _ONE_BLOCK_PER_ROW
+            or (name in _MATMULS and args[0].shape[-1] == 1)  # no sums
         )
         if not is_invariant:
             self.names.add(name)

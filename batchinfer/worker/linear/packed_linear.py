@@ -1,15 +1,15 @@
-"""Linear layers whose weights are packed once in the layout that the kernel reads.
+"""Linear layers whose weights are packed once, in the layout that the kernel reads.
 
 In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
-processor with AVX-512, oneDNN's packed product is 1.3 to 2.4 times as fast as ``linear``, and the
-project's own kernel up to 1.7 times as fast as that at 8 to 32 rows, and equally fast at 64. On
-other processors the kernels are timed (``choice``). On a CUDA device weights stay as they are; only
-the kernel differs.
+processor with AVX-512, oneDNN with a packed weight is 1.3 to 2.4 times as fast. This project's C
+kernel is up to 1.7 times as fast as that at 8 to 32 rows, and equally fast at 64 rows. On other
+processors the kernels are timed (``kernel_choice``). On a CUDA device most weights stay as they
+are, and only the kernel differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -22,15 +22,17 @@ from batchinfer.kernels.low_bit import (
     Int8GroupedWeight,
     Int8Weight,
 )
-from batchinfer.worker.linear.codes import HostCodes, codes_of, join_codes
-from batchinfer.worker.linear.experts import pack_experts
+from batchinfer.worker.linear.packed_experts import pack_experts
+from batchinfer.worker.linear.prequantized_weights import HostCodes, codes_of, join_codes
 from batchinfer.worker.linear_kernels import (
     FLOAT8_METHOD,
     LinearKernel,
-    OwnPacked,
+    NativeWeight,
+    OwnWeight,
+    PackedWeight,
     codes_kernel,
+    pack_codes,
 )
-from batchinfer.worker.linear_kernels import pack_codes as pack_weight
 from batchinfer.worker.model.quantization import is_plain
 
 _METHODS: Mapping[type, str] = {
@@ -39,9 +41,9 @@ _METHODS: Mapping[type, str] = {
     Int4Weight: "int4",
     Float8GroupedWeight: FLOAT8_METHOD,
 }
-"""Values of ``model.quantization`` by the codes that their kernels multiply by."""
+"""Values of ``model.quantization``, by the type of codes that their kernels read."""
 _HEAD_METHOD = "int8"
-"""A head's outputs are compared with each other, and four bits would change the largest."""
+"""Quantization of the output head: four bits would change which logit is the largest."""
 
 
 class PackedLinear(nn.Module):
@@ -49,11 +51,11 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: a layer that ``kernel`` takes.
-        packed: the layer's weight, packed for ``kernel``; None: pack it.
+        packed: the layer's weight, if it is already packed for ``kernel``.
     """
 
     def __init__(
-        self, linear: nn.Linear, kernel: LinearKernel, packed: OwnPacked | None = None
+        self, linear: nn.Linear, kernel: LinearKernel, packed: PackedWeight | None = None
     ) -> None:
         super().__init__()
         weight = linear.weight.detach()
@@ -62,36 +64,31 @@ class PackedLinear(nn.Module):
         # For model code that asks for shape and dtype; it holds no memory if the weight is packed.
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
-        self._packed = packed or kernel.pack(weight)
-        own = self.own
-        self.nbytes = 0
+        self.packed = packed or kernel.pack(weight)
+        self.nbytes = self.packed.nbytes if kernel.copies else 0
         """Bytes of the packed weight, unless it is a parameter."""
-        if kernel.copies:
-            quantized = own is not None and own.weight.dtype != weight.dtype
-            self.nbytes = own.weight.nbytes if own and quantized else weight.nbytes
 
     @property
-    def own(self) -> OwnPacked | None:
-        """The packed weight, if the project's own kernel for a CPU multiplies by it."""
-        return self._packed if isinstance(self._packed, OwnPacked) else None
+    def native(self) -> NativeWeight | None:
+        """The packed weight, if it is for the C kernel."""
+        return self.packed if isinstance(self.packed, NativeWeight) else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the product of x [T, in_features] to the residual [T, out_features]."""
-        packed: Any = self._packed
-        if self.kernel.kind == "own":
-            packed.add_times(x, self.bias, residual)
+        """Add the layer's output for x [T, in_features] to the residual [T, out_features]."""
+        if isinstance(self.packed, OwnWeight):
+            self.packed.multiply(x, self.bias, residual, adds=True)
         else:
-            residual += packed.times(x, self.bias)
+            residual += self.packed.times(x, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Compute the layer's output [..., out_features] for x [..., in_features]."""
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features)
-        out = self._packed.times(rows, self.bias)
+        out = self.packed.times(rows, self.bias)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
 
 def merged(*linears: nn.Linear) -> nn.Linear:
-    """Return one layer that concatenates the outputs of ``linears``, which have the same input."""
+    """Return a layer that concatenates the outputs of ``linears``, which have the same input."""
     first = linears[0]
     widths = [linear.out_features for linear in linears]
     one = nn.Linear(first.in_features, sum(widths), bias=False, device="meta")
@@ -107,28 +104,42 @@ def merged(*linears: nn.Linear) -> nn.Linear:
     return one
 
 
-def pack_linears(
-    model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
-) -> int:
-    """Pack the linear layers of a model that ``kernel`` takes, one at a time.
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
+    """Replace a model's linear layers, one at a time, so that each frees its weight.
 
     Args:
-        but: a layer to leave as it is.
+        make: returns a layer's replacement, or None to keep the layer.
 
     Returns:
-        The number of packed layers.
+        The number of replaced layers.
     """
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child is not but and packs(child, kernel, dtype):
-                setattr(parent, name, PackedLinear(child, kernel))
+            if isinstance(child, nn.Linear) and (replacement := make(child)) is not None:
+                setattr(parent, name, replacement)
                 count += 1
     return count
 
 
+def pack_linears(
+    model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
+) -> int:
+    """Pack the linear layers of a model that ``kernel`` takes, except the layer ``but``.
+
+    Returns:
+        The number of packed layers.
+    """
+
+    def pack(linear: nn.Linear) -> PackedLinear | None:
+        fits = linear is not but and packs(linear, kernel, dtype)
+        return PackedLinear(linear, kernel) if fits else None
+
+    return replace_linears(model, pack)
+
+
 def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
-    """Whether ``kernel``, for weights of ``dtype``, multiplies by a layer's weight."""
+    """Return True if ``kernel``, for weights of ``dtype``, can multiply by a layer's weight."""
     return (
         is_plain(linear)
         and linear.weight.dtype == dtype
@@ -138,26 +149,27 @@ def packs(linear: object, kernel: LinearKernel, dtype: torch.dtype) -> TypeGuard
 
 
 def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel:
-    """Quantize and pack the weights of a model's linear layers and experts; the output head's to
-    int8, or with float8 not at all.
+    """Quantize and pack the weights of a model's linear layers and experts.
 
-    ``model.quantization: int8``, ``int4`` or ``fp8``; call it after layers are fused. An int8
-    weight has a scale for each output, an int4 weight a scale and a zero for each 64 columns of an
-    output. Each row gets a scale when it is multiplied, so that its largest number becomes 127.
-    (torchao's ``Int8DynamicActivationInt8WeightConfig`` scales it to 127.5 before rounding, so
-    results differ by the rounding error.) A float8 weight has a scale for each 128 x 128 block; its
-    rows are not rounded.
+    Implements ``model.quantization: int8``, ``int4`` and ``fp8`` on a CPU. Call it after layers are
+    fused. The output head gets int8 weights, or keeps its dtype with ``fp8``.
+
+    An int8 weight has a scale for each output; an int4 weight has a scale and a zero point for each
+    64 columns of an output. Each row gets a scale when it is multiplied, so that its largest number
+    becomes 127. (torchao's ``Int8DynamicActivationInt8WeightConfig`` scales it to 127.5 before
+    rounding, so results differ by the rounding error.) A float8 weight has a scale for each
+    128 x 128 block, and its rows are not rounded.
 
     Args:
-        model: one of transformers' for text.
+        model: transformers' causal language model.
         method: one of ``linear_kernels.ON_CPU``.
-        dtype: of its weights.
+        dtype: dtype of the weights.
 
     Returns:
         The layers' kernel.
 
     Raises:
-        DeviceError: there is no kernel for ``dtype`` here.
+        DeviceError: this machine has no kernel for ``dtype``.
         ModelError: the model has no such layers.
     """
     kernel, head = codes_kernel(method, dtype), model.get_output_embeddings()
@@ -169,10 +181,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
         )
     prequantized = any(isinstance(module, PackedLinear) for module in model.modules())
     if not pack_linears(model, kernel, dtype, but=head) and not prequantized:
-        raise ModelError(
-            f"model.quantization: models of the family {model.config.model_type!r} have no linear "
-            "layers that can be quantized"
-        )
+        raise no_linears(model)
     head_kernel = codes_kernel(_HEAD_METHOD, dtype)
     if method != FLOAT8_METHOD and head_kernel is not None:
         pack_linears(model, head_kernel, dtype)
@@ -180,27 +189,38 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> LinearKernel
     return kernel
 
 
-def pack_codes(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
-    """Pack the linear layers of a model whose codes were kept (``codes.keep_codes``).
+def no_linears(model: Any) -> ModelError:
+    """Return the error for a model that has no linear layers to quantize."""
+    return ModelError(
+        f"model.quantization: models of the family {model.config.model_type!r} have no linear "
+        "layers that can be quantized"
+    )
 
-    Call it after layers are fused and before ``pack_linears`` packs the others. Without a kernel
-    for ``dtype``, weights stay plain numbers.
+
+def pack_prequantized(model: nn.Module, dtype: torch.dtype) -> dict[str, LinearKernel]:
+    """Pack the linear layers whose codes were kept (``prequantized_weights.keep_codes``).
+
+    Call it after layers are fused and before ``pack_linears`` packs the other layers. Without a
+    kernel for ``dtype``, weights stay floating-point numbers.
 
     Args:
-        dtype: of the model's weights.
+        dtype: dtype of the model's weights.
 
     Returns:
         The kernels used, by ``int8``, ``int4`` and ``fp8``.
     """
     used: dict[str, LinearKernel] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            weight = codes_of(child) if isinstance(child, nn.Linear) else None
-            if not isinstance(weight, HostCodes):
-                continue
-            method = _METHODS[type(weight)]
-            kernel = codes_kernel(method, dtype)
-            if kernel is not None and packs(child, kernel, dtype):
-                setattr(parent, name, PackedLinear(child, kernel, pack_weight(weight, dtype)))
-                used[method] = kernel
+
+    def pack(linear: nn.Linear) -> PackedLinear | None:
+        codes = codes_of(linear)
+        if not isinstance(codes, HostCodes):
+            return None
+        method = _METHODS[type(codes)]
+        kernel = codes_kernel(method, dtype)
+        if kernel is None or not packs(linear, kernel, dtype):
+            return None
+        used[method] = kernel
+        return PackedLinear(linear, kernel, pack_codes(codes, dtype))
+
+    replace_linears(model, pack)
     return used

@@ -1,4 +1,4 @@
-"""The body of a causal language model, and the hidden states it passes to its head."""
+"""The body of a causal language model, and the hidden states that it passes to the head."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from batchinfer.worker.transfer import HostCopy, to_device
 
 
 def body_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a transformers causal language model below its head."""
-    named = getattr(model, str(model.base_model_prefix), None)  # Llama 4's is not there
+    """Return the part of transformers' causal language model below its head."""
+    named = getattr(model, str(model.base_model_prefix), None)  # Llama 4 has no such attribute
     body: torch.nn.Module = model.model if named is None else named  # type: ignore[assignment]
     return body
 
 
 def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that the model's ``forward`` calls for hidden states: its body, or the decoder in
-    it, as in OPT."""
+    """Return the module that the model's ``forward`` calls for hidden states: the body, or its
+    decoder, as in OPT."""
     body = body_of(model)
     decoder = getattr(body, "decoder", None)
     return decoder if isinstance(decoder, torch.nn.Module) else body
@@ -32,7 +32,7 @@ def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextmanager
 def recorded_output(model: torch.nn.Module, outputs: list[Any]) -> Iterator[None]:
-    """Append the output of the model's body to ``outputs``, each time it is called inside."""
+    """Append the output of the model's body to ``outputs`` for each call inside."""
     hook = last_of_body(model).register_forward_hook(lambda *call: outputs.append(call[2]))
     try:
         yield
@@ -44,9 +44,10 @@ class PooledHandle:
     """Handle of a step whose result includes hidden states.
 
     Args:
-        pending: the rest of the step's result.
-        output: of the model's body: its hidden states [1, T, H] after the final norm come first.
-        tokens: [E] packed tokens whose hidden states are wanted.
+        pending: handle of the rest of the step's result.
+        output: output of the model's body, which begins with its hidden states [1, T, H] after
+            the final norm.
+        tokens: [E] indices of the tokens whose hidden states are returned.
     """
 
     def __init__(self, pending: Pending, output: Any, tokens: Int32) -> None:
@@ -57,10 +58,10 @@ class PooledHandle:
             self._copy = HostCopy(hidden_states[0, on["tokens"]].float())
 
     def result(self) -> StepResult:
-        """The step's result with hidden states, float32 [E, H].
+        """Return the step's result with hidden states, float32 [E, H].
 
         Raises:
-            OutOfMemory: the device reports only now that it had no memory for the step.
+            OutOfMemory: the device had too little memory for the step, and reports it only now.
         """
         hidden_states: Float32 = self._copy.wait().astype(np.float32, copy=False)
         return replace(self._pending.result(), hidden_states=hidden_states)

@@ -1,4 +1,4 @@
-"""Checks of a model's folder before its weights load: files, headers, config, family."""
+"""Finds a model's folder, and checks its files and their headers before weights are loaded."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def resolve_folder(
     *,
     key: str = "model.name",
 ) -> Path:
-    """The folder that holds the model: ``name`` itself, or the hub's download of it.
+    """Return the model's folder: ``name`` itself, or a download from the hub.
 
     Args:
-        revision: of the repository on the hub.
-        patterns: the files to download.
+        revision: revision of the hub's repository.
+        patterns: patterns of the files to download.
         key: configuration key with the name, for messages.
 
     Raises:
-        ModelError: naming the key: the folder does not exist, or the hub cannot deliver the model;
-            or naming something in the folder that is not a regular file.
+        ModelError: the folder does not exist, the hub cannot be reached, or the folder has a pipe
+            or a device instead of a file.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         _check_files(folder, patterns)
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"{key}: there is no folder {name}")
+        raise ModelError(f"{key}: the folder {name} does not exist")
     from huggingface_hub import snapshot_download
 
     try:
@@ -52,34 +52,34 @@ def resolve_folder(
         raise ModelError(
             f"{key}: {name} is not a local folder and cannot be fetched from the hub: "
             f"{one_line(error)}",
-            hint="download it where there is a network and give the folder's path",
+            hint="download it on a machine with network access and use the folder's path",
         ) from error
 
 
 def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Refuse pipes and devices, which could be read forever."""
+    """Refuse pipes and devices, because reading them might never end."""
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         try:
             status = path.stat()
-        except OSError as error:  # a link to nothing, or to itself
+        except OSError as error:  # a broken link, or a link to itself
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path} is not a file; fetch the model again")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the folder's config.json, refusing it if it names code to run or if the folder holds
-    an adapter.
+    """Return the values of the folder's config.json.
 
     Raises:
-        ModelError: missing, not JSON, or one of the above.
+        ModelError: the file is missing or not JSON, or it names code to run, or the folder holds an
+            adapter.
     """
     if (folder / "adapter_config.json").exists():
         # transformers would apply the adapter only if peft is installed
         raise ModelError(
             f"{folder} holds an adapter (adapter_config.json)",
-            hint="name the base model's folder here and this one in model.adapters, "
-            "or a model that the adapter is merged into",
+            hint="use the base model's folder here and add this folder to model.adapters, "
+            "or use a model that the adapter is merged into",
         )
     config = read_json(folder / "config.json")
     if config is None:
@@ -87,16 +87,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "auto_map" in config:
         raise ModelError(
             f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
-            "use a model of a family that transformers has itself"
+            "use a model of a family that is part of transformers"
         )
     return config
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file.
+    """Return the JSON object in a file; None if the file does not exist.
 
     Raises:
-        ModelError: the file cannot be read or holds something else.
+        ModelError: the file cannot be read, or holds another value than an object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -115,15 +115,18 @@ def check_weights(folder: Path) -> dict[str, str]:
     """Check that the folder's safetensors files are complete.
 
     Returns:
-        The dtype of every tensor, by name, as safetensors writes it (``F32``, ``BF16``).
+        The dtype of each tensor by name, as safetensors writes it (``F32``, ``BF16``).
 
     Raises:
-        ModelError: there are no files, a file in the index is missing, or a file is truncated.
+        ModelError: the folder has no such files, a file of the index is missing, or a file is
+            truncated.
     """
     names = weight_files(folder)
     if not names:
-        found = next((p.name for pattern in ("*.bin", "*.pt*") for p in folder.glob(pattern)), None)
-        what = f"only {found}, which can run code when loaded" if found else "no weights"
+        pickle = next(
+            (path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)), None
+        )
+        what = f"only {pickle}, which can run code when loaded" if pickle else "no weights"
         raise ModelError(f"{folder} has {what}; convert or fetch the model as safetensors")
     dtypes: dict[str, str] = {}
     for name in names:
@@ -132,38 +135,37 @@ def check_weights(folder: Path) -> dict[str, str]:
 
 
 def file_bytes(folder: Path) -> int:
-    """Size of the folder's safetensors files, which ``check_weights`` has checked."""
+    """Return the size in bytes of the folder's safetensors files."""
     return sum((folder / name).stat().st_size for name in weight_files(folder))
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the folder's safetensors files; those of its index, if it has one."""
+    """Return the names of the folder's safetensors files, by its index if it has one.
+
+    Raises:
+        ModelError: the index is damaged, or names files outside the folder.
+    """
     index = read_json(folder / "model.safetensors.index.json")
-    if index is not None:
-        return _indexed(index, folder)
-    return sorted(path.name for path in folder.glob("*.safetensors"))
-
-
-def _indexed(index: Mapping[str, Any], folder: Path) -> list[str]:
-    """The names of the weight files that an index lists, all in its folder."""
+    if index is None:
+        return sorted(path.name for path in folder.glob("*.safetensors"))
     by_tensor = index.get("weight_map")
     names = by_tensor.values() if isinstance(by_tensor, Mapping) else [None]
     if not all(isinstance(name, str) and _WEIGHT_FILE.fullmatch(name) for name in names):
         raise ModelError(
-            f"{folder}/model.safetensors.index.json: weight_map must be names of safetensors "
-            "files by tensor; fetch the model again"
+            f"{folder}/model.safetensors.index.json: weight_map must map tensors to names of "
+            "safetensors files; fetch the model again"
         )
     return sorted(set(names))
 
 
 def check_file(path: Path) -> dict[str, str]:
-    """Compare the size of a safetensors file with what its header says.
+    """Compare the size of a safetensors file with its header.
 
     Returns:
-        The dtype of every tensor, by name, as safetensors writes it.
+        The dtype of each tensor by name, as safetensors writes it.
 
     Raises:
-        ModelError: it is missing, truncated, or not a safetensors file.
+        ModelError: the file is missing, truncated, or not a safetensors file.
     """
     try:
         size = path.stat().st_size
@@ -172,7 +174,7 @@ def check_file(path: Path) -> dict[str, str]:
             raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
     except FileNotFoundError:
         raise ModelError(
-            f"{path} is missing, the model's index names it; fetch the model again"
+            f"{path} is missing, but the model's index names it; fetch the model again"
         ) from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
@@ -186,6 +188,6 @@ def check_file(path: Path) -> dict[str, str]:
     expected = _HEADER_LENGTH_BYTES + header_bytes + end
     if size != expected:
         raise ModelError(
-            f"{path} has {size} bytes where its header says {expected}; fetch the model again"
+            f"{path} has {size} bytes, but its header says {expected}; fetch the model again"
         )
     return dtypes

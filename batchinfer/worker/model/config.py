@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -28,30 +30,17 @@ from batchinfer.worker.model.language_model import (
     saved_class,
 )
 from batchinfer.worker.model.meta_model import blame
-from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
 
 
-def check_config(name: str, revision: str | None, runner: Runner = "generate") -> None:
-    """Check early, from config.json alone, that a model (folder or hub id) can be run.
+def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
+    """Return the ``model_type`` of a folder's config.json.
 
     Raises:
-        ModelError: it does not exist, or as ``load_config`` raises.
+        ModelError: it is missing, or transformers does not have the family.
     """
-    load_config(resolve_folder(name, revision, CONFIG_FILES), runner)
-
-
-def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
-    """The folder's config, of a family that can be run.
-
-    A body saved without an output head, or with a classification head, is accepted for ``pooling``
-    only; its embeddings stand in for the head, whose output means nothing.
-
-    Raises:
-        ModelError: naming config.json: it is missing or broken, or the family cannot be run.
-    """
-    raw = read_config(folder)
     family = raw.get("model_type")
     if not isinstance(family, str):
         raise ModelError(
@@ -63,16 +52,42 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
             f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
             f"model_type {family[:80]!r}; a later version may"
         )
+    return family
+
+
+def config_of(folder: Path) -> Any:
+    """Read transformers' config of a folder; raises errors of any type."""
+    with quiet_transformers():
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def check_config(name: str, revision: str | None, runner: Runner = "generate") -> None:
+    """Check early, by config.json alone, that a model (folder or hub id) can be run.
+
+    Raises:
+        ModelError: the model does not exist, or ``load_config`` refuses its config.
+    """
+    load_config(resolve_folder(name, revision, CONFIG_FILES), runner)
+
+
+def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
+    """Return the folder's config, of a family that can be run.
+
+    The runner ``pooling`` also accepts a body that was saved without an output head, or with a
+    classification head. Its embeddings then replace the head, whose output is not used.
+
+    Raises:
+        ModelError: config.json is missing or broken, or the family cannot be run.
+    """
+    raw = read_config(folder)
+    check_family(folder, raw)
     try:
         check_values(raw)
         refuse_unsupported(raw)
     except (BadValueError, ValueError) as error:
         raise ModelError(f"{folder}/config.json: {readable(error)}") from None
     try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
+        config: PreTrainedConfig = config_of(folder)
         _check_filled(config)
     except Exception as error:  # a config's own validation raises errors of several libraries
         reason = _reason(error)
@@ -83,7 +98,7 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
 
 
 def _check_filled(config: PreTrainedConfig) -> None:
-    """Check the config with its family's defaults filled in."""
+    """Check the config's values, including its family's defaults."""
     values = config.to_dict()
     check_values(values)
     layout = KVLayout.from_config(values, block_size=1, dtype="float32")
@@ -92,7 +107,7 @@ def _check_filled(config: PreTrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason for a failure on one line: the first sentence of a validator's report."""
+    """Return the reason for an error on one line: the first sentence of a validator's report."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 
@@ -111,7 +126,7 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
         if runner != "pooling":
             raise ModelError(
                 f"{folder}/config.json: architectures names a {saved[0]!r}, which has no output "
-                f"head and writes no text; with task: {task} it can be run"
+                f"head and writes no text; set task: {task} to run it"
             )
         config.tie_word_embeddings = True
     elif whole_class.__name__ not in saved:

@@ -1,7 +1,7 @@
-"""Checks of a config.json's values before anything is built from them.
+"""Checks the values of a config.json before a model is built from them.
 
-The file's author decides how long loops run and how much memory is allocated, so sizes have bounds
-here, far above any model's. transformers and the shapes of the weights check the rest.
+The values decide how long loops run and how much memory is allocated. So sizes have bounds here,
+far above those of any model. transformers and the shapes of the weights check the other values.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from batchinfer.engine.kv.layout import KVLayout
 
 MAX_DEPTH = 32
-"""Nesting of objects and lists; published configs have six levels."""
+"""Most levels of nested objects and lists; published configs have six levels."""
 MAX_POSITIONS = 2**31 - 1
-"""Positions are computed in 32 bits."""
+"""Largest number of positions, because they are computed in 32 bits."""
 
 _POSITIVE = frozenset(
     [
@@ -27,7 +27,7 @@ _POSITIVE = frozenset(
         *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
     ]
 )
-"""Every model has at least 1 of each."""
+"""Keys of numbers that are 1 or more in every model."""
 _POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"})
 _LAYERS = frozenset({"num_hidden_layers", "n_layer", "num_layers", "n_layers"})
 _MAX_LAYERS = 2048
@@ -43,21 +43,21 @@ _LISTS = ("layer_types", "layers_block_type", "architectures")
 
 
 class BadValueError(Exception):
-    """A config value that no model has; the message names its key."""
+    """A config value is invalid; the message names its key."""
 
 
 def readable(text: object, most: int = 300) -> str:
-    """Return text from a file or library on one line, printable, and not too long."""
+    """Return text from a file or library on one printable line of at most ``most`` characters."""
     line = " ".join(str(text).split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= most else f"{line[:most]}..."
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check the values of a config.json, and of the ``text_config`` in it.
+    """Check the values of a config.json and of its ``text_config``.
 
     Raises:
-        BadValueError: naming the key.
+        BadValueError: names the key.
     """
     _check_depth(config)
     for key, value in config.items():
@@ -72,16 +72,15 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -> None:
-    """Check query heads, KV layout and longest sequence (None: not given), which follow from
-    several values.
+    """Check numbers that follow from several values: query heads, KV layout, longest sequence.
 
     Raises:
-        BadValueError: naming the key.
+        BadValueError: names the key.
     """
     if min(layout.num_kv_heads, layout.key_width, layout.value_width) < 1:
         raise BadValueError(
-            f"hidden_size, num_attention_heads and num_key_value_heads come to "
-            f"{layout.num_kv_heads} KV heads of {layout.key_width} elements; give head_dim"
+            f"hidden_size, num_attention_heads and num_key_value_heads result in "
+            f"{layout.num_kv_heads} KV heads of {layout.key_width} elements; set head_dim"
         )
     if num_heads % layout.num_kv_heads:
         raise BadValueError(
@@ -90,13 +89,13 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
         )
     if num_positions is not None and num_positions > MAX_POSITIONS:
         raise BadValueError(
-            f"rope_parameters.factor comes to {num_positions} positions; more than "
-            f"{MAX_POSITIONS:,} cannot be run"
+            f"rope_parameters.factor results in {num_positions} positions; at most "
+            f"{MAX_POSITIONS:,} can be run"
         )
 
 
 def _is_whole(value: Any) -> bool:
-    # A list has a number for each layer; what it means is checked elsewhere.
+    # A list has a number for each layer; ``KVLayout`` checks it.
     return all(type(number) is int for number in (value if isinstance(value, list) else [value]))
 
 
@@ -111,7 +110,7 @@ _KINDS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (_ROPE_NUMBERS, lambda value: not isinstance(value, str), "a number"),
     (_LISTS, _is_list_of_strings, "a list of strings, or null"),
 )
-"""Keys, the check of their values, and the expected type in words."""
+"""Keys, the check of their values, and a description of valid values."""
 
 
 def _check_kind(key: str, value: Any) -> None:
@@ -121,7 +120,7 @@ def _check_kind(key: str, value: Any) -> None:
 
 
 def _check_rope(name: str, values: Mapping[str, Any]) -> None:
-    """Check the parameters of rotary positions, or those of each kind of layer."""
+    """Check the parameters of rotary positions, which may be nested by layer type."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _check_rope(f"{name}.{key}", value)
@@ -140,7 +139,7 @@ def _check_size(key: str, value: int) -> None:
     )
     most = next((bound for applies, bound in bounds if applies), value)
     if value > most:
-        raise BadValueError(f"{key} is {_shown(value)}; more than {most:,} cannot be run")
+        raise BadValueError(f"{key} is {_shown(value)}; at most {most:,} can be run")
 
 
 def _check_depth(config: Mapping[str, Any]) -> None:

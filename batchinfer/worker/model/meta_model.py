@@ -1,6 +1,6 @@
-"""Builds the model that a config.json describes without memory for its weights, to see if it can.
+"""Builds the model of a config.json without memory for weights, to check that it can be built.
 
-transformers' own errors about unexpected values do not name the key. So a search finds the key
+transformers' errors about unexpected values do not name the key. So a search looks for the key
 without which the model can be built.
 """
 
@@ -21,20 +21,19 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.model.checkpoint import read_config
 from batchinfer.worker.model.config_values import readable
 from batchinfer.worker.model.language_model import language_model_config
-from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PARAMETERS_PER_BYTE = 4
-"""Most parameters per byte of file: two of 4 bits, and a tied output head counts twice."""
+"""Most parameters in a byte of a file: two of 4 bits, and a tied output head counts twice."""
 _SMALL = 1 << 22
-"""Smaller models always fit in memory; their shapes are compared one by one later."""
+"""Parameters of a model that always fits in memory; its shapes are compared when it is loaded."""
 _SEARCH_S = 3.0
-"""Processor time, so that the result does not depend on other processes."""
+"""Limit of the search in processor time, which other processes do not change."""
 _TOKENS = 4
 
 
 def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
-    """transformers' own causal model of the config, or of its language model, on the ``meta``
-    device: shapes without numbers."""
+    """Build transformers' causal model of a config on the ``meta`` device, without numbers."""
     with quiet_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
     assert isinstance(model, nn.Module)
@@ -42,15 +41,17 @@ def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
 
 
 def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | None) -> None:
-    """Build the model of a folder's config, and compare its size with that of the weight files
-    (None: there are none).
+    """Build the model of a folder's config, and compare its size with the size of the weight files.
+
+    Args:
+        file_bytes: size of the weight files; None if they are not used.
 
     Raises:
-        ModelError: naming config.json and, where it is found, the key.
+        ModelError: names config.json and, if the search finds it, the key.
     """
     try:
         model = build_on_meta(config)
-    except Exception as error:  # a model's own code may raise anything on unexpected values
+    except Exception as error:  # a model's code raises errors of any type
         raise ModelError(
             f"{folder}/config.json: {blame(folder, build_on_meta)}transformers cannot build the "
             f"model: {described(error)}; fetch the model again"
@@ -64,8 +65,8 @@ def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | No
     values = config.get_text_config().to_dict()
     keys = [key for key, value in values.items() if type(value) is int and value in shape]
     raise ModelError(
-        f"{folder}/config.json describes a model of {count:,} parameters, the weight files have "
-        f"{file_bytes:,} bytes: {name} would be {' x '.join(map(str, shape))} "
+        f"{folder}/config.json describes a model of {count:,} parameters, but the weight files "
+        f"have {file_bytes:,} bytes: {name} would be {' x '.join(map(str, shape))} "
         f"({', '.join(sorted(keys)) or 'by its sizes'}); take config.json and the safetensors "
         "files from the same model"
     )
@@ -75,9 +76,9 @@ def runs_on_meta(config: PreTrainedConfig) -> None:
     """Build the model and compute the shapes of a few tokens' logits.
 
     Raises:
-        Exception: whatever the model's own code raises.
+        Exception: of any type, from the model's code.
     """
-    # Grouped products have shapes for this dtype alone.
+    # torch computes the shapes of grouped matrix multiplications for bfloat16 only.
     model = build_on_meta(config, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, _TOKENS), dtype=torch.long, device="meta"))
@@ -87,11 +88,11 @@ def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
     """Find the key of config.json without which ``attempt`` succeeds.
 
     Returns:
-        The key and its value as the start of a message; "" if none is found in time.
+        The key and its value as the start of a message; "" if the search does not find a key.
     """
     until = time.thread_time() + _SEARCH_S
     raw = read_config(folder)
-    if _succeeds(attempt, raw):  # no key of the config is the cause
+    if _succeeds(attempt, raw):  # the config is not the cause
         return ""
     for name, value, changed in _changes(raw):
         if time.thread_time() > until:
@@ -111,19 +112,18 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
 
 
 def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each key, its value, and the config with the family's default, or 1, in its place."""
+    """Yield each key, its value, and the config with the family's default, or 1, for the key."""
     for key, value in raw.items():
-        others = {name: other for name, other in raw.items() if name != key}
         if key != "model_type":
-            yield key, value, others
+            yield key, value, {name: kept for name, kept in raw.items() if name != key}
         if type(value) is int:
-            yield key, value, {**others, key: 1}
+            yield key, value, {**raw, key: 1}
         if key == "text_config" and isinstance(value, Mapping):
             for name, inner, changed in _changes(value):
-                yield f"{key}.{name}", inner, {**others, key: changed}
+                yield f"{key}.{name}", inner, {**raw, key: changed}
 
 
 def described(error: Exception) -> str:
-    """Return the class and text of another library's error, on one line."""
+    """Return the type and the text of a library's error, on one line."""
     text = readable(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,8 +1,9 @@
-"""Quantized weights: quantized when loaded, loaded as torchao saved them, or dequantized.
+"""Checks the quantization of a checkpoint, and quantizes weights by torchao.
 
-torchao quantizes weights and multiplies by them; the modules stay transformers' own, so that logits
-are those of transformers' model with the same quantization. The embedding and the output head keep
-their dtype, as in transformers. Other formats are dequantized when loaded (``quantized``).
+torchao replaces weights and multiplies by them. The modules stay transformers' modules, so logits
+equal those of transformers' model with the same quantization. The embedding and the output head
+keep their dtype, as in transformers. Weights of other formats are dequantized when loaded
+(``quantized``).
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao's configurations of checkpoints that can be loaded; each was tried on a CPU."""
+"""torchao configurations of checkpoints that can be loaded; each was tried on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
 _TORCHAO = "torchao"
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
 """Values of ``model.quantization`` that torchao implements."""
 
 
 def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
-    """Check a config.json's quantization before the model is built.
+    """Check the quantization of a config.json before the model is built.
 
     Args:
-        wanted: ``model.quantization``.
-        device_type: ``cpu`` or ``cuda``, where the model will run.
+        wanted: value of ``model.quantization``.
+        device_type: device that the model will run on, ``cpu`` or ``cuda``.
 
     Raises:
-        ModelError: naming the method: it cannot be loaded, weights would be quantized twice, or the
-            device does not support it; or torchao is not installed.
+        ModelError: the format cannot be loaded, weights would be quantized twice, the device does
+            not support the method, or torchao is not installed.
     """
     if wanted in ("int8", "int4") and device_type != "cpu":
         raise ModelError(
@@ -57,40 +58,42 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     method = saved.get("quant_method")
     saved_as = choose_format(saved)
     if method != _TORCHAO and saved_as is None:
-        shown = str(method)[:_MOST_SHOWN] if method else "a method without a name"
+        shown = str(method)[:_MAX_SHOWN] if method else "a method without a name"
         raise ModelError(
             f"not yet: the model's weights are quantized by {shown} (quant_method of "
-            "quantization_config in config.json); use the checkpoint they were made from, or one "
+            "quantization_config in config.json); use the original checkpoint, or a checkpoint "
             f"quantized by one of {', '.join((*METHODS, _TORCHAO))}"
         )
     if wanted is not None and (saved_as is None or wanted in TORCHAO_METHODS):
-        other = "" if saved_as is None else f", or give {'int8' if device_type == 'cpu' else 'fp8'}"
+        method = "int8" if device_type == "cpu" else "fp8"
+        alternative = "" if saved_as is None else f", or set it to {method}"
         raise ModelError(
-            f"model.quantization is {wanted}, but the model's weights are quantized already; "
-            f"leave the key out{other}"
+            f"model.quantization is {wanted}, but the model's weights are already quantized; "
+            f"remove the key{alternative}"
         )
     if saved_as is None:
         _check_torchao(saved)
 
 
 def _check_torchao(saved: Mapping[str, Any]) -> None:
-    """Check a checkpoint of torchao, as ``check_quantization`` does."""
     kind = _default_type(saved)
     name = kind.get("_type")
     if name not in _SAVED_TYPES:
         raise ModelError(
             f"not yet: the model's weights are quantized by torchao's {name}; "
-            f"known: {', '.join(_SAVED_TYPES)}"
+            f"supported are {', '.join(_SAVED_TYPES)}"
         )
-    for other in _types_in(kind.get("_data")):
-        if other not in _PLAIN_TYPES and not other.endswith(_PARTS):
-            raise ModelError(f"the model's quantization_config holds a {other}, which is unknown")
+    for part in _types_in(kind.get("_data")):
+        if part not in _PLAIN_TYPES and not part.endswith(_PARTS):
+            raise ModelError(f"the model's quantization_config has a {part}, which is unknown")
     _require_torchao()
 
 
 def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
-    """A description of a loaded model's quantization: the checkpoint's format and ``wanted``
-    (``model.quantization``), or torchao's name; None: it is not quantized."""
+    """Return a description of a model's quantization, or None if the model is not quantized.
+
+    It names the checkpoint's format and ``wanted`` (``model.quantization``), or torchao's type.
+    """
     saved = saved_section(config)
     saved_as = choose_format(saved)
     if saved_as is not None:
@@ -99,28 +102,28 @@ def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None
 
 
 def saved_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config's ``quantization_config``, of the model or of its text part; empty: it has none."""
+    """Return the ``quantization_config`` of a config or of its language model, or an empty one."""
     of_model = config.get("quantization_config")
     section: Mapping[str, Any] = of_model or text_config(config).get("quantization_config") or {}
     return section
 
 
 def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """torchao's configuration in a checkpoint's quantization_config."""
     kinds = saved.get("quant_type")
     kind = kinds.get("default") if isinstance(kinds, Mapping) else None
     return kind if isinstance(kind, Mapping) else {"_type": kinds}
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantize a model's linear layers, except the output head, one after the other on the device.
+    """Quantize a model's linear layers by torchao, one after the other; not the output head.
 
     Args:
-        model: its weights in the dtype that it will compute in.
+        model: a model whose weights have the dtype of its computation.
         method: one of ``TORCHAO_METHODS``.
+        device: device that each layer is moved to.
 
     Raises:
-        ModelError: the model has no such layers, or their shapes or dtype do not allow it.
+        ModelError: the model has no such layers, or torchao does not support their shape or dtype.
     """
     import torchao.quantization as ao
 
@@ -142,7 +145,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
             ao.quantize_(linear.to(device), config)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # torchao and its operators raise any type
+        except Exception as error:  # torchao raises errors of any type
             reason = one_line(error, 200)
             raise ModelError(
                 f"model.quantization: {method} does not work for {name} in "
@@ -151,12 +154,12 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
 
 
 def is_plain(linear: object) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer with plain numbers for weights."""
+    """Return True if a module is torch's linear layer with a weight that is not quantized."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or the tensors that a quantized one is made of."""
+    """Yield the tensor itself, or the tensors that a quantized tensor consists of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -166,14 +169,11 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _config(ao: Any, method: str, device: torch.device, linears: Mapping[str, nn.Linear]) -> Any:
-    """torchao's configuration of a method."""
     if method == "int8_weight_only":
         return ao.Int8WeightOnlyConfig(version=2)
     assert method == "int4_weight_only"
-    group = next(
-        (size for size in _GROUPS if all(one.in_features % size == 0 for one in linears.values())),
-        None,
-    )
+    widths = {linear.in_features for linear in linears.values()}
+    group = next((size for size in _GROUPS if all(width % size == 0 for width in widths)), None)
     if group is None:
         raise ModelError("model.quantization: int4_weight_only needs widths divisible by 32")
     if device.type == "cuda":
@@ -193,7 +193,7 @@ def _require_torchao() -> None:
 
 
 def _types_in(value: Any) -> Iterator[str]:
-    """Names of the classes that a saved configuration is made of."""
+    """Yield the names of the classes in a saved configuration."""
     if isinstance(value, Mapping):
         if "_type" in value:
             yield str(value["_type"])

@@ -1,7 +1,7 @@
-"""A model of a few layers over the weights of a whole one, with windows that a few tokens leave.
+"""Copies the first layers of a model, with sliding windows that a few tokens exceed.
 
-A family's code treats all layers of a kind alike, so the first layers of each kind are enough to
-compare it, at a hundredth of the cost.
+A family's code treats all layers of a kind alike. So comparing the first layers of each kind is
+enough, at a hundredth of the cost.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from transformers import PreTrainedModel
 from batchinfer.worker.model.meta_model import build_on_meta
 from batchinfer.worker.model.quantization import is_plain
 
-_FEWEST_LAYERS, _MOST_LAYERS = 2, 8
+_MIN_LAYERS, _MAX_LAYERS = 2, 8
 _SHORT_WINDOW = 7
 _SHORT_CHUNK = 8
-"""A multiple of the comparison's block size."""
+"""A multiple of the block size in ``family_check``."""
 _WINDOW = re.compile(r"\w*window(_size)?")
-_MOST_IDS = 4096
-"""Tokens of the vocabulary: most of a shallow model's weights would be embeddings."""
-_MOST_COPIED_BYTES = 2 << 30
+_MAX_VOCAB_SIZE = 4096
+"""The vocabulary is cut because most weights of a shallow model would be embeddings."""
+_MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
 
 @dataclass(frozen=True)
 class ShallowCopy:
-    """The first layers of a model, in transformers' own class."""
+    """The first layers of a model, in transformers' class."""
 
     model: nn.Module
     windows: Mapping[str, int]
-    """Sliding windows of the whole model that are shorter here, by the key of its config."""
+    """Sliding windows of the whole model that the copy shortens, by the key of the config."""
     in_float32: bool
-    """Whether its weights are copies in float32; else they are the whole model's own."""
+    """True if the weights are copies in float32, False if they are shared with the whole model."""
 
     @property
     def window(self) -> int:
-        """Its shortest sliding window; 0: it has none."""
+        """Shortest sliding window of the copy, in tokens; 0 if it has no window."""
         return min((*self.windows.values(), _SHORT_WINDOW)) if self.windows else 0
 
 
@@ -50,12 +50,13 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     """Copy the first layers of a model as transformers loaded it.
 
     Args:
-        max_model_len: windows of at least this many tokens stay as they are.
-        free_bytes: of the device's memory. If a copy in float32, where rounding hides nothing, fits
-            a quarter of that and 2 GiB, it is made; else the copy shares the model's weights.
+        max_model_len: longest sequence in tokens; windows of this size or more stay as they are.
+        free_bytes: free memory of the device. The copy is in float32, where rounding hides
+            nothing, if it takes at most a quarter of this and at most 2 GiB. Otherwise it shares
+            the model's weights.
 
     Raises:
-        Exception: any, from the model's own code, if no such model can be built.
+        Exception: of any type, from the model's code, if the copy cannot be built.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -64,13 +65,13 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
         text.attention_chunk_size = _SHORT_CHUNK
     _keep_layers(text, _num_layers(model))
     _cut_vocabulary(text)
-    made = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)
-    copied_bytes = 4 * sum(tensor.numel() for _, tensor in _tensors(made))
-    fits = copied_bytes <= min(_MOST_COPIED_BYTES, _SHARE_OF_FREE * free_bytes)
+    shallow = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)
+    copied_bytes = 4 * sum(tensor.numel() for _, tensor in _tensors(shallow))
+    fits = copied_bytes <= min(_MAX_COPIED_BYTES, _SHARE_OF_FREE * free_bytes)
     linears = (module for module in model.modules() if isinstance(module, nn.Linear))
     in_float32 = fits and all(map(is_plain, linears))
-    _put(made, dict(_tensors(model)), torch.float32 if in_float32 else None)
-    return ShallowCopy(made.eval().requires_grad_(False), windows, in_float32)
+    _fill(shallow, dict(_tensors(model)), torch.float32 if in_float32 else None)
+    return ShallowCopy(shallow.eval().requires_grad_(False), windows, in_float32)
 
 
 def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
@@ -85,8 +86,8 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 
 
 def _keep_layers(text: Any, count: int) -> None:
-    """Cut the config to its first layers, and its lists by layer. Every layer type stays, unless
-    layers of each type have shapes of their own."""
+    """Cut the config, and its lists with an entry for each layer, to the first layers. Every layer
+    type stays, unless the types have different shapes."""
     whole, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
     types = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
@@ -98,27 +99,27 @@ def _keep_layers(text: Any, count: int) -> None:
         missing = [kind for kind in types if kind not in text.layer_types]
         text.layer_types = [*text.layer_types[: count - len(missing)], *missing]
     if count < whole and getattr(text, "num_kv_shared_layers", 0):
-        text.num_kv_shared_layers = 0  # they are the last ones
+        text.num_kv_shared_layers = 0  # only the last layers share
     text.num_hidden_layers = count
     if shapes:
-        kept = {int(layer): own for layer, own in shapes.items() if int(layer) < count}
+        kept = {int(layer): shape for layer, shape in shapes.items() if int(layer) < count}
         text.per_layer_config = kept or None
 
 
 def _cut_vocabulary(text: Any) -> None:
-    text.vocab_size = min(text.vocab_size, _MOST_IDS)
+    text.vocab_size = min(text.vocab_size, _MAX_VOCAB_SIZE)
     if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
         text.pad_token_id = None
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """The number of first layers that include each kind."""
+    """Return the number of first layers that include a layer of each kind."""
     whole = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((found for found in lists if len(found) == whole), None)
     kinds = [] if layers is None else [_kind(layer) for layer in layers]
     seen = max((kinds.index(kind) + 1 for kind in kinds), default=whole)
-    return min(max(seen, _FEWEST_LAYERS), _MOST_LAYERS)
+    return min(max(seen, _MIN_LAYERS), _MAX_LAYERS)
 
 
 def _kind(layer: nn.Module) -> list[Any]:
@@ -143,15 +144,16 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _put(made: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Fill a model with the tensors of the same names; tied ones stay tied."""
+def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Fill a model on the ``meta`` device with tensors by name; tied weights stay tied."""
     cast: dict[int, torch.Tensor] = {}
-    for prefix, module in made.named_modules():
-        for own in (module._parameters, module._buffers):
-            for leaf, shaped in [(leaf, held) for leaf, held in own.items() if held is not None]:
+    for prefix, module in model.named_modules():
+        for members in (module._parameters, module._buffers):
+            for leaf, shaped in [item for item in members.items() if item[1] is not None]:
+                assert shaped is not None
                 tensor = tensors[f"{prefix}.{leaf}" if prefix else leaf]
-                if tensor.shape != shaped.shape:  # of the whole vocabulary, or of every layer
+                if tensor.shape != shaped.shape:  # it has the whole vocabulary, or every layer
                     tensor = tensor[tuple(slice(size) for size in shaped.shape)]
                 if dtype is not None and tensor.is_floating_point():
                     tensor = cast.setdefault(id(tensor), tensor.to(dtype))
-                own[leaf] = nn.Parameter(tensor) if own is module._parameters else tensor
+                members[leaf] = nn.Parameter(tensor) if members is module._parameters else tensor

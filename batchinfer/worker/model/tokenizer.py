@@ -1,4 +1,4 @@
-"""Loads a model folder's tokenizer for the text plane, and its end-of-sequence ids."""
+"""Loads a model folder's tokenizer and its end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """The parts of a tokenizer that the text plane needs."""
+    """The parts of a tokenizer that ``batchinfer.text`` needs."""
 
     backend: Tokenizer
     chat_template: str | None
     special_tokens: Mapping[str, str]
-    """Roles and their texts, e.g. ``{"bos_token": "<s>"}``; templates may name them."""
+    """Texts of special tokens by role, such as ``{"bos_token": "<s>"}``, for chat templates."""
     control_tokens: frozenset[str]
-    """Texts of the added tokens that steer the model."""
+    """Texts of added tokens that control the model."""
     clean_up_tokenization_spaces: bool
-    tells_pairs_apart: bool
-    """Whether token type ids mark the tokens of a pair's second text."""
+    has_token_type_ids: bool
+    """True if token type ids mark the tokens of a pair's second text."""
 
 
 def load_tokenizer(
     name: str, *, revision: str | None = None, key: str = "model.name"
 ) -> TokenizerParts:
-    """Load the tokenizer of a model folder or hub id. Nothing from the folder is executed.
+    """Load the tokenizer of a model folder or hub id. No code from the folder is run.
 
     Args:
-        revision: of the repository on the hub.
-        key: where the user wrote the name, for messages.
+        revision: revision of the hub's repository.
+        key: configuration key with the name, for messages.
 
     Raises:
-        ModelError: it is missing, needs its own code, or has damaged files.
+        ModelError: the tokenizer is missing, needs its own code, or has damaged files.
     """
     folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
-    read_json(folder / "config.json")  # otherwise transformers blames the tokenizer for its errors
+    read_json(folder / "config.json")  # checked first, as transformers blames the tokenizer
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
             "which is never run; save the tokenizer as tokenizer.json"
         )
-    _try(folder / "tokenizer.json")
+    with suppress(OSError):
+        try_tokenizer(folder / "tokenizer.json")
     from transformers import AutoTokenizer
 
-    from batchinfer.worker.model.quiet import quiet_transformers
+    from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
     try:
         with quiet_transformers():
@@ -66,7 +67,7 @@ def load_tokenizer(
     except Exception as error:  # damaged files raise errors of several libraries
         raise ModelError(
             f"{folder}: the tokenizer cannot be loaded: {one_line(error, 200)}",
-            hint="fetch tokenizer.json again, or give model.tokenizer",
+            hint="fetch tokenizer.json again, or set model.tokenizer",
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
@@ -79,12 +80,12 @@ def load_tokenizer(
         special_tokens=_special_tokens(tokenizer),
         control_tokens=_control_tokens(backend),
         clean_up_tokenization_spaces=bool(tokenizer.clean_up_tokenization_spaces),
-        tells_pairs_apart="token_type_ids" in tokenizer.model_input_names,
+        has_token_type_ids="token_type_ids" in tokenizer.model_input_names,
     )
 
 
 def lowers_case(name: str, revision: str | None) -> bool:
-    """Whether sentence-transformers lowers the case of a model's texts, by ``do_lower_case`` of its
+    """Return True if sentence-transformers lowercases a model's texts: ``do_lower_case`` in
     sentence_bert_config.json."""
     folder = resolve_folder(name, revision, CONFIG_FILES)
     values = read_json(folder / "sentence_bert_config.json")
@@ -92,19 +93,19 @@ def lowers_case(name: str, revision: str | None) -> bool:
 
 
 def lower_cased(backend: Tokenizer) -> Tokenizer:
-    """A copy that lowers the case of texts first."""
+    """Return a copy of a tokenizer that lowercases texts first."""
     copy = Tokenizer.from_str(backend.to_str())
-    own = [] if copy.normalizer is None else [copy.normalizer]
-    copy.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    present = [] if copy.normalizer is None else [copy.normalizer]
+    copy.normalizer = normalizers.Sequence([normalizers.Lowercase(), *present])
     return copy
 
 
 def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """End-of-sequence token ids: those of generation_config.json, else of the config, else the
-    tokenizer's.
+    """Return the end-of-sequence token ids of generation_config.json, or else of the config, or
+    else of the tokenizer.
 
     Raises:
-        ModelError: naming file and key, where they are not token ids of the model.
+        ModelError: the ids are not token ids of the model; names file and key.
     """
     sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
         ("generation_config.json: ", read_json(folder / "generation_config.json")),
@@ -112,15 +113,15 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
         ("config.json: text_config.", config.get("text_config")),
     )
     for origin, source in sources:
-        found = (source or {}).get("eos_token_id")
-        if found is None:
+        value = (source or {}).get("eos_token_id")
+        if value is None:
             continue
-        ids = found if isinstance(found, list) else [found]
+        ids = value if isinstance(value, list) else [value]
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise ModelError(
-                    f"{folder}/{origin}eos_token_id has {json.dumps(token_id)}; it must be token "
-                    f"ids from 0 to {vocab_size - 1}, or null if the model has none"
+                    f"{folder}/{origin}eos_token_id has {json.dumps(token_id)}; it must have token "
+                    f"ids from 0 to {vocab_size - 1}, or be null"
                 )
         return frozenset(ids)
     name = (read_json(folder / "tokenizer_config.json") or {}).get("eos_token")
@@ -131,14 +132,14 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
 
 
 def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
-    """Check that a model has embeddings for all ids of its tokenizer.json, if it has one.
+    """Check that a model has embeddings for all ids of its tokenizer.json, if it has this file.
 
     Args:
-        tokenizer: hub id or folder of another tokenizer to use.
-        vocab_size: of the model.
+        tokenizer: value of ``model.tokenizer``.
+        vocab_size: number of the model's embeddings.
 
     Raises:
-        ModelError: embeddings or the tokenizer are missing.
+        ModelError: embeddings are missing, or the tokenizer does not exist.
     """
     if tokenizer is not None:
         folder = resolve_folder(tokenizer, None, CONFIG_FILES, key="model.tokenizer")
@@ -148,8 +149,8 @@ def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> No
     if highest >= vocab_size:
         named = "" if tokenizer is None else " (model.tokenizer)"
         raise ModelError(
-            f"{folder}: the tokenizer{named} has ids up to {highest} and the model {vocab_size} "
-            "embeddings (vocab_size in config.json); they do not belong together"
+            f"{folder}: the tokenizer{named} has ids up to {highest}, but the model has "
+            f"{vocab_size} embeddings (vocab_size in config.json); they do not belong together"
         )
 
 
@@ -157,21 +158,16 @@ def _backend(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
-    _try(path)
+    with suppress(OSError):
+        try_tokenizer(path)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path} cannot be read: {error}; fetch the model again") from error
 
 
-def _try(path: Path) -> None:
-    """Call ``try_tokenizer`` if the file can be read."""
-    with suppress(OSError):
-        try_tokenizer(path)
-
-
 def _chat_template(template: Any) -> str | None:
-    """Return the chat template; if there are several by name, the one called default."""
+    """Return the chat template, or the template named default if there are several."""
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None
@@ -183,7 +179,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 def _control_tokens(backend: Tokenizer) -> frozenset[str]:
-    """Return special tokens, and added ones that look like markup, which some chat formats use."""
+    """Return special tokens, and added tokens that look like markup, as some chat formats use."""
     added = backend.get_added_tokens_decoder().values()
     return frozenset(
         token.content for token in added if token.special or _MARKUP.fullmatch(token.content)

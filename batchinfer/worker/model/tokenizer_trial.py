@@ -1,7 +1,7 @@
-"""Loads a tokenizer file first in a separate process, where it may loop, grow, panic or abort.
+"""Tries a tokenizer file in a separate process, where it may loop, use memory, panic or abort.
 
-Native code processes its patterns and tables when it is loaded, and its decoder whenever tokens
-become text. Without the trial a crash there would end the job without an explanation.
+Native code reads the file's patterns and tables when it loads the tokenizer, and uses its decoder
+when it decodes tokens. Without the trial, a crash in that code would end the job without a message.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from batchinfer.errors import ModelError, one_line
 
 _CPU_S = 60
 _WALL_S = 600
-"""Limit for a process that sleeps or gets no processor time."""
+"""Limit in wall time, for a process that sleeps or gets no processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
-# sys.path is set first: it begins with the current folder, which may hold anything.
+# sys.path is replaced first, because it begins with the current folder, which may hold any modules.
 _CODE = f"""
 import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]
@@ -36,7 +36,7 @@ if sys.platform == "linux":
 try:
     tokenizer = Tokenizer.from_file(path)
 except Exception:
-    sys.exit()  # reported where it is loaded for use
+    sys.exit()  # the main process reports it
 except BaseException as error:  # a panic
     print(error, file=sys.stderr)
     sys.exit({_PANICKED})
@@ -44,35 +44,35 @@ try:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     tokenizer.decode_batch([[id] for id in ids])
 except BaseException:
-    pass  # rows report it
+    pass  # the job's rows report it
 """
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
 
 def try_tokenizer(path: Path) -> None:
-    """Load a tokenizer.json, and decode each of its tokens, in a process with limits; once for the
-    same content. Does nothing where no process can be started.
+    """Load a tokenizer.json and decode each of its tokens in a process with limits, once for the
+    same content. Does nothing if this Python cannot start processes.
 
     Raises:
-        ModelError: the process died of it.
+        ModelError: the process crashed or exceeded its limits.
         OSError: the file cannot be read.
     """
-    died_of = _died_of(path, hashlib.sha256(path.read_bytes()).digest())
-    if died_of:
+    problem = _problem(path, hashlib.sha256(path.read_bytes()).digest())
+    if problem:
         raise ModelError(
-            f"{path} cannot be used: loading it, or decoding its tokens, {died_of}",
-            hint="fetch tokenizer.json again, or give model.tokenizer",
+            f"{path} cannot be used: loading it, or decoding its tokens, {problem}",
+            hint="fetch tokenizer.json again, or set model.tokenizer",
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _died_of(path: Path, content: bytes) -> str:
-    """Return how the process died, as the predicate of a sentence; "" if it did not.
+def _problem(path: Path, digest: bytes) -> str:
+    """Return why the process failed, as the predicate of a sentence; "" if it did not fail.
 
     Args:
-        content: hash of the file's content, for the cache.
+        digest: hash of the file's content, for the cache.
     """
-    del content
+    del digest
     if not sys.executable or getattr(sys, "frozen", False):
         return ""
     try:
@@ -89,12 +89,9 @@ def _died_of(path: Path, content: bytes) -> str:
         return f"takes over {_WALL_S} s"
     except OSError:
         return ""
-    return _cause_of_death(done.returncode, done.stderr.decode(errors="replace"))
-
-
-def _cause_of_death(code: int, stderr: str) -> str:
+    code, stderr = done.returncode, done.stderr.decode(errors="replace")
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"takes over {_CPU_S} s of processor time, or all memory there is"
+        return f"takes over {_CPU_S} s of processor time, or all memory"
     if code < 0 and "memory allocation of" in stderr:
         return f"needs over {_MEMORY_BYTES >> 30} GiB of memory"
     last = one_line(ValueError(stderr.strip().rpartition("\n")[2]), 200)

@@ -1,4 +1,4 @@
-"""Loads a model's weights, or makes random ones, and fixes its rotary positions."""
+"""Loads a model's weights, or makes random weights, and fixes LongRoPE frequencies."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from batchinfer.worker.model.language_model import (
 )
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize, saved_section
-from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
-from batchinfer.worker.model.quantized.formats import Format, choose_format
-from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.quantized.formats import (
+    Format,
+    choose_format,
+    dequantized_tensors,
+    empty_biases,
+)
+from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NAMES_SHOWN = 3
+_MAX_NAMES_SHOWN = 3
 _SEED = 0
 _BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\b(inv_freq|position_ids)$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str]) -> str:
-    """The dtype to load in, by torch's name.
+    """Return torch's name of the dtype to load weights in.
 
     Args:
-        wanted: ``auto`` or torch's name.
-        values: the model's config.
-        saved: the dtypes of the tensors in the files, as safetensors writes them.
+        wanted: ``auto`` or torch's name of a dtype.
+        values: values of the model's config.json.
+        saved: dtype of each tensor in the weight files, as safetensors writes it.
 
     Raises:
-        ModelError: the model is saved in a dtype that it cannot be run in.
+        ModelError: models cannot be run in the dtype that the model is saved in.
     """
     if wanted != "auto":
         return wanted
@@ -53,8 +57,8 @@ def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str
     name = name.removeprefix("torch.")
     if name not in _SAFETENSORS_DTYPES.values():
         raise ModelError(
-            f"by config.json (dtype) the model is saved as {name[:80]}; give model.dtype: bfloat16 "
-            "or float32"
+            f"config.json says that the model is saved as {name[:80]} (dtype); set model.dtype to "
+            "bfloat16 or float32"
         )
     return name
 
@@ -70,34 +74,34 @@ def load_weights(
     *,
     random: bool = False,
 ) -> torch.nn.Module:
-    """Load transformers' own model of the config from the folder, onto the device.
+    """Load transformers' causal language model from the folder, onto the device.
 
     Args:
-        max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
-        quantization: a name of ``model.quantization``.
-        show_share: called with the share of the weights that is read, from 0 to 1.
-        random: take the class's initial weights, the same each time on a device, and no files.
+        max_model_len: longest sequence in tokens, which decides LongRoPE frequencies.
+        quantization: value of ``model.quantization``.
+        show_share: called with the share of the weights that is loaded, from 0 to 1.
+        random: use the class's initial weights instead of files, the same in each run on a device.
 
     Raises:
-        ModelError: the files cannot be read or belong to another model than the config; or random
-            weights would be quantized.
+        ModelError: the files cannot be read or do not match the config, or ``random`` is set for a
+            quantized checkpoint.
         DeviceError: the weights do not fit the device.
     """
     register()
     saved = saved_section(config.to_dict())
     if random and saved:
         raise ModelError(
-            f"{folder}/config.json: its weights are saved quantized (quantization_config), and "
-            "random ones are not; take quantization_config out of it"
+            f"{folder}/config.json has a quantization_config, but random weights are not "
+            "quantized; remove quantization_config from it"
         )
     saved_as = choose_format(saved)
-    with _errors_named(folder, f"the weights cannot be {'made' if random else 'loaded'}"):
+    with loading_errors(folder):
         with quiet_transformers(show_share):
             if random:
                 model = _make_random(config, dtype, device)
             else:
-                model, report, spare = _read(folder, config, dtype, saved_as)
-                check_loaded(folder, model, report, spare)
+                model, report, optional = _read(folder, config, dtype, saved_as)
+                check_loaded(folder, model, report, optional)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
         model = model.to(device)
@@ -117,8 +121,8 @@ def _make_random(config: PreTrainedConfig, dtype: str, device: torch.device) -> 
 
 
 @contextmanager
-def _errors_named(folder: Path, problem: str) -> Iterator[None]:
-    """Raise errors of a model's code and its libraries as errors that name the folder."""
+def loading_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of a model's code and of libraries into errors that name the folder."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -130,28 +134,37 @@ def _errors_named(folder: Path, problem: str) -> Iterator[None]:
         ) from error
     except (ModelError, DeviceError):
         raise
-    except Exception as error:  # of any kind
-        raise ModelError(f"{folder}: {problem}: {described(error)}") from error
+    except Exception as error:  # transformers and its libraries raise errors of any type
+        raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
+
+
+def load_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+    """Return options of ``from_pretrained`` that load safetensors files and run no code."""
+    return {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "local_files_only": True,
+        "ignore_mismatched_sizes": True,  # ``check_loaded`` refuses them by name
+        "output_loading_info": True,
+    }
 
 
 def _read(
     folder: Path, config: PreTrainedConfig, dtype: str, saved_as: Format | None
 ) -> tuple[PreTrainedModel, Mapping[str, Any], set[str]]:
-    """The model, transformers' report on loading it, and tensors that it may leave out.
+    """Read a model from its weight files.
 
     Args:
-        saved_as: the format of quantized weights, which are dequantized one at a time as they are
-            loaded; None: transformers reads the files.
+        saved_as: format of quantized weights, which are dequantized one at a time as they are
+            loaded; None lets transformers read the files.
+
+    Returns:
+        The model, transformers' report on loading it, and the names of tensors that the model
+        need not have.
     """
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, dtype),
-        "attn_implementation": ATTENTION_NAME,
-        "use_safetensors": True,
-        "trust_remote_code": False,
-        "local_files_only": True,
-        "ignore_mismatched_sizes": True,  # they are refused by name
-        "output_loading_info": True,
-    }
+    options = load_options(getattr(torch, dtype), ATTENTION_NAME)
     if saved_as is None:
         read = read_language_model if is_wrapper(config) else AutoModelForCausalLM.from_pretrained
         return *read(folder, config=config, **options), set()
@@ -160,18 +173,18 @@ def _read(
         vars(part).pop("quantization_config", None)  # transformers would make layers for it
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
-    own_class: Any = causal_class(config)
-    read = read_language_model if is_wrapper(config) else own_class.from_pretrained
+    model_class: Any = causal_class(config)
+    read = read_language_model if is_wrapper(config) else model_class.from_pretrained
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
 
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
-    """The ``unused`` tensors that lie inside the model's own layers, embeddings and output head:
-    without them it would write other text than it was trained to.
+    """Return the ``unused`` tensors of the model's layers, embeddings and output head. A model
+    without them would write other text.
 
-    Others are not needed: parts that the model does not have (value heads, classifiers, draft
-    layers), masks and rotary frequencies that older versions of transformers saved, and layers
-    after the last that predict tokens further ahead (``num_nextn_predict_layers``).
+    Other unused tensors do not matter: parts that the model does not have (value heads,
+    classifiers, draft layers), masks and rotary frequencies that older versions of transformers
+    saved, and extra layers that predict later tokens (``num_nextn_predict_layers``).
     """
     decoder, prefix = model.base_model, f"{model.base_model_prefix}."
     parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}
@@ -194,27 +207,27 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
 def check_loaded(
     folder: Path,
     model: PreTrainedModel,
-    found: Mapping[str, Any],
-    spare: Collection[str] = (),
+    report: Mapping[str, Any],
+    optional: Collection[str] = (),
 ) -> None:
-    """Check that every parameter was filled, and no tensor of the model is left over.
+    """Check that weight files have all parameters of a model, and no other tensors of its layers.
 
     Args:
-        found: transformers' report on loading it (``output_loading_info``).
-        spare: tensors that it may leave out.
+        report: transformers' report on loading the model (``output_loading_info``).
+        optional: names of tensors that the model need not have.
 
     Raises:
-        ModelError: naming tensors.
+        ModelError: names the tensors.
     """
-    unused = _misplaced(model, set(found["unexpected_keys"]) - set(spare))
+    unused = _misplaced(model, set(report["unexpected_keys"]) - set(optional))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
-    mismatched = sorted(found["mismatched_keys"])
-    missing = found["missing_keys"] - {name for name, *_ in mismatched}  # these are in both lists
+    mismatched = sorted(report["mismatched_keys"])
+    missing = report["missing_keys"] - {name for name, *_ in mismatched}  # in both lists
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:
         name, saved, wanted = mismatched[0]
-        problem = f"{name} is {_shape(saved)}, by config.json it should be {_shape(wanted)}"
+        problem = f"{name} is {_shape(saved)}, but by config.json it should be {_shape(wanted)}"
     elif unused:
         problem = (
             f"the weight files have {len(unused)} tensors that have no place in the model that "
@@ -228,8 +241,8 @@ def check_loaded(
 
 
 def _some(names: Collection[str]) -> str:
-    more = ", ..." if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(sorted(names)[:_NAMES_SHOWN]) + more
+    more = ", ..." if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(sorted(names)[:_MAX_NAMES_SHOWN]) + more
 
 
 def _shape(size: Collection[int]) -> str:
@@ -237,13 +250,13 @@ def _shape(size: Collection[int]) -> str:
 
 
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Choose each LongRoPE set of frequencies from ``max_model_len``, in tokens, and keep it.
+    """Choose the LongRoPE frequencies by ``max_model_len``, in tokens, once for all steps.
 
-    transformers chooses by the longest position in the batch, so that other rows would change a
-    row's tokens. Models without LongRoPE stay as they are.
+    transformers chooses by the longest position in a batch, so other rows would change a row's
+    tokens. Models without LongRoPE stay as they are.
 
     Raises:
-        ModelError: the model chooses in a way that cannot be fixed.
+        ModelError: the model's choice cannot be fixed.
     """
     fixed = 0
     for module in model.modules():
@@ -251,7 +264,7 @@ def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
             _fix(module, max_model_len)
             fixed += 1
     if fixed == 0 and uses_longrope(getattr(model, "config", None)):
-        raise ModelError("the model's rotary positions (longrope) are not where they are expected")
+        raise ModelError("the model uses longrope, but has no module with its frequencies")
 
 
 def _fix(module: torch.nn.Module, max_model_len: int) -> None:
@@ -259,21 +272,21 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     assert isinstance(frequencies, torch.Tensor)
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
-    beside_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # One call with the last position makes transformers choose; under another name it stays.
-    module(like, position_ids=beside_last)
+    with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
+    # A call with the last position makes transformers choose. Another rope_type keeps the choice.
+    module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
-    beside = module(like, position_ids=beside_last)
-    for got, expected in zip(module(like, position_ids=alone), beside, strict=True):
-        if not torch.equal(got, expected[:, :2]):
+    expected = module(like, position_ids=with_last)
+    for actual, wanted in zip(module(like, position_ids=alone), expected, strict=True):
+        if not torch.equal(actual, wanted[:, :2]):
             raise ModelError(
-                f"{type(module).__name__} chooses its rotary positions by the longest row in the "
-                "batch (longrope) and cannot be fixed; the model cannot be run"
+                f"{type(module).__name__} chooses rotary frequencies by the longest row in the "
+                "batch (longrope), which cannot be fixed; the model cannot be run"
             )
 
 
 def uses_longrope(config: Any) -> bool:
-    """Whether the text part of a config asks for LongRoPE."""
+    """Return True if a config's language model uses LongRoPE."""
     text = getattr(config, "get_text_config", lambda: config)()
     rope = getattr(text, "rope_parameters", None) or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]

@@ -20,8 +20,8 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.lora.checkpoint import read_adapters
-from batchinfer.worker.lora.lora import add_adapters
+from batchinfer.worker.lora.adapter_checkpoint import read_adapters
+from batchinfer.worker.lora.lora_layers import add_adapters
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 

@@ -20,7 +20,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, 
 from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
+from batchinfer.worker.fusion.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.verify import probe_step
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model

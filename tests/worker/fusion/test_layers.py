@@ -14,7 +14,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, 
 from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.fusion.layers import FusedDecoderLayer
+from batchinfer.worker.fusion.fused_modules import FusedDecoderLayer
 from batchinfer.worker.kv_cache import KVCache
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.on_triton import pretend_cuda, traced

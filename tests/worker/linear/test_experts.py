@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from batchinfer.config import ModelConfig
 from batchinfer.engine.simulate.model_cost import ModelCost
 from batchinfer.kernels.low_bit import Int4Weight, round_rows
-from batchinfer.worker.linear.experts import PackedExperts, matrices_of, pack_experts
-from batchinfer.worker.linear.prequantized import as_codes
+from batchinfer.worker.linear.packed_experts import PackedExperts, matrices_of, pack_experts
+from batchinfer.worker.linear.prequantized_loader import as_codes
 from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, codes_kernel, linear_kernels
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import model_bytes

@@ -24,8 +24,8 @@ from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
-from batchinfer.worker.linear.codes import codes_of, keep_codes
-from batchinfer.worker.linear.packed_linear import PackedLinear, merged, pack_codes
+from batchinfer.worker.linear.packed_linear import PackedLinear, merged, pack_prequantized
+from batchinfer.worker.linear.prequantized_weights import codes_of, keep_codes
 from batchinfer.worker.linear_kernels import LOW_BIT_METHODS, codes_kernel
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import model_bytes
@@ -184,10 +184,10 @@ def test_codes_that_were_kept_are_packed_as_they_are(
         codes = rounded(linear, name, method)
         keep_codes(linear, lambda codes=codes: codes)
     assert fuse(model, loaded.layout(16), loaded.max_model_len)
-    assert not pack_codes(model, torch.float16), "they stay as they are"
+    assert not pack_prequantized(model, torch.float16), "they stay as they are"
     for _, _, linear in linears(model):
         linear.weight.data.zero_()
-    assert pack_codes(model, torch.float32).keys() == {method, "int8"}
+    assert pack_prequantized(model, torch.float32).keys() == {method, "int8"}
     wanted = logits_of_the_twin(checkpoint("llama"), method)
     assert (logits_of(model, loaded) - wanted).norm() <= 1e-5 * wanted.norm()
 

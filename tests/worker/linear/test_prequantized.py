@@ -29,17 +29,20 @@ from batchinfer.kernels.low_bit import (
     round_rows,
 )
 from batchinfer.worker.fusion.fuse import fuse
-from batchinfer.worker.linear.choice import KernelRequirements
-from batchinfer.worker.linear.codes import Codes, Float8Weight
-from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
+from batchinfer.worker.linear.fp8_linear import Float8PackedWeight, quantize_fp8
+from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.linear.packed_linear import PackedLinear
-from batchinfer.worker.linear.prequantized import as_codes, keep_prequantized
+from batchinfer.worker.linear.prequantized_loader import as_codes, keep_prequantized
+from batchinfer.worker.linear.prequantized_weights import Codes, Float8Weight
 from batchinfer.worker.linear_kernels import codes_kernel, pack_codes
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.model.quantized.checkpoint import Dequantized, dequantized_tensors
-from batchinfer.worker.model.quantized.formats import choose_format
+from batchinfer.worker.model.quantized.formats import (
+    Dequantized,
+    choose_format,
+    dequantized_tensors,
+)
 from batchinfer.worker.model.quantized.low_bit import IntegerWeight
 from batchinfer.worker.model.weights import load_weights
 from tests.models import make_checkpoint
@@ -335,7 +338,7 @@ def test_float8_is_multiplied_as_it_was_saved(
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype="bfloat16")
     assert fuse(model, layout, 512)
     quantize_fp8(model)
-    layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    packed = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
     saved = load_file(plain / "model.safetensors")
     attention, mlp = (f"model.layers.1.{part}" for part in ("self_attn", "mlp"))
     joined = {
@@ -347,7 +350,7 @@ def test_float8_is_multiplied_as_it_was_saved(
     for names in joined:
         weight = torch.cat([saved[f"{name}.weight"] for name in names])
         assert any(
-            torch.equal(dequantize_blocks(layer.codes, layer.scales), weight)
-            for layer in layers
-            if layer.codes.shape == weight.shape
+            torch.equal(dequantize_blocks(each.weight, each.scales), weight)
+            for each in packed
+            if isinstance(each, Float8PackedWeight) and each.weight.shape == weight.shape
         ), names

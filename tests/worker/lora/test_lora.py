@@ -27,8 +27,8 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.lora import config as adapter_targets
-from batchinfer.worker.lora.config import LoraConfig, NotSupportedError
+from batchinfer.worker.lora import adapter_checkpoint
+from batchinfer.worker.lora.adapter_checkpoint import LoraConfig, NotSupportedError
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
@@ -344,7 +344,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["batchinfer.worker.lora.sums._linear", "batchinfer.worker.lora.lora.Probe"]
+    "at", ["batchinfer.worker.lora.lora_layers._linear", "batchinfer.worker.lora.lora.Probe"]
 )
 def test_an_adapter_that_does_not_fit_is_named(
     sound: Path, monkeypatch: pytest.MonkeyPatch, at: str
@@ -411,7 +411,7 @@ def test_other_peft_types_are_refused() -> None:
 @pytest.mark.parametrize("value", [5, -1, 1e300, "x", "(", [], [[1]], [{}], {}, {"a": []}, None])
 def test_values_of_any_type_are_refused_or_understood(value: object) -> None:
     sound = {"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": [0]}
-    for key in adapter_targets._UNDERSTOOD:
+    for key in adapter_checkpoint._UNDERSTOOD:
         with suppress(NotSupportedError):
             config = LoraConfig({**sound, key: value})
             for name in config.targets(NAMES, "lm_head"):

@@ -1,5 +1,5 @@
-"""Checkpoints whose weights were saved quantized: one class for each format behind ``Format``.
+"""Reads checkpoints with quantized weights; each format is a class that implements ``Format``.
 
-``choose_format`` reads config.json's ``quantization_config``, ``dequantized_tensors`` shows the
-weight files as if they had been saved in floating point.
+``choose_format`` reads ``quantization_config`` of config.json. ``dequantized_tensors`` reads the
+weight files as if their weights had been saved in floating point.
 """

@@ -1,9 +1,9 @@
-"""bitsandbytes' weights of 4 bits (NF4, FP4; scales quantized again or not) and of 8 (LLM.int8()).
+"""The format of bitsandbytes: 4 bits (NF4, FP4, with nested scales or not) and 8 (LLM.int8()).
 
-From bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
-``int8_vectorwise_dequant``): a 4-bit weight is a flat row of bytes with two codes each, the upper
-half first; codes are indices into a table, and runs of ``blocksize`` numbers share a scale. Other
-values are JSON in a tensor.
+Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
+``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes with two codes each, upper half
+first. Codes are indices into a table, and ``blocksize`` consecutive numbers share a scale. Sizes are
+JSON in a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.quantized.low_bit import IntegerWeight, TableWeight
-from batchinfer.worker.model.quantized.stored import (
+from batchinfer.worker.model.quantized.stored_tensors import (
     FLOATS,
     Quantized,
     Stored,
@@ -34,7 +34,7 @@ _ONE_127TH = 7.874015718698502e-3  # the library's constant
 
 
 class BitsAndBytes:
-    """Both layouts; a checkpoint's tensors show which."""
+    """Both layouts; the names of a weight's tensors decide which layout it has."""
 
     name = "bitsandbytes"
     ends: Mapping[str, str] = {
@@ -53,7 +53,7 @@ class BitsAndBytes:
 
 @dataclass(frozen=True)
 class _State:
-    """A 4-bit weight's JSON."""
+    """The values of a 4-bit weight's JSON."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -66,7 +66,7 @@ class _State:
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether it is [out, in] and no run that shares a scale spans two outputs."""
+        """True if the weight is [out, in] and no two outputs share a scale."""
         return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
 
 
@@ -110,11 +110,11 @@ def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
 
 
 def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
-    """Bytes of two codes each, the first in the upper half."""
-    codes = tensors[""].contiguous().view(torch.uint8).flatten()  # saved as bfloat16 or the like
+    """Return the bytes with two codes each, the first code in the upper half."""
+    codes = tensors[""].contiguous().view(torch.uint8).flatten()  # bfloat16 in some files
     if 2 * len(codes) < state.size:
         raise ModelError(
-            f"{name}: {len(codes)} bytes do not hold the {state.size} numbers of its quant_state; "
+            f"{name}: {len(codes)} bytes cannot hold the {state.size} numbers of its quant_state; "
             "fetch the model again"
         )
     return codes
@@ -130,16 +130,16 @@ def _scales(state: _State, tensors: Tensors) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Multiply each run of ``blocksize`` numbers by its scale; the last run may be shorter."""
+    """Multiply each block of ``blocksize`` numbers by its scale; the last block may be shorter."""
     return values * scales.repeat_interleave(blocksize)[: len(values)]
 
 
 def _state(stored: Stored | None, name: str) -> _State:
-    """A weight's JSON, read and checked."""
+    """Read and check a weight's JSON."""
     if stored is None:
         raise ModelError(
-            f"{name} is quantized, and the weight files have no {name}{_STATES[0]}; save it again "
-            "with a bitsandbytes of 0.41 or later"
+            f"{name} is quantized, but the weight files have no {name}{_STATES[0]}; save it again "
+            "with bitsandbytes 0.41 or later"
         )
     try:
         values: Mapping[str, Any] = json.loads(bytes(stored.read().tolist()))
@@ -166,7 +166,7 @@ def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantized:
     if layout is not None and any(numbers):
         raise ModelError(
             f"not yet: {layout.name} is {numbers[0]}, a layout of LLM.int8() for one kind "
-            "of processor; save the model again with a bitsandbytes of 0.45 or later"
+            "of processor; save the model again with bitsandbytes 0.45 or later"
         )
     return Quantized(
         codes.shape, {"": codes, ".SCB": scales}, _dequantize_int8, low_bit=_int8_integers

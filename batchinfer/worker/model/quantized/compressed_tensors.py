@@ -1,8 +1,8 @@
-"""compressed-tensors, the format of llm-compressor: integers, packed or not, and float8.
+"""The format compressed-tensors of llm-compressor: integers, packed or not, and float8.
 
-From the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
-``quantization/lifecycle/forward_helpers.py``. Layers fall into groups (``config_groups``), each
-with its own number of bits; rows (``input_activations``) keep the model's dtype here.
+Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
+``quantization/lifecycle/forward_helpers.py``. Layers form groups (``config_groups``) with different
+numbers of bits. Activations (``input_activations``) keep the model's dtype here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batchinfer.worker.model.quantized.low_bit import (
     unpack,
     words_for,
 )
-from batchinfer.worker.model.quantized.stored import (
+from batchinfer.worker.model.quantized.stored_tensors import (
     FLOATS,
     Quantized,
     Stored,
@@ -39,7 +39,7 @@ _FORMATS = (
     *("mixed-precision", "dense"),
 )
 _MATCH_S = 1.0
-"""Seconds in which a pattern must match a name: a hostile one could run forever."""
+"""Time limit for matching a pattern, because a hostile pattern could run forever."""
 _PACKED, _SCALE, _ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
 _SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
 
@@ -56,10 +56,9 @@ class _Scheme:
     has_zeros: bool
 
     def rank(self, module: str) -> int:
-        """Return how closely the group names a module: 0 by name, 1 by pattern, 2 by module class,
-        3 not at all.
+        """Rank the group's match of a module: 0 by name, 1 by pattern, 2 by class, 3 for no match.
 
-        Classes are not compared: only linear layers are saved quantized.
+        Classes are not compared, because only linear layers are saved quantized.
         """
         if module in self.targets:
             return 0
@@ -101,19 +100,19 @@ class CompressedTensors:
 
     def _scheme_of(self, weight: str) -> _Scheme:
         module = weight.removesuffix(".weight")
-        ranks = [(scheme.rank(module), at) for at, scheme in enumerate(self._schemes)]
-        rank, at = min(ranks, default=(3, 0))
+        ranks = [(scheme.rank(module), index) for index, scheme in enumerate(self._schemes)]
+        rank, index = min(ranks, default=(3, 0))
         if rank == 3:
             raise ModelError(
-                f"{weight} is quantized, and no group of quantization_config.config_groups in "
+                f"{weight} is quantized, but no group of quantization_config.config_groups in "
                 "config.json names it; take config.json and the safetensors files from the same "
                 "model"
             )
-        return self._schemes[at]
+        return self._schemes[index]
 
 
 def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object at a key, or an empty one."""
+    """Return the object at a key, or an empty object."""
     value = saved.get(key) or {}
     if not isinstance(value, Mapping):
         raise refused(key, value, "it must be an object")
@@ -121,7 +120,6 @@ def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _scheme(key: str, group: Any) -> _Scheme:
-    """Check a group of ``config_groups``."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     targets = group.get("targets") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or not isinstance(targets, list):
@@ -178,11 +176,11 @@ def _int8_weight(
 
 
 def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> int:
-    """Check the scales of a weight; returns how many a row has."""
+    """Check the scales of a weight; returns the number of scales of each output."""
     *experts, height, width = shape
     if scheme.group_size and width > scheme.group_size and width % scheme.group_size:
         raise ModelError(
-            f"{scales.name}: rows of {width} do not fall into groups of {scheme.group_size} "
+            f"{scales.name}: rows of {width} cannot be divided into groups of {scheme.group_size} "
             "(group_size in config.json); use files of the same model"
         )
     groups = -(-width // (scheme.group_size or max(width, 1)))

@@ -1,4 +1,4 @@
-"""Checked values of config.json's ``quantization_config``."""
+"""Reads and checks values of ``quantization_config`` in config.json."""
 
 from __future__ import annotations
 
@@ -7,47 +7,45 @@ from typing import Any
 
 from batchinfer.errors import ModelError
 
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 def one_of(saved: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any = None) -> Any:
     """Return the value of a key, which must be one of ``known``.
 
     Args:
-        saved: the section, or an object in it.
-        key: in ``saved``; dotted where ``saved`` is an object in the section.
+        saved: ``quantization_config``, or an object in it.
+        key: key in ``saved``, preceded by the keys of the object if ``saved`` is one.
         default: value of a missing key.
 
     Raises:
-        ModelError: naming the key and the known values.
+        ModelError: names the key and the known values.
     """
     value = saved.get(key.rpartition(".")[2], default)
     if not any(type(value) is type(each) and value == each for each in known):
-        *others, last = map(str, known)
-        listed = f"{', '.join(others)} and {last}" if others else last
-        raise refused(key, value, f"{listed} can be read")
+        raise refused(key, value, f"supported: {', '.join(map(str, known))}")
     return value
 
 
 def group_size(saved: Mapping[str, Any], key: str = "group_size") -> int | None:
-    """Return the number of inputs that share a scale; None: all of them.
+    """Return the number of inputs that share a scale, or None for all inputs.
 
     Raises:
-        ModelError: naming the key.
+        ModelError: names the key.
     """
     value = saved.get("group_size")
     if value in (None, -1):
         return None
     if type(value) is not int or value < 1:
-        raise refused(key, value, "it must be a number of inputs, or -1 for all of them")
+        raise refused(key, value, "it must be a number of inputs, or -1 for all inputs")
     return value
 
 
 def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    """Return the rows and columns of a block; None if the key is null.
+    """Return the number of rows and columns of a block, or None if the key is null.
 
     Raises:
-        ModelError: naming the key.
+        ModelError: names the key.
     """
     value = saved.get(key.rpartition(".")[2])
     if value is None:
@@ -59,10 +57,10 @@ def block_of(saved: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 
 def refused(key: str, value: object, why: str) -> ModelError:
-    """The error for a value that is not supported."""
+    """Return the error for a value that is not supported."""
     shown = str(value)
-    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     return ModelError(
-        f"not yet: quantization_config.{key} in config.json is {shown}; {why}; use the checkpoint "
-        "it was made from, or one quantized in a way that is supported"
+        f"not yet: quantization_config.{key} in config.json is {shown}; {why}; use the original "
+        "checkpoint, or a checkpoint in a supported format"
     )

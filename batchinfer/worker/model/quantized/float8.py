@@ -1,7 +1,7 @@
-"""Weights of float8 with scales: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
+"""Formats of float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
 
-A weight is codes * scales, with one scale, one for each row, or one for each block, as in
-transformers' ``integrations/finegrained_fp8.py``. Scales of rows (activations) are left out: rows
+A weight is codes * scales, with one scale for the weight, each output or each block, as in
+transformers' ``integrations/finegrained_fp8.py``. Scales of activations are ignored: activations
 keep the model's dtype.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchinfer.worker.model.quantized.low_bit import BlockWeight
-from batchinfer.worker.model.quantized.stored import (
+from batchinfer.worker.model.quantized.stored_tensors import (
     Quantized,
     Stored,
     Tensors,
@@ -26,14 +26,14 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Float8:
-    """Weights of float8, each with a tensor of scales."""
+    """Float8 weights, each with a tensor of scales."""
 
     name: str
     scale_ends: tuple[str, ...]
-    """Suffixes of the names of scales; tools differ in these."""
+    """Suffixes of the names of scales, which differ between tools."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: one scale for each row or for the whole weight, as
-    the shape of the scales says."""
+    """Number of rows and columns that share a scale. None means one scale for each row or for the
+    whole weight; the shape of the scales decides."""
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -48,10 +48,10 @@ class Float8:
 
 
 def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> Quantized:
-    """A weight of ``codes`` [..., out, in], experts first, and its scales, as in ``Float8``.
+    """Make a weight of ``codes`` [..., out, in], experts first, and scales, as in ``Float8``.
 
     Raises:
-        ModelError: their shapes or dtypes do not match.
+        ModelError: shapes or dtypes do not match.
     """
     *experts, height, width = experts_and_matrix(codes.shape)
     check_part(codes, (*experts, height, width), *FLOAT8)

@@ -1,9 +1,13 @@
-"""The formats that quantized checkpoints are saved in, chosen by config.json."""
+"""Chooses a quantized checkpoint's format by config.json, and reads its weights as floats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from batchinfer.worker.model.quantized.bitsandbytes import BitsAndBytes
 from batchinfer.worker.model.quantized.compressed_tensors import CompressedTensors
@@ -11,41 +15,40 @@ from batchinfer.worker.model.quantized.config_key import block_of, one_of
 from batchinfer.worker.model.quantized.float8 import Float8
 from batchinfer.worker.model.quantized.gptq_awq import Awq, Gptq
 from batchinfer.worker.model.quantized.mxfp4 import Mxfp4
-from batchinfer.worker.model.quantized.stored import Quantized, Stored
+from batchinfer.worker.model.quantized.stored_tensors import Quantized, Stored, stored_tensors
 
 
 class Format(Protocol):
-    """A way to save quantized weights. The tensors in the files show which weights are quantized;
+    """A format of quantized weights. The names of the tensors decide which weights are quantized;
     lists of excluded modules are not read."""
 
     @property
     def name(self) -> str:
-        """Name for users and records, such as ``awq``."""
+        """The name in logs and records, such as ``awq``."""
         ...
 
     @property
     def ends(self) -> Mapping[str, str]:
-        """Suffixes of the tensors that belong to a weight, and the replacement of each that gives
-        the weight's own name."""
+        """Suffixes of the names of tensors that belong to a weight. Replacing a suffix by its value
+        results in the weight's name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
-        """Return the weight that tensors represent; None: it is not quantized, or they are not
-        needed.
+        """Return the quantized weight that tensors represent; None if they represent none.
 
         Args:
-            name: the weight's. parts: its tensors by suffix, one of ``ends``, or "" for the tensor
-            with the weight's name.
+            name: name of the weight.
+            parts: the weight's tensors by suffix, and by "" if a tensor has the weight's name.
 
         Raises:
-            ModelError: a tensor is missing, or its shape or dtype contradicts the others or
+            ModelError: a tensor is missing, or its shape or dtype contradicts other tensors or
                 config.json.
         """
         ...
 
 
 def _block_float8(saved: Mapping[str, Any]) -> Format:
-    ends = "_scale_inv", "_scale"  # the second is AutoFP8's, one number for all of a weight
+    ends = "_scale_inv", "_scale"  # the second is AutoFP8's
     return Float8("fp8", ends, block_of(saved, "weight_block_size"))
 
 
@@ -69,14 +72,76 @@ METHODS = tuple(_FORMATS)
 
 
 def choose_format(saved: Mapping[str, Any]) -> Format | None:
-    """The format of a checkpoint; None: ``quant_method`` is none of ``METHODS``.
+    """Return the format of a checkpoint; None if ``quant_method`` is not one of ``METHODS``.
 
     Args:
-        saved: config.json's ``quantization_config``.
+        saved: ``quantization_config`` of config.json.
 
     Raises:
-        ModelError: naming a key whose value is not supported.
+        ModelError: names a key whose value is not supported.
     """
     method = saved.get("quant_method")
     make = _FORMATS.get(method) if isinstance(method, str) else None
     return None if make is None else make(saved)
+
+
+_ACTIVATION_SCALES = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub"),
+    *(".output_scale", ".output_zero_point", "activation_scale"),
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+)
+"""Suffixes of scales for activations or KV, which keep their dtype here."""
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A quantized weight that is dequantized each time it is indexed."""
+
+    weight: Quantized
+    dtype: torch.dtype
+    """The dtype that the weight is loaded in."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.weight.read(self.dtype)[index]
+
+
+def dequantized_tensors(
+    paths: Iterable[Path], saved_as: Format, dtype: torch.dtype
+) -> dict[str, Stored | Dequantized]:
+    """Return the tensors of safetensors files by their names in an unquantized checkpoint.
+
+    Headers are read and checked now, numbers are read when a tensor is indexed.
+
+    Args:
+        dtype: the dtype that the weights are loaded in.
+
+    Raises:
+        ModelError: tensors of a weight are missing or do not match.
+    """
+    weights: dict[str, dict[str, Stored]] = {}
+    for tensor in (each for path in paths for each in stored_tensors(path)):
+        if not tensor.name.endswith(_ACTIVATION_SCALES):
+            weight, end = _place(tensor.name, saved_as.ends)
+            weights.setdefault(weight, {})[end] = tensor
+    tensors: dict[str, Stored | Dequantized] = {}
+    for name, parts in weights.items():
+        quantized = saved_as.weight(name, parts)
+        tensors[name] = parts[""] if quantized is None else Dequantized(quantized, dtype)
+    return tensors
+
+
+def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
+    """Return the names of all-zero biases of dequantized layers. GPTQ tools save them for layers
+    without a bias, so a model may not have them."""
+    names = (
+        name.removesuffix("weight") + "bias"
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Dequantized) and len(tensor.weight.shape) == 2
+    )
+    return {name for name in names if name in tensors and not tensors[name][...].any()}
+
+
+def _place(name: str, ends: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name of the weight that a tensor belongs to, and the tensor's suffix."""
+    end = max((end for end in ends if name.endswith(end)), key=len, default="")
+    return (name.removesuffix(end) + ends[end], end) if end else (name, "")

@@ -1,13 +1,13 @@
-"""GPTQ's weights of 2, 4 or 8 bits and AWQ's of 4: integers packed into 32-bit words.
+"""The formats GPTQ (2, 4 or 8 bits) and AWQ (4 bits): integers packed into 32-bit words.
 
-GPTQ, from GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``: a word of
-``qweight`` holds neighboring inputs, one of ``qzeros`` neighboring outputs, the lowest bits first.
-The first version of the format (``checkpoint_format: gptq``, which later tools call ``format``)
-saves zeros less one, the second (``gptq_v2``) as they are.
+GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``): a word of
+``qweight`` has neighboring inputs, and a word of ``qzeros`` neighboring outputs, lowest bits first.
+The first version of the format (``checkpoint_format: gptq``; newer tools call the key ``format``)
+saves zero points less one; the second version (``gptq_v2``) saves zero points.
 
-AWQ, from AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``: a word holds
-eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7; numbers, zeros and scales are saved
-with inputs, or groups of them, first.
+AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word has
+eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension is inputs for
+numbers, and groups of inputs for zero points and scales.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchinfer.worker.model.quantized.low_bit import (
     check_groups,
     unpack,
 )
-from batchinfer.worker.model.quantized.stored import (
+from batchinfer.worker.model.quantized.stored_tensors import (
     FLOATS,
     Quantized,
     Stored,
@@ -75,7 +75,7 @@ class Gptq:
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]
         if self._zeros_less_one:
-            # On whole words, with carries, as GPTQModel adds it, and subtracts it when saving.
+            # GPTQModel adds and subtracts ones on whole words too, with carries.
             ones = sum(1 << shift for shift in range(0, WORD_BITS, self._bits))
             words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         zeros = unpack(words, self._bits).T[: len(scales)]
@@ -92,7 +92,7 @@ class Gptq:
 
 
 class Awq:
-    """AWQ's layout that AutoAWQ calls ``gemm``."""
+    """The layout of AWQ that AutoAWQ calls ``gemm``."""
 
     name = "awq"
     ends: Mapping[str, str] = {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales")}
@@ -122,6 +122,6 @@ def _awq_integers(tensors: Tensors) -> IntegerWeight:
 
 
 def _outputs_first(words: torch.Tensor) -> torch.Tensor:
-    """[n, out / 8] words to [out, n] numbers."""
+    """Unpack words [n, out / 8] to numbers [out, n]."""
     numbers = unpack(words, _AWQ_BITS).view(len(words), -1, len(_AWQ_PLACES))
     return numbers[..., _AWQ_PLACES].flatten(1).T

@@ -1,4 +1,4 @@
-"""Low-bit weights as saved: integers, indices into a table, or float8 in blocks."""
+"""Low-bit weights as checkpoints save them: integers, indices into a table, or float8 blocks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ WORD_BITS = 32
 
 
 def words_for(count: int, bits: int) -> int:
-    """32-bit words that ``count`` numbers of ``bits`` bits take, packed densely."""
+    """Return the number of 32-bit words that ``count`` packed numbers of ``bits`` bits take."""
     return -(-count * bits // WORD_BITS)
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of 2, 4 or 8 ``bits`` in int32 words [..., n], the lowest bits first, as uint8
+    """Unpack int32 words [..., n] of 2, 4 or 8 ``bits``, lowest bits first, to uint8
     [..., n * 32 / bits]."""
-    # Little-endian, as all hosts torch runs on.
+    # torch runs on little-endian hosts only.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return data
@@ -29,36 +29,36 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def check_groups(name: str, group_of: torch.Tensor, groups: int) -> None:
-    """Check the group [in] of each input of a weight that has ``groups`` groups.
+    """Check the group numbers [in] of the inputs of a weight that has ``groups`` groups.
 
     Raises:
-        ModelError: an input's group does not exist.
+        ModelError: a group does not exist.
     """
     first, last = int(group_of.min()), int(group_of.max())
     if not 0 <= first <= last < groups:
         raise ModelError(
-            f"{name}: g_idx puts inputs into groups {first} to {last}, and there are {groups}; "
-            "fetch the model again"
+            f"{name}: g_idx assigns inputs to groups {first} to {last}, but the weight has "
+            f"{groups} groups; fetch the model again"
         )
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight as (numbers - zeros) * scales."""
+    """A weight that is (numbers - zeros) * scales."""
 
     bits: int
     numbers: torch.Tensor  # [out, in] int8 or uint8
     scales: torch.Tensor  # [out or 1, groups]
-    zeros: torch.Tensor | None = None  # as scales, of the same range as numbers; None: 0
-    group_of: torch.Tensor | None = None  # [in] None: groups of equal size follow each other
+    zeros: torch.Tensor | None = None  # shape of scales, range of numbers; None for 0
+    group_of: torch.Tensor | None = None  # [in]; None if each group is a range of equal size
 
     def __post_init__(self) -> None:
         inputs, groups = self.numbers.shape[1], self.scales.shape[1]
         if self.group_of is None and inputs % groups:
-            raise ValueError(f"{inputs} inputs do not fall into {groups} equal groups")
+            raise ValueError(f"{inputs} inputs cannot be divided into {groups} equal groups")
 
     def dequantize(self) -> torch.Tensor:
-        """The weight [out, in] in float32: exact where scales have up to 16 bits."""
+        """Return the weight [out, in] in float32, exact if scales have at most 16 bits."""
         values = self.numbers.contiguous().float()
         if self.zeros is not None:
             values -= self._spread(self.zeros.float())
@@ -73,14 +73,14 @@ class IntegerWeight:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight of float8 as codes * scales."""
+    """A float8 weight that is codes * scales."""
 
     codes: torch.Tensor  # [out, in] float8
     scales: torch.Tensor  # [ceil(out / block[0]), ceil(in / block[1])] float32
     block: tuple[int, int]  # rows and columns that share a scale
 
     def dequantize(self) -> torch.Tensor:
-        """The weight [out, in] in float32."""
+        """Return the weight [out, in] in float32."""
         height, width = self.codes.shape
         # A table is four times as fast as torch's conversion on a CPU.
         every = torch.arange(256, dtype=torch.uint8).view(self.codes.dtype).float()
@@ -91,23 +91,23 @@ class BlockWeight:
 
 @dataclass(frozen=True)
 class TableWeight:
-    """A weight of 4 bits as table[codes] * scales."""
+    """A 4-bit weight that is table[codes] * scales."""
 
     codes: torch.Tensor  # [out, in] uint8, from 0 to 15
     table: torch.Tensor  # [16] float32
-    scales: torch.Tensor  # [out, groups] float32; groups of equal size follow each other
+    scales: torch.Tensor  # [out, groups] float32; each group is a range of equal size
 
 
 LowBitCodes = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """Repeat the scale of each block for its elements, where broadcasting does not.
+    """Repeat the scale of each block for its elements, in dimensions that do not broadcast.
 
     Args:
         scales: [ceil(out / block[0]), ceil(in / block[1])].
         shape: (out, in).
-        block: rows and columns of a block; those at the end may be smaller.
+        block: number of rows and columns of a block; the last blocks may be smaller.
     """
     for axis, (size, length) in enumerate(zip(block, shape, strict=True)):
         if scales.shape[axis] not in (1, length):

@@ -1,8 +1,8 @@
-"""MXFP4, the format of gpt-oss's experts: 4-bit floats in pairs, with a scale for each 32.
+"""The format MXFP4 of gpt-oss's experts: pairs of 4-bit floats, with a scale for each 32 numbers.
 
-From the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for the
-layout: the lower half of a byte comes first; a scale is a power of two, saved as its exponent plus
-127; experts are saved as [experts, out, in] and used as [experts, in, out].
+Source: the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for
+the layout. The lower half of a byte comes first. A scale is a power of two, saved as its exponent
+plus 127. Experts are saved as [experts, out, in] and used as [experts, in, out].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from batchinfer.worker.model.quantized.low_bit import TableWeight
-from batchinfer.worker.model.quantized.stored import (
+from batchinfer.worker.model.quantized.stored_tensors import (
     Quantized,
     Stored,
     Tensors,
@@ -23,12 +23,12 @@ from batchinfer.worker.model.quantized.stored import (
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT4 = torch.tensor([*_HALF, *(-value for value in _HALF)])
 _PAIRS = torch.stack([_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)], dim=1)
-"""[256, 2]: the two numbers of each byte."""
+"""The two numbers of each byte, [256, 2]."""
 _BLOCK_BYTES = 16
 
 
 class Mxfp4:
-    """gpt-oss's layout of MXFP4."""
+    """The layout of MXFP4 in gpt-oss."""
 
     name = "mxfp4"
     ends: Mapping[str, str] = {"_blocks": "", "_scales": ""}

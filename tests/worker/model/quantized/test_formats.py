@@ -13,8 +13,12 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantized.checkpoint import dequantized_tensors, empty_biases
-from batchinfer.worker.model.quantized.formats import Format, choose_format
+from batchinfer.worker.model.quantized.formats import (
+    Format,
+    choose_format,
+    dequantized_tensors,
+    empty_biases,
+)
 from tests.worker.model.quantized.writers import CASES, compressed, mxfp4
 
 WEIGHT = torch.randn(72, 96, generator=torch.Generator().manual_seed(0)) * 0.3

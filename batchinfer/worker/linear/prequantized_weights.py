@@ -1,7 +1,8 @@
-"""The codes that a linear layer's plain weight was dequantized from, kept until it is packed.
+"""Quantized codes of a checkpoint, kept with linear layers until the layers are packed.
 
-A quantized checkpoint is loaded as plain numbers, so that any device runs it and every check sees
-numbers. If its codes are kept with them, layers are packed as they were saved, not rounded again.
+A quantized checkpoint is loaded as floating-point numbers, so that any device can run it and every
+check sees numbers. If the codes are kept too, layers are packed as they were saved and need not be
+rounded again.
 """
 
 from __future__ import annotations
@@ -21,18 +22,13 @@ _NAME = "saved_codes"
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """A weight [out, in] of float8 e4m3fn as it was saved, with a scale for each 128 x 128 block.
+    """A float8 weight with a scale for each 128 x 128 block."""
 
-    Args:
-        codes: [out, in] float8 e4m3fn.
-        scales: [ceil(out / 128), ceil(in / 128)] float32.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor  # [out, in] float8 e4m3fn
+    scales: torch.Tensor  # [ceil(out / 128), ceil(in / 128)] float32
 
     def __post_init__(self) -> None:
-        check_blocks("a saved weight", self.codes, self.scales)
+        check_blocks("a float8 weight", self.codes, self.scales)
 
     @classmethod
     def joined(cls, weights: Sequence[Float8Weight]) -> Float8Weight:
@@ -49,18 +45,16 @@ class Float8Weight:
         return cls(codes, scales)
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32."""
+        """Return the weight [out, in] in float32."""
         return dequantize_blocks(self.codes, self.scales)
 
 
 HostCodes = Int8Weight | GroupedWeight | Float8GroupedWeight
 """Codes that the CPU kernels multiply by."""
 Codes = HostCodes | Float8Weight
-
-
 ReadCodes = Callable[[], Codes | None]
-"""Reads codes only when a layer is packed, so that they take no memory before. A plain function,
-because copies of the layer share it."""
+"""Reads codes when a layer is packed, so that they take no memory before. It is a function because
+copies of the layer share it."""
 
 
 def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:
@@ -69,7 +63,7 @@ def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:
 
 
 def codes_of(linear: nn.Linear) -> Codes | None:
-    """Read the codes that ``keep_codes`` has kept; None: there are none."""
+    """Read the codes that ``keep_codes`` kept for a layer, if any."""
     read: ReadCodes | None = getattr(linear, _NAME, None)
     return None if read is None else read()
 
@@ -82,8 +76,8 @@ def join_codes(joined: nn.Linear, linears: Sequence[nn.Linear]) -> None:
 
 
 def joined_codes(codes: Sequence[Codes | None]) -> Any:
-    """Concatenate the outputs of codes; None if one is missing, or if they differ in type, groups
-    or order."""
+    """Concatenate the outputs of several codes. Returns None if some are missing, or if they differ
+    in type, groups or order."""
     kind: Any = type(codes[0])
     if codes[0] is None or any(type(part) is not kind for part in codes):
         return None

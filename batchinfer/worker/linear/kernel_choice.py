@@ -1,10 +1,10 @@
 """Chooses the GEMM kernel of a model's linear layers.
 
-Processors differ: the fastest kernel on one is half as fast on another. So on a CPU kernels are
-timed on the model's shapes, once for a model, processor and version; the result is cached in the
-user's cache folder, like the compiled C kernels. But a job keeps the kernel that it began with,
-and a kernel that is not batch-invariant is never taken for a deterministic job. On a CUDA device
-torch multiplies, except for a deterministic job, which uses the batch-invariant kernel.
+The fastest kernel on one processor may be half as fast on another. So on a CPU, kernels are timed
+on the model's shapes, once for each model, processor and version, and the result is cached in the
+user's cache folder, like the compiled C kernels. A resumed job keeps the kernel that it began with.
+A deterministic job uses batch-invariant kernels only. On a CUDA device torch multiplies, except in
+a deterministic job, which uses the batch-invariant Triton kernel.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from batchinfer.worker.linear_kernels import LinearKernel, linear_kernels, trito
 from batchinfer.worker.model.quantization import is_plain
 
 Shape = tuple[int, int]
-"""Outputs and inputs of a weight."""
+"""Number of outputs and inputs of a weight."""
 
-_WORTH_A_CHANGE = 1.15
-"""How much faster another kernel must be than the project's own, which is batch-invariant and runs
-whole decoder layers in one call."""
-_WORTH_MEASURING = 1 << 22
-"""Elements of all weights; for smaller models the choice does not matter."""
+_MIN_SPEEDUP = 1.15
+"""Speedup over the C kernel that another kernel must reach. The C kernel is batch-invariant and can
+run whole decoder layers in one call."""
+_MIN_TIMED_ELEMENTS = 1 << 22
+"""Elements of all weights of the smallest model that is timed; below, the choice hardly matters."""
 _SECONDS = 0.2
-"""Time for all measurements; the shapes with most of the computation come first."""
+"""Time limit for all measurements; shapes with more of the computation are timed first."""
 _ROWS = (64, 256)
 """Rows of a typical decode step, and of a typical prompt step."""
 _ROUNDS = 3
-_WEIGHT_ELEMENTS = 1 << 19
-"""A larger weight is cut to this many, in whole outputs: 64 rows take half a millisecond."""
+_MAX_TIMED_ELEMENTS = 1 << 19
+"""Elements that a larger weight is cut to, in whole outputs: 64 rows take half a millisecond."""
 _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 
@@ -52,12 +52,12 @@ class KernelRequirements:
     """Requirements on a kernel."""
 
     kind: str = "auto"
-    """``engine.cpu_kernels``."""
+    """Value of ``engine.cpu_kernels``."""
     deterministic: bool = False
-    """``engine.deterministic``: only batch-invariant kernels."""
+    """Value of ``engine.deterministic``: True allows only batch-invariant kernels."""
     pinned: Mapping[str, str] = field(default_factory=dict)
     """Names of the kernels of the job's earlier runs, by dtype. A deterministic job must use them;
-    others use them if they can."""
+    other jobs use them if this machine has them."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,27 @@ class KernelChoice:
     """The chosen kernel and the reason."""
 
     kernel: LinearKernel | None
-    """None: linear layers stay as they are, and torch multiplies."""
+    """None if linear layers stay as they are, and torch multiplies."""
     why: str
     gflops: Mapping[str, float] = field(default_factory=dict)
-    """Speeds of the kernels that were timed, by name."""
+    """Speeds of the timed kernels, by name."""
 
     @property
     def name(self) -> str:
-        """The name for users and records."""
+        """The name in logs and manifests."""
         return "torch" if self.kernel is None else self.kernel.name
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's bits do not depend on the other rows of its step."""
+        """True if the bits of a row do not depend on the other rows of its step."""
         return self.kernel is not None and self.kernel.is_batch_invariant
 
     def __str__(self) -> str:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
         measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
-        keeps = self.kernel is None or self.kernel.is_batch_invariant
-        warning = "" if keeps else "; a row's last bits may depend on other rows"
-        return f"products by {self.name}: {self.why}{measured}{warning}"
+        varies = self.kernel is not None and not self.kernel.is_batch_invariant
+        warning = "; a row's last bits may depend on other rows" if varies else ""
+        return f"linear layers by {self.name}: {self.why}{measured}{warning}"
 
 
 def choose_kernel(
@@ -94,17 +94,17 @@ def choose_kernel(
     """Choose the kernel for the weights of a model on the CPU.
 
     Raises:
-        DeviceError: this machine has no kernel of the required kind, or no batch-invariant one, or
-            not the one of a deterministic job's earlier runs.
+        DeviceError: this machine has no kernel of the required kind, no batch-invariant kernel, or
+            not the kernel of a deterministic job's earlier runs.
     """
-    with phase("compiling kernels"):  # once on a machine
+    with phase("compiling kernels"):  # the first time on this machine
         kernels = _allowed(linear_kernels(dtype), dtype, required)
     pinned = required.pinned.get(_dtype_name(dtype))
     for kernel in kernels:
         if kernel.name == pinned:
             return KernelChoice(kernel, "as in earlier runs")
     if pinned is not None and required.deterministic:
-        raise _other_bits(pinned)
+        raise _pinned_is_missing(pinned)
     choice = _choose(kernels, model, dtype, required)
     if pinned in (None, choice.name):
         return choice
@@ -120,14 +120,14 @@ def choose_cuda_kernel(
         DeviceError: a deterministic job's earlier runs used a kernel that is not available here.
     """
     if not required.deterministic:
-        return KernelChoice(None, "as on any CUDA device")
+        return KernelChoice(None, "the default on CUDA devices")
     kernel, pinned = triton_kernel(device), required.pinned.get(_dtype_name(dtype))
     if pinned is not None and pinned != kernel.name:
-        raise _other_bits(pinned)
+        raise _pinned_is_missing(pinned)
     return KernelChoice(kernel, _reason(required))
 
 
-def _other_bits(pinned: str) -> DeviceError:
+def _pinned_is_missing(pinned: str) -> DeviceError:
     return DeviceError(
         "engine.deterministic is true, and the finished rows were computed by "
         f"{pinned}, which does not run on this machine",
@@ -144,14 +144,14 @@ def _choose(
     if not kernels:
         return KernelChoice(
             None,
-            f"nothing else multiplies {_dtype_name(dtype)}; a row's bits may depend on other rows",
+            f"no other kernel supports {_dtype_name(dtype)}; a row's bits may depend on other rows",
         )
-    if len(kernels) == 1 or required.deterministic:  # the same in every run, however fast
+    if len(kernels) == 1 or required.deterministic:  # every run takes the same
         return KernelChoice(kernels[0], _reason(required))
     weights = (child.weight for child in model.modules() if is_plain(child))
     shapes = Counter((len(w), w.shape[1]) for w in weights if w.dtype == dtype)
-    if sum(math.prod(shape) * count for shape, count in shapes.items()) < _WORTH_MEASURING:
-        return KernelChoice(kernels[0], "too few weights to measure others")
+    if sum(math.prod(shape) * count for shape, count in shapes.items()) < _MIN_TIMED_ELEMENTS:
+        return KernelChoice(kernels[0], "the model is too small to time kernels")
     with phase("timing kernels"):
         gflops = time_kernels(kernels, shapes, dtype)
     return KernelChoice(fastest(kernels, gflops), "measured", gflops)
@@ -161,7 +161,7 @@ def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> Lin
     """The kernel to use: an own one unless another is faster by ``_WORTH_A_CHANGE``."""
 
     def worth(kernel: LinearKernel) -> float:
-        return gflops[kernel.name] * (_WORTH_A_CHANGE if kernel.kind == "own" else 1.0)
+        return gflops[kernel.name] * (_MIN_SPEEDUP if kernel.kind == "own" else 1.0)
 
     return max(kernels, key=worth)
 
@@ -169,10 +169,10 @@ def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> Lin
 def _allowed(
     kernels: Iterable[LinearKernel], dtype: torch.dtype, required: KernelRequirements
 ) -> list[LinearKernel]:
-    """The kernels that meet the requirements, ignoring the pinned one.
+    """Return the kernels that meet the requirements, without regard to the pinned kernel.
 
     Raises:
-        DeviceError: there are none.
+        DeviceError: no kernel meets them.
     """
     found = [kernel for kernel in kernels if required.kind in ("auto", kernel.kind)]
     if required.kind not in ("auto", "torch") and not found:
@@ -198,7 +198,7 @@ def _allowed(
 def _reason(required: KernelRequirements) -> str:
     if required.kind != "auto":
         return f"engine.cpu_kernels is {required.kind}"
-    return "engine.deterministic is true" if required.deterministic else "the only one here"
+    return "engine.deterministic is true" if required.deterministic else "the only kernel here"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -208,13 +208,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def time_kernels(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Speed of each kernel over a model's linear layers, in GFLOP/s by name; cached if possible.
+    """Return the speed of each kernel over a model's linear layers, in GFLOP/s by kernel name.
 
-    Measures the processor time of one thread. With more threads, or by the clock, other processes
-    distort the result (seen: a twentieth of the speed, and another kernel ahead).
+    Measures the processor time of one thread, because other processes distort wall time and times
+    of several threads: another kernel won, at a twentieth of its speed. Results are cached.
 
     Args:
-        shapes: the number of linear layers of each shape.
+        shapes: number of linear layers of each shape.
     """
     path = _cache_path(kernels, shapes, dtype)
     speeds = _read(path, {kernel.name for kernel in kernels})
@@ -232,7 +232,7 @@ def time_kernels(
 def _measure(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Time every kernel on the same shapes, until time is up."""
+    """Time every kernel on the same shapes, for ``_SECONDS``."""
     ends = time.perf_counter() + _SECONDS
     seconds = dict.fromkeys((kernel.name for kernel in kernels), 0.0)
     flops = 0.0
@@ -252,14 +252,15 @@ def _measure(
 def _time_shape(
     kernels: Sequence[LinearKernel], shape: Shape, dtype: torch.dtype, ends: float
 ) -> dict[str, float]:
-    """Operations per second of each kernel in its best round; rounds begin before ``ends``."""
+    """Return the operations per second of each kernel in its best round. No round begins after
+    ``ends``."""
     outputs, width = shape
-    outputs = max(1, min(outputs, _WEIGHT_ELEMENTS // width))
+    outputs = max(1, min(outputs, _MAX_TIMED_ELEMENTS // width))
     weight = torch.linspace(-1, 1, outputs * width).to(dtype).view(outputs, width)
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    for number in range(1 + _ROUNDS):  # in the first, kernels prepare for the shape
+    for number in range(1 + _ROUNDS):  # in the first round, kernels prepare for the shape
         if number and time.perf_counter() > ends:
             break
         for (name, rows), shortest_s in best.items():
@@ -275,26 +276,22 @@ def _time_shape(
 def _cache_path(
     kernels: Iterable[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> Path | None:
-    """The cache file for these shapes on this machine; None if no folder is writable."""
+    """Return the cache file for these shapes; None if no cache folder is writable."""
     folder = compiled_library.cache_folder()
     if folder is None:
         return None
     key = [
-        *(
-            str(dtype),
-            torch.__version__,
-            compiled_library.source_digest(),
-            Path(__file__).read_text(),
-        ),
-        *(compiled_library.processor().hex(), sorted(kernel.name for kernel in kernels)),
+        *(str(dtype), torch.__version__, Path(__file__).read_text()),
+        *(compiled_library.source_digest(), compiled_library.processor().hex()),
+        sorted(kernel.name for kernel in kernels),
         sorted((*shape, count) for shape, count in shapes.items()),
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    return folder / f"products-{name}.json"
+    return folder / f"linear-kernels-{name}.json"
 
 
 def _read(path: Path | None, names: set[str]) -> dict[str, float] | None:
-    """Cached speeds; None if there are none, or the file is damaged."""
+    """Return cached speeds; None if the file does not exist or is damaged."""
     if path is None:
         return None
     try:
@@ -314,4 +311,4 @@ def _write(path: Path | None, speeds: Mapping[str, float]) -> None:
             new.write_text(json.dumps(speeds))
             os.replace(new, path)
     except OSError:
-        return  # measured again next time
+        return  # the next run measures again

@@ -1,4 +1,4 @@
-"""Tensors of weight files before they are read, and weights made of several such tensors."""
+"""Tensors of weight files that are read on demand, and weights that consist of such tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Stored:
-    """A tensor ``name`` in a file opened by ``safe_open``, read each time it is indexed."""
+    """A tensor in a file that ``safe_open`` opened; it is read each time it is indexed."""
 
     def __init__(self, file: Any, name: str) -> None:
         header = file.get_slice(name)
         self._file, self.name = file, name
         self.shape: tuple[int, ...] = tuple(header.get_shape())
         self.dtype: str = header.get_dtype()
-        """Name in safetensors: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``."""
+        """The dtype's name in safetensors, such as ``F32``, ``BF16``, ``F8_E4M3`` or ``U8``."""
 
     def read(self, expert: int | None = None) -> torch.Tensor:
-        """The tensor in its own dtype; for one expert its part, or the single number for all."""
+        """Read the tensor, or an expert's part of it; tensors of fewer than 2 dimensions apply to
+        all experts."""
         tensor: torch.Tensor
         if expert is None or len(self.shape) < 2:
             tensor = self._file.get_tensor(self.name)
@@ -42,26 +43,27 @@ class Stored:
 
 
 def stored_tensors(path: Path) -> Iterator[Stored]:
-    """Yield every tensor of a safetensors file without reading its numbers."""
+    """Yield the tensors of a safetensors file without reading their numbers."""
     file: Any = safe_open(path, framework="pt", device="cpu")
-    return (Stored(file, name) for name in file.keys())  # noqa: SIM118 - it is not a mapping
+    return (Stored(file, name) for name in file.keys())  # noqa: SIM118 - file is not a mapping
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight made of several tensors, whose headers are checked."""
+    """A quantized weight that consists of several tensors, whose headers were checked."""
 
     shape: tuple[int, ...]
-    """[out, in], or [experts, out, in] and the like."""
+    """Shape of the weight: [out, in], or [experts, out, in]."""
     parts: Mapping[str, Stored]
     """The tensors by suffix. Experts are the first dimension."""
     dequantize: Callable[[Tensors], torch.Tensor]
-    """Converts all parts, or those of one expert, to the weight in float32."""
+    """Converts the tensors of the weight, or of one expert, to the weight in float32."""
     by_expert: bool = False
-    """Whether experts are dequantized one at a time."""
+    """True if experts are dequantized one at a time."""
     low_bit: Callable[[Tensors], LowBitCodes] | None = None
-    """Converts all parts, or those of one expert, to [out, in] codes for a low-bit kernel, which
-    are the weight except for a last rounding; None: it has no such form."""
+    """Converts the tensors of the weight, or of one expert, to [out, in] codes for a low-bit
+    kernel. The codes equal the weight except for a last rounding. None if the weight has no such
+    codes."""
 
     @classmethod
     def of_low_bit(
@@ -70,7 +72,7 @@ class Quantized:
         parts: Mapping[str, Stored],
         low_bit: Callable[[Tensors], IntegerWeight | BlockWeight],
     ) -> Quantized:
-        """A weight of integers, or of float8 in blocks."""
+        """Make a weight of integers or float8 blocks."""
 
         def dequantize(tensors: Tensors) -> torch.Tensor:
             return low_bit(tensors).dequantize()
@@ -78,10 +80,10 @@ class Quantized:
         return cls(shape, parts, dequantize, len(shape) > 2, low_bit)
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in float32; in ``dtype`` where experts are dequantized one at a time.
+        """Read the weight in float32, or in ``dtype`` if experts are dequantized one at a time.
 
         Raises:
-            ModelError: a scale is not a number.
+            ModelError: a scale is NaN or infinite.
         """
         if not self.by_expert:
             return self.dequantize(self._tensors())
@@ -91,52 +93,52 @@ class Quantized:
         return out
 
     def read_low_bit(self) -> LowBitCodes | None:
-        """The codes as saved; None: the weight has no such form, or is of experts."""
+        """Read the codes; None if the weight has no low-bit codes, or has experts."""
         if self.low_bit is None or self.by_expert:
             return None
         return self.low_bit(self._tensors())
 
     def read_expert(self, expert: int) -> tuple[torch.Tensor, LowBitCodes | None]:
-        """One expert's weight in float32, and its saved codes; None: it has no codes."""
+        """Read an expert's weight in float32, and its codes, or None if it has no codes."""
         tensors = self._tensors(expert)
         return self.dequantize(tensors), None if self.low_bit is None else self.low_bit(tensors)
 
     def _tensors(self, expert: int | None = None) -> Tensors:
         tensors = {end: part.read(expert) for end, part in self.parts.items()}
         for end, part in self.parts.items():
-            # With such a scale the logits of every row would be NaN.
-            is_scale = end and part.dtype in FLOATS  # codes may be stored as if they were floats
+            # A scale of NaN would make the logits of each row NaN.
+            is_scale = end and part.dtype in FLOATS  # some files save codes as floats
             if is_scale and not torch.isfinite(tensors[end]).all():
-                raise ModelError(f"{part.name} holds NaN or infinity; fetch the model again")
+                raise ModelError(f"{part.name} has NaN or infinity; fetch the model again")
         return tensors
 
 
 def part_of(weight: str, parts: Mapping[str, Stored], end: str) -> Stored:
-    """Return the part of a weight with a suffix.
+    """Return the tensor of a weight with the suffix ``end``.
 
     Raises:
-        ModelError: it is missing.
+        ModelError: the tensor is missing.
     """
     if end not in parts:
         present = ", ".join(sorted(part.name for part in parts.values()))
         raise ModelError(
-            f"{weight} is quantized, and the weight files have no {f'*{end}' if end else weight} "
+            f"{weight} is quantized, but the weight files have no {f'*{end}' if end else weight} "
             f"to go with {present}; fetch the model again"
         )
     return parts[end]
 
 
 def check_part(part: Stored, shape: tuple[int, ...], *dtypes: str) -> None:
-    """Check a part's shape and dtype.
+    """Check the shape and dtype of a weight's tensor.
 
     Raises:
-        ModelError: naming the tensor, what it is and what it must be.
+        ModelError: names the tensor with its actual and expected shape and dtype.
     """
     if part.shape == shape and part.dtype in dtypes:
         return
     raise ModelError(
         f"{part.name} is {_in_words(part.shape)} of {part.dtype}; by config.json "
-        "(quantization_config) and the other tensors of its layer, it must be "
+        "(quantization_config) and the layer's other tensors, it must be "
         f"{_in_words(shape)} of {' or '.join(dtypes)}; take config.json and the safetensors files "
         "from the same model"
     )
@@ -147,5 +149,5 @@ def _in_words(shape: tuple[int, ...]) -> str:
 
 
 def experts_and_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[experts,] out, in of a tensor's shape, filled up with ones where dimensions are missing."""
+    """Return (experts, out, in) or (out, in) of a shape; missing dimensions become 1."""
     return (1, 1, *shape)[-max(len(shape), 2) :]

@@ -1,9 +1,9 @@
-"""Mixtures of experts over weights packed once, on a CPU.
+"""Mixture-of-experts layers over packed weights, on a CPU.
 
 The rows of each expert are multiplied together, as in transformers' ``integrations/moe.py``
-(``grouped_mm_experts_forward``), where BLAS rearranges weights in every step and multiplies only
-floats. A token's experts are summed in order in float32, so its bits do not depend on other tokens
-if the kernel is batch-invariant.
+(``grouped_mm_experts_forward``). There, BLAS rearranges weights in every step and multiplies only
+floating-point numbers. Here the outputs of a token's experts are summed in order in float32, so the
+token's bits do not depend on other tokens if the kernel is batch-invariant.
 """
 
 from __future__ import annotations
@@ -15,41 +15,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.linear.codes import HostCodes
-from batchinfer.worker.linear_kernels import LinearKernel, OwnPacked, Packed, pack_codes
+from batchinfer.worker.linear.prequantized_weights import HostCodes
+from batchinfer.worker.linear_kernels import LinearKernel, PackedWeight, pack_codes
 
 _CODES = "saved_codes"
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One weight matrix of each expert of a layer.
-
-    Args:
-        experts: transformers' module.
-        name: of its parameter.
-    """
+    """One weight matrix for each expert of a layer."""
 
     experts: Any
+    """transformers' module."""
     name: str
+    """Name of the module's parameter."""
 
     @property
     def weight(self) -> torch.Tensor:
-        """[experts, out, in], a view."""
+        """The parameter as [experts, out, in], a view."""
         weight: torch.Tensor = getattr(self.experts, self.name).detach()
         return weight.transpose(1, 2) if self.experts.is_transposed else weight
 
     @property
     def biases(self) -> Sequence[torch.Tensor | None]:
-        """[out] of each expert, or None."""
+        """Bias [out] of each expert, or None."""
         if not self.experts.has_bias:
             return [None] * len(self.weight)
         return list(getattr(self.experts, f"{self.name}_bias").detach())
 
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
-    ) -> Iterator[Packed]:
-        """Pack the matrix of each expert, if ``as_saved`` from the codes that were kept."""
+    ) -> Iterator[PackedWeight]:
+        """Pack each expert's matrix; if ``as_saved``, from the kept codes where there are any."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, weight in enumerate(self.weight):
             codes: HostCodes | None = read and read(expert)
@@ -62,11 +59,11 @@ def keep_expert_codes(experts: Any, name: str, read: Callable[[int], HostCodes |
 
 
 class PackedExperts(nn.Module):
-    """A layer's experts, each matrix packed.
+    """A layer's experts, with each matrix packed.
 
     Args:
-        experts: transformers' module; packed weights are deleted from it.
-        as_saved: pack the saved codes of experts, if they were kept.
+        experts: transformers' module; its weights are deleted after packing.
+        as_saved: pack the codes that experts were saved with, if they were kept.
     """
 
     def __init__(
@@ -75,22 +72,20 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.num_experts: int = experts.num_experts
         self._has_gate: bool = experts.has_gate
-        self._packed: list[list[Packed]] = []
+        self._packed: list[list[PackedWeight]] = []
         self._biases: list[Sequence[torch.Tensor | None]] = []
         self.nbytes = 0
         """Bytes of the packed weights."""
         for matrix in matrices_of(experts):
-            num_bytes = matrix.weight.nbytes
             packed = list(matrix.packed(kernel, dtype, as_saved=as_saved))
-            own = [one.weight.nbytes for one in packed if isinstance(one, OwnPacked)]
-            self.nbytes += sum(own) if own else num_bytes
+            self.nbytes += sum(weight.nbytes for weight in packed)
             self._packed.append(packed)
             self._biases.append(matrix.biases)
             delattr(experts, matrix.name)
         if hasattr(experts, _CODES):
             delattr(experts, _CODES)  # it holds the loaded weights
         self.experts = experts
-        """The rest: the gate or the activation, and biases."""
+        """transformers' module without its weights: the gate or the activation, and biases."""
 
     def forward(
         self,
@@ -98,7 +93,7 @@ class PackedExperts(nn.Module):
         top_k_index: torch.Tensor,  # [T, k]
         top_k_weights: torch.Tensor,  # [T, k]
     ) -> torch.Tensor:
-        """[T, hidden]: the weighted sum of each token's k experts."""
+        """Return the weighted sum of each token's k experts, [T, hidden]."""
         if not len(hidden):
             return torch.empty_like(hidden)
         chosen, order = top_k_index.flatten().sort(stable=True)
@@ -116,26 +111,26 @@ class PackedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _times(self, matrix: int, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Multiply rows that are sorted by expert."""
-        products, first = [], 0
+        """Multiply rows that are sorted by expert, ``counts`` rows for each expert."""
+        outputs, first = [], 0
         for count, packed, bias in zip(
             *(counts, self._packed[matrix], self._biases[matrix]), strict=True
         ):
             if count:
-                products.append(packed.times(rows[first : first + count], bias))
+                outputs.append(packed.times(rows[first : first + count], bias))
             first += count
-        return torch.cat(products)
+        return torch.cat(outputs)
 
 
 def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
-    """The up and the down matrices."""
+    """Return the up matrices and the down matrices."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return ExpertWeights(experts, up), ExpertWeights(experts, "down_proj")
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and module of each layer's experts, if they have the structure that
-    transformers' own expert functions require."""
+    """Yield the parent, name and module of each layer's experts that have the structure which
+    transformers' expert functions require."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_plain(child):
@@ -155,7 +150,7 @@ def pack_experts(
     """Pack the experts of a model that ``kernel`` takes, one layer after the other.
 
     Args:
-        dtype: of the weights that are packed.
+        dtype: dtype of the weights to pack.
         as_saved: pack the codes that experts were saved with, if they were kept.
 
     Returns:
@@ -164,7 +159,7 @@ def pack_experts(
     count = 0
     for parent, name, experts in expert_modules(model):
         weights = [matrix.weight for matrix in matrices_of(experts)]
-        if all(one.dtype == dtype and kernel.takes(one[0]) for one in weights):
+        if all(weight.dtype == dtype and kernel.takes(weight[0]) for weight in weights):
             setattr(parent, name, PackedExperts(experts, kernel, dtype, as_saved=as_saved))
             count += 1
     return count

@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars and reports off the screen: messages here are our own."""
+"""Silences transformers' progress bars and reports, which this package replaces by its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.utils import logging
 def quiet_transformers(
     show_share: Callable[[float], None] = lambda share: None,
 ) -> Iterator[None]:
-    """Silence transformers below errors inside; restored after.
+    """Let transformers log only errors, and show no bars, inside.
 
     Args:
-        show_share: called with the progress that its bars would show, from 0 to 1.
+        show_share: called with the progress that the bars would show, from 0 to 1.
     """
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
@@ -39,7 +39,7 @@ def quiet_transformers(
 
 
 def _shared(items: Any, show_share: Callable[[float], None]) -> Iterator[Any]:
-    """The items of a progress bar, each counted when the next one is taken."""
+    """Yield the items of a progress bar, and report the share of the items that were consumed."""
     for done, item in enumerate(items):
         show_share(done / len(items))
         yield item

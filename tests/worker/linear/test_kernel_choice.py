@@ -18,9 +18,9 @@ from batchinfer.builders import engine as build
 from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
-from batchinfer.worker.linear import choice as kernel_choice
+from batchinfer.worker.linear import kernel_choice
 from batchinfer.worker.linear.batch_invariance import check_batch_invariance
-from batchinfer.worker.linear.choice import (
+from batchinfer.worker.linear.kernel_choice import (
     KernelRequirements,
     choose_cuda_kernel,
     choose_kernel,
@@ -45,7 +45,7 @@ class Counting:
     calls = 0
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
+        self.weight, self.nbytes = weight, weight.nbytes
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         Counting.calls += 1
@@ -78,8 +78,8 @@ def test_the_fastest_kernel_is_chosen_and_speeds_are_logged(
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelRequirements())
     assert choice.kernel is ONEDNN
     assert str(choice) == (
-        "products by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, own AVX2 100, "
-        "onednn AVX2 900, torch AVX2 300); a row's last bits may depend on other rows"
+        "linear layers by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, "
+        "own AVX2 100, onednn AVX2 900, torch AVX2 300); a row's last bits may depend on other rows"
     )
 
 
@@ -152,7 +152,7 @@ def test_a_missing_pinned_kernel_is_logged_or_refused_if_deterministic() -> None
 def test_timings_are_cached_unless_the_file_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
 ) -> None:
-    monkeypatch.setattr(kernel_choice.library, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_choice.compiled_library, "cache_folder", lambda: tmp_path)
     shapes = {(48, 64): 3, (64, 32): 1}
     first = kernel_choice.time_kernels(ALL, shapes, F32)
     assert set(first) == {each.name for each in ALL}

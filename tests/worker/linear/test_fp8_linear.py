@@ -21,7 +21,8 @@ from batchinfer.worker.attention.cuda import CudaAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.linear.fp8 import Fp8Linear, quantize_fp8
+from batchinfer.worker.linear.fp8_linear import Float8PackedWeight, fp8_kernel, quantize_fp8
+from batchinfer.worker.linear.packed_linear import PackedLinear
 from batchinfer.worker.memory import model_bytes
 from tests.devices import NEEDS_CUDA
 from tests.kernels.fp8_cases import build_groups
@@ -133,17 +134,18 @@ def test_codes_and_scales_are_what_is_kept() -> None:
     scales = sum(-(-rows // 128) * -(-columns // 128) for rows, columns in sizes)
     assert model_bytes(model) == before - 4 * elements + elements + 4 * scales
     kinds = Counter(type(module) for module in model.modules())
-    assert kinds[Fp8Linear] == len(sizes)
+    assert kinds[PackedLinear] == len(sizes)
     assert kinds[nn.Linear] == 1
 
 
 def test_a_layer_keeps_its_shape_dtype_and_bias() -> None:
     linear = nn.Linear(130, 70).half()
-    ours = Fp8Linear.quantized(linear, rows_too=False)
+    ours = PackedLinear(linear, fp8_kernel(rows_too=False))
+    assert isinstance(ours.packed, Float8PackedWeight)
     assert (ours.weight.shape, ours.weight.dtype) == (linear.weight.shape, torch.float16)
     assert ours.weight.is_meta
     x = torch.randn(2, 3, 130).half()
-    back = dequantize_blocks(ours.codes, ours.scales)
+    back = dequantize_blocks(ours.packed.weight, ours.packed.scales)
     with torch.inference_mode():
         wanted = x.float() @ back.T + linear.bias.float()
         torch.testing.assert_close(ours(x).float(), wanted, rtol=1e-3, atol=1e-3)

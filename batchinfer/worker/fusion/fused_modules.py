@@ -1,0 +1,224 @@
+"""Attention, gated MLP, norms and decoder layers with fewer passes over memory than transformers'.
+
+Each module replaces one of transformers' modules and is called like it. The modules do not fit all
+families, so ``fuse`` compares each with the original.
+
+A layer of Llama's shape ends its attention (or recurrence) and its MLP with ``residual + x @ weight.T``. A matrix
+multiplication can add to its output at no cost. That saves a pass over the hidden state that reads
+two tensors and writes one, and two kernel launches for each layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.worker.attention.attention import current_context
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.linear.packed_linear import merged
+from batchinfer.worker.model.quantization import is_plain
+from batchinfer.worker.ops import HeadNorms, rms_norm, silu_mul
+from batchinfer.worker.verify import Probe, find_swaps, swap_verified
+
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""Tolerance of logits, by the model's dtype: fused modules round to 16 bits less often."""
+PROBE_TOKENS = (3, 7, 5, 3)
+_MIXERS = {"self_attn": "o_proj", "linear_attn": "out_proj"}
+"""Names of the modules that mix tokens, and of their last linear layers."""
+_OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+class FusedAttention(nn.Module):
+    """Attention with one matrix multiplication for q, k and v, and one pass for head norms, rotary
+    positions and the KV write.
+
+    Args:
+        attention: module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, and perhaps with
+            both ``q_norm`` and ``k_norm``.
+        variant: arguments of the original's calls of paged attention.
+        norm_offset: number added to the weights of the norms.
+    """
+
+    def __init__(self, attention: Any, variant: AttentionVariant, norm_offset: float = 0.0) -> None:
+        super().__init__()
+        keep_plain_attributes(self, attention)
+        self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.starts = starts_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        self.o_proj = attention.o_proj
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.variant, self.norm_offset = variant, norm_offset
+        self.layer = int(attention.layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, hidden]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [1, T, rotary width]
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute attention over the forward context's cache; returns [1, T, hidden] and None."""
+        context = current_context()
+        shape = context.cache.shape(self.layer)
+        cos, sin = position_embeddings
+        qkv = self.qkv_proj(hidden_states[0])
+        context.cache.rotary_write(
+            self.layer, qkv, cos[0], sin[0], context.slot_mapping(self.layer), self.head_norms()
+        )
+        query = qkv[:, : qkv.shape[1] - 2 * shape.num_kv_heads * shape.key_width]
+        query = query.unflatten(1, (-1, shape.key_width))
+        out = context.backend.attend(self.layer, query, self.variant)
+        return self.o_proj(out.flatten(1))[None], None
+
+    def head_norms(self) -> HeadNorms | None:
+        """Return the norms of query heads and key heads, if the layer has them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(
+            self.q_norm.weight, self.k_norm.weight, norm_eps(self.q_norm), self.norm_offset
+        )
+
+
+class FusedGatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with one matrix multiplication for gate and up."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        keep_plain_attributes(self, mlp)
+        self.gate_up_proj = merged(mlp.gate_proj, mlp.up_proj)
+        self.starts = starts_of(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        self.down_proj = mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
+        out: torch.Tensor = self.down_proj(silu_mul(gate_up)).view(x.shape)
+        return out
+
+
+class FusedRMSNorm(nn.Module):
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, norm: Any, offset: float) -> None:
+        super().__init__()
+        keep_plain_attributes(self, norm)
+        self.weight, self.eps, self.offset = norm.weight, norm_eps(norm), offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+
+
+def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
+    """Return where ``parent``'s linear layers are in a merged layer: by name, the merged layer's
+    name and the index of the first output. ``names`` are in the order of merging."""
+    starts, start = {}, 0
+    for name in names:
+        starts[name] = (merged_name, start)
+        start += getattr(parent, name).out_features
+    return starts
+
+
+def norm_eps(norm: Any) -> float:
+    """Return the epsilon of a norm; the attribute's name differs between families."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def keep_plain_attributes(fused: nn.Module, original: nn.Module) -> None:
+    """Copy the settings that other modules read, such as ``layer_idx`` and ``is_sliding``."""
+    for name, value in vars(original).items():
+        if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
+            setattr(fused, name, value)
+
+
+class AddLinear(nn.Module):
+    """Adds ``x @ weight.T`` to ``residual``, which the caller sets before each call.
+
+    Args:
+        linear: a linear layer of torch, or a module with ``add_to``.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear: Any = linear
+        self.residual: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the linear layer's output for x [..., in_features] to the residual [T, out_features],
+        and return the residual."""
+        residual, self.residual = self.residual, None
+        assert residual is not None
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(self.linear, nn.Linear):
+            residual.addmm_(rows, self.linear.weight.t())
+            if self.linear.bias is not None:
+                residual += self.linear.bias
+        else:
+            self.linear.add_to(residual, rows)
+        return residual
+
+
+class FusedDecoderLayer(nn.Module):
+    """A pre-norm decoder layer that adds attention and MLP to the hidden state in place."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layer)
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mixer = _mixer(layer)
+        setattr(self, self.mixer, _adding(getattr(layer, self.mixer), _MIXERS[self.mixer]))
+        self.mlp = _adding(layer.mlp, "down_proj")
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Run the layer on [1, T, hidden] in place, and return the same tensor."""
+        residual = hidden_states[0]
+        attended = self.input_layernorm(hidden_states)
+        mixer = getattr(self, self.mixer)
+        getattr(mixer, _MIXERS[self.mixer]).residual = residual
+        mixer(hidden_states=attended, **options)
+        gated = self.post_attention_layernorm(hidden_states)
+        self.mlp.down_proj.residual = residual
+        self.mlp(gated)
+        return hidden_states
+
+
+def _mixer(layer: nn.Module) -> str:
+    """Return the name of a layer's module that mixes tokens; "" if there is not exactly one."""
+    parts = {name for name, _ in layer.named_children()} - _OTHER_PARTS
+    return parts.pop() if len(parts) == 1 else ""
+
+
+def _adding(module: nn.Module, name: str) -> Any:
+    """Return a shallow copy of a module in which the linear layer ``name`` adds to a residual."""
+    adding = copy.copy(module)
+    adding._modules = {**module._modules, name: AddLinear(getattr(module, name))}
+    return adding
+
+
+def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
+    """Replace pre-norm layers by layers that add in place, if the model's results stay the same.
+
+    Call it after modules are fused and before weights are packed.
+
+    Returns:
+        The number of replaced layers: all candidates, or 0.
+    """
+    swaps = find_swaps(model, fused_layer)
+    if not swaps:
+        return 0
+    probe = Probe(model, layout, PROBE_TOKENS)
+    tolerance = LOGITS_TOLERANCE[next(model.parameters()).dtype]
+    return len(swaps) if swap_verified(swaps, probe.logits, probe.logits(), tolerance) else 0
+
+
+def fused_layer(layer: Any) -> FusedDecoderLayer | None:
+    """Make a layer that adds in place; None if the module does not have the parts of one."""
+    mixer = _mixer(layer)
+    if mixer not in _MIXERS or not all(hasattr(layer, part) for part in _OTHER_PARTS):
+        return None
+    last = getattr(getattr(layer, mixer), _MIXERS[mixer], None)
+    linears = last, getattr(layer.mlp, "down_proj", None)
+    return FusedDecoderLayer(layer) if all(map(is_plain, linears)) else None

@@ -1,0 +1,291 @@
+"""Finds the quantized codes of a checkpoint for the layers that were loaded from it.
+
+A checkpoint may hold the matrices of a layer's experts in one tensor, or a tensor for each expert.
+transformers joins separate tensors on loading: first the matrices of one expert that share an
+input, then all experts of a layer. Here each tensor is found by its name, and used only if it
+dequantizes to the loaded numbers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.kernels.fp8_blocks import BLOCK, num_blocks
+from batchinfer.kernels.low_bit import (
+    Float8GroupedWeight,
+    Int4Weight,
+    Int8GroupedWeight,
+    Int8Weight,
+    LowBitWeight,
+    can_group,
+)
+from batchinfer.worker.linear.packed_experts import (
+    ExpertWeights,
+    expert_modules,
+    keep_expert_codes,
+    matrices_of,
+)
+from batchinfer.worker.linear.prequantized_weights import (
+    Codes,
+    Float8Weight,
+    HostCodes,
+    ReadCodes,
+    joined_codes,
+    keep_codes,
+)
+from batchinfer.worker.model.checkpoint import weight_files
+from batchinfer.worker.model.quantization import saved_section
+from batchinfer.worker.model.quantized.formats import (
+    Dequantized,
+    choose_format,
+    dequantized_tensors,
+)
+from batchinfer.worker.model.quantized.low_bit import (
+    BlockWeight,
+    IntegerWeight,
+    LowBitCodes,
+    TableWeight,
+)
+from batchinfer.worker.model.quantized.stored_tensors import Quantized
+
+Kinds = tuple[type[Codes], ...]
+KEPT: Mapping[str, Kinds] = {
+    "int8": (Int8Weight, Int8GroupedWeight),
+    "int4": (Int4Weight,),
+    "fp8": (Float8Weight,),
+}
+"""Types of codes that are kept, by ``model.quantization``; on a CPU, float8 codes are
+``Float8GroupedWeight`` instead."""
+_KEPT_OF_EXPERTS: Mapping[str, Kinds] = {
+    "int8": (*KEPT["int8"], Int4Weight),
+    "int4": (Int4Weight,),
+    "fp8": (Float8GroupedWeight,),
+}
+"""Types of codes that are kept for experts: they have at most the bits that were asked for."""
+_GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
+    4: Int4Weight,
+    8: Int8GroupedWeight,
+}
+"""Types of weights whose inputs form groups, by number of bits."""
+_INT8_MAX, _UINT8_MIDDLE = 127, 128
+_FLOAT8_NAN = 0x7F  # bits of a float8 e4m3fn NaN, without the sign
+_GROUP_MULTIPLE = 8  # the inputs of a group are a multiple of this
+_LAYER = re.compile(r"layers\.\d+\.")
+_SEPARATE_EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
+_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",), ("w3",)),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Names of the weights that an expert's matrix is made of, in the order of its outputs."""
+
+_AsCodes = Callable[[Any], HostCodes | None]
+"""Converts a saved weight to codes for a kernel; returns None for codes of an unwanted type."""
+_SeparateExperts = dict[tuple[int, str], Quantized]
+"""Saved weights of a layer, by the expert's number and the weight's name."""
+
+
+def keep_prequantized(
+    model: nn.Module, folder: Path, config: Mapping[str, Any], method: str, device_type: str
+) -> int:
+    """Keep the codes that linear layers were saved with, if the kernels of ``method`` read them.
+
+    Call it before layers are fused. It skips layers that were saved in another way (other bits,
+    groups of unequal sizes, other float8 blocks). It also skips layers whose loaded numbers differ
+    from the saved numbers, because loading rearranged them.
+
+    Args:
+        model: the model as it was loaded from the folder.
+        config: values of the folder's config.json.
+        method: a key of ``KEPT``.
+        device_type: device whose kernels will multiply, ``cpu`` or ``cuda``.
+
+    Returns:
+        The number of linear layers whose codes were kept. Codes of experts are found later, when
+        the experts are packed.
+    """
+    saved_as = choose_format(saved_section(config))
+    if saved_as is None:
+        return 0
+    paths = [folder / name for name in weight_files(folder)]
+    saved = defaultdict(list)
+    for name, tensor in dequantized_tensors(paths, saved_as, torch.float32).items():
+        if isinstance(tensor, Dequantized):
+            saved[_in_layers(name)].append(tensor.weight)
+    kinds = (Float8GroupedWeight,) if (method, device_type) == ("fp8", "cpu") else KEPT[method]
+    if device_type == "cpu":
+        _keep_experts(model, saved, partial(_as_one_of, _KEPT_OF_EXPERTS[method]))
+    count = 0
+    for name, module in model.named_modules():
+        for weight in saved[_in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
+            read = _reader(weight, kinds, module.weight.detach())
+            if read is not None:
+                keep_codes(module, read)
+                count += 1
+    return count
+
+
+def _reader(weight: Quantized, kinds: Kinds, loaded: torch.Tensor) -> ReadCodes | None:
+    """Return a function that reads a saved weight's codes, if they have one of these types and
+    dequantize to ``loaded``."""
+
+    def read() -> Any:
+        low_bit = weight.read_low_bit()
+        return None if low_bit is None else _as_one_of(kinds, low_bit)
+
+    if weight.shape != tuple(loaded.shape) or read() is None:
+        return None
+    saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
+    return read if torch.equal(saved, loaded) else None
+
+
+def _keep_experts(
+    model: nn.Module, saved: Mapping[str, Sequence[Quantized]], as_codes: _AsCodes
+) -> None:
+    """Keep functions that read the codes of a model's experts, until the experts are packed.
+
+    Args:
+        saved: weights of the checkpoint by ``_in_layers`` of their names.
+    """
+    separate: defaultdict[str, _SeparateExperts] = defaultdict(dict)
+    for name, weights in saved.items():
+        if match := _SEPARATE_EXPERT.fullmatch(name):
+            layer, expert, part = match.groups()
+            separate[layer][int(expert), part] = weights[0]
+    experts = {module for _, _, module in expert_modules(model)}
+    for name, module in model.named_modules():
+        for matrix in matrices_of(module) if module in experts else ():
+            parameter = getattr(module, matrix.name).detach()
+            for weight in saved.get(_in_layers(f"{name}.{matrix.name}"), ()):
+                if weight.by_expert and weight.shape == tuple(parameter.shape):
+                    read = partial(_expert_of_tensor, weight, parameter, as_codes)
+                    keep_expert_codes(module, matrix.name, read)
+            layer_prefix = _LAYER.match(_in_layers(name))
+            if layer_prefix and layer_prefix[0] in separate:
+                read = partial(_expert_of_parts, separate[layer_prefix[0]], matrix, as_codes)
+                keep_expert_codes(module, matrix.name, read)
+
+
+def _in_layers(name: str) -> str:
+    """Return a tensor's name from ``layers`` on, as the part before differs between classes."""
+    return name[max(name.find("layers."), 0) :]
+
+
+def _expert_of_tensor(
+    weight: Quantized, loaded: torch.Tensor, as_codes: _AsCodes, expert: int
+) -> HostCodes | None:
+    """Return an expert's codes from a tensor of all experts, if they dequantize to ``loaded``."""
+    saved, low_bit = weight.read_expert(expert)
+    codes = None if low_bit is None else as_codes(low_bit)
+    return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
+
+
+def _expert_of_parts(
+    parts: _SeparateExperts, matrix: ExpertWeights, as_codes: _AsCodes, expert: int
+) -> HostCodes | None:
+    """Return an expert's codes, joined from weights that were saved separately."""
+    loaded = matrix.weight[expert]
+    for names in _PARTS[matrix.name]:
+        if any((expert, name) not in parts for name in names):
+            continue
+        weights = [parts[expert, name] for name in names]
+        low_bit = [weight.read_low_bit() for weight in weights]
+        codes: HostCodes | None = joined_codes(
+            [None if each is None else as_codes(each) for each in low_bit]
+        )
+        if codes is not None:
+            saved = torch.cat([weight.read(torch.float32) for weight in weights])
+            return codes if torch.equal(saved.to(loaded.dtype), loaded) else None
+    return None
+
+
+def _as_one_of(kinds: Kinds, weight: LowBitCodes) -> Any:
+    if isinstance(weight, BlockWeight) and Float8GroupedWeight in kinds:
+        return _float8_rows(weight)
+    codes = as_codes(weight)
+    return codes if isinstance(codes, kinds) else None
+
+
+def as_codes(weight: LowBitCodes) -> Codes | None:
+    """Convert a saved weight to codes for the kernels; None if no kernel supports them."""
+    if isinstance(weight, TableWeight):
+        return _from_table(weight)
+    return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
+
+
+def _from_table(weight: TableWeight) -> Int4Weight | None:
+    """Keep the weight's table if all entries are multiples of one number. Otherwise round the table
+    to integers, with the largest entry becoming 127."""
+    size = weight.codes.shape[1] // weight.scales.shape[1]
+    sizes = weight.table.abs()
+    if not can_group(size) or not sizes.max() > 0:
+        return None
+    step = sizes[sizes > 0].min()
+    counts = sizes / step
+    if not torch.equal(counts, counts.round()) or counts.max() > _INT8_MAX:
+        step = sizes.max() / _INT8_MAX
+    table = (weight.table / step).round().to(torch.int8)
+    zeros = torch.zeros_like(weight.scales, dtype=torch.uint8)
+    return Int4Weight(weight.codes, weight.scales * step, zeros, size, table=table)
+
+
+def _float8(weight: BlockWeight) -> Float8Weight | None:
+    """Convert a weight to 128 x 128 blocks; a single scale is repeated for each block."""
+    if weight.codes.dtype != torch.float8_e4m3fn:
+        return None
+    if weight.scales.numel() == 1:
+        blocks = map(num_blocks, weight.codes.shape)
+        return Float8Weight(weight.codes, weight.scales.expand(*blocks).contiguous())
+    return Float8Weight(weight.codes, weight.scales) if weight.block == (BLOCK, BLOCK) else None
+
+
+def _float8_rows(weight: BlockWeight) -> Float8GroupedWeight | None:
+    codes, (_, width) = weight.codes, weight.block
+    if codes.dtype != torch.float8_e4m3fn or (width % 2 and width < codes.shape[1]):
+        return None
+    if bool(((codes.view(torch.uint8) & _FLOAT8_NAN) == _FLOAT8_NAN).any()):
+        return None
+    return Float8GroupedWeight.of_blocks(codes, weight.scales, weight.block)
+
+
+def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
+    outputs, groups = len(weight.numbers), weight.scales.shape[1]
+    numbers = weight.numbers
+    zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
+    if numbers.dtype == torch.int8:  # to uint8
+        numbers, zeros = (part.view(torch.uint8) ^ _UINT8_MIDDLE for part in (numbers, zeros))
+    zeros = zeros.to(torch.uint8)  # [out or 1, groups or 1]
+    scales = weight.scales.float().expand(outputs, groups).contiguous()
+    is_symmetric = weight.bits == 8 and bool((zeros == _UINT8_MIDDLE).all())
+    if is_symmetric and groups == 1 and weight.group_of is None:
+        codes = (numbers ^ _UINT8_MIDDLE).view(torch.int8)
+        return Int8Weight(codes.contiguous(), scales[:, 0].contiguous())
+    kind, grouping = _GROUPED.get(weight.bits), _grouping(weight)
+    if kind is None or grouping is None or not can_group(grouping[0]):
+        return None
+    size, order = grouping
+    numbers = numbers.contiguous() if order is None else numbers[:, order]
+    return kind(numbers, scales, zeros.expand(outputs, groups).contiguous(), size, order)
+
+
+def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
+    """Return the number of inputs in a group, and the order that makes the inputs of each group
+    adjacent (None if they are). Returns None if groups have unequal sizes."""
+    inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
+    if weight.group_of is None:
+        padded = -(-inputs // _GROUP_MULTIPLE) * _GROUP_MULTIPLE
+        return (inputs // groups if groups > 1 else padded), None
+    sorted_, by_group = weight.group_of.sort(stable=True)
+    size = int((sorted_ == 0).sum())
+    in_order = size > 0 and torch.equal(sorted_.long(), torch.arange(inputs) // size)
+    if not in_order or -(-inputs // size) != groups:
+        return None
+    return size, None if torch.equal(sorted_, weight.group_of) else by_group.int()
