@@ -65,8 +65,13 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self.packed = packed or kernel.pack(weight)
-        self.nbytes = self.packed.nbytes if kernel.copies else 0
-        """Bytes of the packed weight, unless it is a parameter."""
+        self.nbytes = 0
+        """Bytes of the packed weight without padding, unless it is a parameter."""
+        if kernel.copies:
+            quantized = (
+                isinstance(self.packed, OwnWeight) and self.packed.weight.dtype != weight.dtype
+            )
+            self.nbytes = self.packed.nbytes if quantized else weight.nbytes
 
     @property
     def native(self) -> NativeWeight | None:

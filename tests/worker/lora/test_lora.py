@@ -239,17 +239,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save is set"),
         ({"something_new": {"a": 1}}, {}, "something_new is set"),
         ({"init_lora_weights": "pissa"}, {}, "'pissa', which changes the base model's weights"),
-        ({"r": 5}, {}, r"q_proj.lora_A.weight is 4 x 32, it should be 5 x 32"),
-        ({"r": 0}, {}, "a rank of 0"),
+        ({"r": 5}, {}, r"q_proj.lora_A.weight is 4 x 32, but should be 5 x 32"),
+        ({"r": 0}, {}, "a rank is 0"),
         ({"r": "x"}, {}, "r or rank_pattern holds 'x', which is not a number"),
         ({"lora_alpha": 10**400}, {}, "holds 1000+, which is not a number, or too large"),
-        ({"rank_pattern": [1]}, {}, "rank_pattern must be numbers by pattern"),
+        ({"rank_pattern": [1]}, {}, "rank_pattern must map patterns to numbers"),
         ({"alpha_pattern": {"(": 1}}, {}, r"the pattern .* is invalid"),
         ({"alpha_pattern": {r"(.|..|.\w)+y": 1}}, {}, "takes too long to match"),
         ({"target_modules": ["q_proj"]}, {}, "does not name model.layers.0.self_attn.v_proj"),
         ({"target_modules": "all-linear"}, {}, "names model.layers.0.mlp.down_proj, whose factors"),
         ({}, {"q_proj": "z_proj"}, r"has no linear layer model.layers.0.self_attn.z_proj"),
-        ({}, {"q_proj": "k_proj"}, r"k_proj.lora_B.weight is 32 x 4, it should be 16 x 4"),
+        ({}, {"q_proj": "k_proj"}, r"k_proj.lora_B.weight is 32 x 4, but should be 16 x 4"),
         ({}, {"lora_B": "lora_C"}, "lora_C.weight, which is not a factor of a linear layer"),
         ({}, {"base_model.model.": ""}, "is not a factor of a linear layer"),
     ],
@@ -344,7 +344,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["batchinfer.worker.lora.lora_layers._linear", "batchinfer.worker.lora.lora.Probe"]
+    "at", ["batchinfer.worker.lora.lora_layers._linear", "batchinfer.worker.lora.lora_layers.Probe"]
 )
 def test_an_adapter_that_does_not_fit_is_named(
     sound: Path, monkeypatch: pytest.MonkeyPatch, at: str
@@ -411,7 +411,7 @@ def test_other_peft_types_are_refused() -> None:
 @pytest.mark.parametrize("value", [5, -1, 1e300, "x", "(", [], [[1]], [{}], {}, {"a": []}, None])
 def test_values_of_any_type_are_refused_or_understood(value: object) -> None:
     sound = {"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": [0]}
-    for key in adapter_checkpoint._UNDERSTOOD:
+    for key in adapter_checkpoint._KNOWN_KEYS:
         with suppress(NotSupportedError):
             config = LoraConfig({**sound, key: value})
             for name in config.targets(NAMES, "lm_head"):

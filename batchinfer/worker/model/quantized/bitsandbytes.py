@@ -1,9 +1,9 @@
 """The format of bitsandbytes: 4 bits (NF4, FP4, with nested scales or not) and 8 (LLM.int8()).
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
-``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes with two codes each, upper half
-first. Codes are indices into a table, and ``blocksize`` consecutive numbers share a scale. Sizes are
-JSON in a tensor.
+``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes with two codes each, the upper
+half first. Codes are indices into a table, and ``blocksize`` consecutive numbers share a scale.
+Sizes are JSON in a tensor.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``
 The first version of the format (``checkpoint_format: gptq``; newer tools call the key ``format``)
 saves zero points less one; the second version (``gptq_v2``) saves zero points.
 
-AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word has
-eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension is inputs for
+AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word
+has eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension is inputs for
 numbers, and groups of inputs for zero points and scales.
 """
 
