@@ -25,12 +25,8 @@ from batchinfer.pooling.classifier import (
     reads_whole_texts,
 )
 from batchinfer.text.grammar import GrammarCompiler
-from batchinfer.text.pairs import (
-    PairBuilder,
-    QuestionBuilder,
-    with_both_columns,
-    with_question,
-)
+from batchinfer.text.pairs.joined import PairBuilder
+from batchinfer.text.pairs.questions import QuestionBuilder, with_both_columns, with_question
 from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
@@ -81,12 +77,13 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
 
 def _prompt_builder(job: JobSpec) -> BuilderFactory:
     config = _config(job)
+    leaves_room = not reads_whole_texts(job.model.name, job.model.revision)
     if config.query_column is None or config.document_column is None:
-        return plain_prompts
+        return partial(plain_prompts, leaves_room=leaves_room)
     columns = (config.query_column, config.document_column)
     if _asks_questions(job):
         return partial(QuestionBuilder, pair_columns=columns)
-    return partial(PairBuilder, pair_columns=columns)
+    return partial(PairBuilder, pair_columns=columns, leaves_room=leaves_room)
 
 
 def _check_columns(job: JobSpec, source: Source) -> None:
