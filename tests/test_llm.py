@@ -444,7 +444,11 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a string"),
         ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict of"),
         ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
-        ({"kv_cache_memory": "1KiB"}, DeviceError, "kv_cache_memory is 1KiB; give at least 6KiB"),
+        (
+            {"kv_cache_memory": "1KiB"},
+            DeviceError,
+            "kv_cache_memory is 1KiB; set it to at least 6KiB",
+        ),
     ],
 )
 def test_a_bad_argument_is_named(

@@ -43,7 +43,7 @@ def resolve_folder(
         _check_files(folder, patterns)
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"{key}: the folder {name} does not exist")
+        raise ModelError(f"{key}: there is no folder {name}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -265,7 +265,7 @@ def test_layers_saved_in_another_way_are_rounded_anew(tmp_path: Path) -> None:
     assert loaded.kernel_names["int8"] == "own int8"
     noise = (logits_of(loaded) - logits_of(plain)).norm()
     assert 0 < noise <= 0.2 * logits_of(plain).norm()
-    with pytest.raises(ModelError, match="quantized already; leave the key out, or give int8"):
+    with pytest.raises(ModelError, match="already quantized; remove the key, or set it to int8"):
         load_model(ModelConfig(str(folder), quantization="int8_weight_only"), device=CPU)
 
 

@@ -117,7 +117,7 @@ def test_a_quantized_checkpoint_is_loaded_as_it_was_saved(
     # Activations that are rounded to 8 bits fall to the other side for the least of reasons.
     assert_alike(logits_of(loaded), wanted, 5e-2 if "Dynamic" in name else 1e-4)
     assert loaded.facts["quantization"] == name
-    with pytest.raises(ModelError, match="weights are quantized already; leave the key out"):
+    with pytest.raises(ModelError, match="weights are already quantized; remove the key"):
         load_model(ModelConfig(str(tmp_path), quantization="int8_weight_only"), device=CPU)
 
 
@@ -171,7 +171,7 @@ def test_adapters_are_added_to_quantized_layers(
         ({"quant_method": "gptq", "bits": 3}, "not yet: quantization_config.bits .* is 3"),
         ({"quant_method": "quip"}, "not yet: .* quantized by quip .* one of awq, bits"),
         ({"load_in_8bit": True}, "not yet: .* quantized by a method without a name"),
-        ({"quant_method": "torchao"}, "not yet: .* torchao's None; known: Int8WeightOnly"),
+        ({"quant_method": "torchao"}, "not yet: .* torchao's None; supported are Int8WeightOnly"),
         (
             {"quant_method": "torchao", "quant_type": "int8_weight_only"},
             "not yet: .* torchao's int8_weight_only",
@@ -190,7 +190,7 @@ def test_adapters_are_added_to_quantized_layers(
                     }
                 },
             },
-            "holds a quantize_, which is unknown",
+            "has a quantize_, which is unknown",
         ),
     ],
 )

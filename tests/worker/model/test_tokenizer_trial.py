@@ -31,12 +31,12 @@ def changed(model: Path, folder: Path, **parts: Any) -> Path:
 
 
 def test_a_valid_tokenizer_is_tried_once(model: Path, tmp_path: Path) -> None:
-    tokenizer_trial._died_of.cache_clear()
+    tokenizer_trial._problem.cache_clear()
     for _ in range(2):
         try_tokenizer(model / "tokenizer.json")
-    assert tokenizer_trial._died_of.cache_info().misses == 1
+    assert tokenizer_trial._problem.cache_info().misses == 1
     try_tokenizer(changed(model, tmp_path, padding=None, normalizer=None))
-    assert tokenizer_trial._died_of.cache_info().misses == 2
+    assert tokenizer_trial._problem.cache_info().misses == 2
 
 
 @pytest.mark.long
@@ -62,11 +62,11 @@ def test_the_message_says_how_the_loading_process_died(
 ) -> None:
     told = "import os, sys; print('a table is broken', file=sys.stderr, flush=True); "
     monkeypatch.setattr(tokenizer_trial, "_CODE", told + code)
-    tokenizer_trial._died_of.cache_clear()
+    tokenizer_trial._problem.cache_clear()
 
     with pytest.raises(ModelError, match=message):
         load_tokenizer(str(model))
-    tokenizer_trial._died_of.cache_clear()
+    tokenizer_trial._problem.cache_clear()
 
 
 def test_no_code_of_the_folder_it_is_started_in_runs(
@@ -76,7 +76,7 @@ def test_no_code_of_the_folder_it_is_started_in_runs(
         (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    tokenizer_trial._died_of.cache_clear()
+    tokenizer_trial._problem.cache_clear()
 
     try_tokenizer(model / "tokenizer.json")
     assert not (tmp_path / "ran").exists()

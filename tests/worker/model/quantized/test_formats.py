@@ -94,7 +94,7 @@ def test_each_group_of_layers_has_its_own_bits(tmp_path: Path) -> None:
         assert torch.equal(read(tmp_path, section, written.parts)["a.weight"], written.weight)
     section["config_groups"] = {"group_1": {"targets": ["re:other"], "weights": eight}}
     with pytest.raises(
-        ModelError, match=r"a\.weight is quantized, and no group of .*config_groups"
+        ModelError, match=r"a\.weight is quantized, but no group of .*config_groups"
     ):
         read(tmp_path, section, written.parts)
 
@@ -189,13 +189,17 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("packed int4", drop("weight_shape"), r"weight files have no \*.weight_shape"),
         ("packed int4", cut("weight_packed"), "a.weight_packed is 71 x 12 of I32; .* be 72 x 12"),
         ("packed int4 with zeros", cut("weight_zero_point"), "_zero_point is 8 x 3 .* be 9 x 3"),
-        ("packed int4", in_group(3), "a.weight: g_idx puts .* groups 3 to 3, and there are 3"),
-        ("packed int4", narrowed, "rows of 80 do not fall into groups of 32"),
+        (
+            "packed int4",
+            in_group(3),
+            "a.weight: g_idx assigns .* groups 3 to 3, but the weight has 3",
+        ),
+        ("packed int4", narrowed, "rows of 80 cannot be divided into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale to go with a.weight"),
         (
             "fp8 blocks",
             damaged("weight_scale_inv", float("inf")),
-            "scale_inv holds NaN or infinity",
+            "scale_inv has NaN or infinity",
         ),
         (
             "packed int4 with zeros",
@@ -208,12 +212,12 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("awq", cut("scales"), "a.scales is 2 x 72 of F16; .* must be 3 x 72"),
         ("gptq", cast("qweight", torch.int64), "a.qweight is 12 x 72 of I64; .* 12 x 72 of I32"),
         ("gptq", cut("g_idx"), "a.g_idx is 95 of I32; .* must be 96 of I32 or I64"),
-        ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, and there are 3"),
-        ("gptq", damaged("scales"), "a.scales holds NaN or infinity; fetch the model again"),
+        ("gptq", lambda parts: parts["g_idx"].add_(1), "groups 1 to 3, but the weight has 3"),
+        ("gptq", damaged("scales"), "a.scales has NaN or infinity; fetch the model again"),
         ("gptq sorted", drop("g_idx"), r"weight files have no \*.g_idx to go with a.qweight"),
         ("nf4", drop("weight.absmax"), r"weight files have no \*.absmax"),
         ("nf4", cut("weight"), "a.weight is 3455 x 1 of U8; .* must be 3456 x 1"),
-        ("nf4", drop("weight.quant_state.bitsandbytes__nf4"), "bitsandbytes of 0.41 or later"),
+        ("nf4", drop("weight.quant_state.bitsandbytes__nf4"), "bitsandbytes 0.41 or later"),
         ("nf4", cut("weight.quant_state.bitsandbytes__nf4"), "__nf4 cannot be read: "),
         ("nf4 nested", drop("weight.nested_absmax"), r"weight files have no \*.nested_absmax"),
         ("llm.int8", lambda parts: parts["weight_format"].add_(2), "not yet: a.weight_format is 2"),
@@ -237,21 +241,33 @@ _group = partial(compressed, "pack-quantized")
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"quant_method": "gptq", "bits": 3}, "bits in config.json is 3; 2, 4 and 8 can be read"),
+        ({"quant_method": "gptq", "bits": 3}, "bits in config.json is 3; supported: 2, 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0; it must be"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is marlin; gptq and"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "is marlin; supported: gptq",
+        ),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:a": {}}},
             "dynamic .*; all layers must",
         ),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version .* is gemv; gemm can"),
-        ({"quant_method": "awq", "bits": 8}, "bits in config.json is 8; 4 can be read"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "version .* is gemv; supported: gemm",
+        ),
+        ({"quant_method": "awq", "bits": 8}, "bits in config.json is 8; supported: 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size .* is \[128\]"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo .* NVFP4; FP8 can be"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "quant_algo .* NVFP4; supported: FP8",
+        ),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format .* is"),
-        (_group(num_bits=3), r"config_groups.group_0.weights.num_bits .* is 3; 2, 4 and 8"),
-        (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; 8 can be read"),
-        (_group(strategy="tensor_group"), r"weights.strategy .* is tensor_group; tensor, channel"),
+        (_group(num_bits=3), r"config_groups.group_0.weights.num_bits .* is 3; supported: 2, 4, 8"),
+        (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; supported: 8"),
+        (
+            _group(strategy="tensor_group"),
+            r"weights.strategy .* is tensor_group; supported: tensor, channel",
+        ),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),
