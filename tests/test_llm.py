@@ -447,7 +447,7 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         (
             {"kv_cache_memory": "1KiB"},
             DeviceError,
-            "kv_cache_memory is 1KiB; set it to at least 6KiB",
+            "is 1KiB; set it to at least 6KiB",
         ),
     ],
 )

@@ -149,7 +149,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_truncate, "bytes, but its header says"),
         (_garble, "not a safetensors file"),
         (_missing_shard, "model-00002.safetensors is missing"),
-        (_large_vocabulary, f"ids up to {VOCAB_SIZE} and the model {VOCAB_SIZE} embeddings"),
+        (_large_vocabulary, f"ids up to {VOCAB_SIZE}, but the model has {VOCAB_SIZE} embeddings"),
         (_config(model_type=None), "config.json has no model_type"),
         (_config(model_type=["llama"]), "config.json has no model_type"),
         (_config(hidden_size="x"), 'config.json: hidden_size is "x"; it must be a whole number'),
@@ -162,11 +162,11 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_generation(eos_token_id=VOCAB_SIZE), r"eos_token_id has 199; .* 0 to 198"),
         (
             _index(weight_map=3),
-            "index.json: weight_map must map tensors to names of safetensors files",
+            "index.json: weight_map must map tensors to names",
         ),
         (
             _index(weight_map={"a": 3}),
-            "index.json: weight_map must map tensors to names of safetensors files",
+            "index.json: weight_map must map tensors to names",
         ),
         (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
         (_config(quantization_config={"quant_method": "quip"}), "not yet: .*quantized"),

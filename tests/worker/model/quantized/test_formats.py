@@ -192,7 +192,7 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         (
             "packed int4",
             in_group(3),
-            "a.weight: g_idx assigns .* groups 3 to 3, but the weight has 3",
+            "g_idx assigns .* groups 3 to 3, but the weight has 3",
         ),
         ("packed int4", narrowed, "rows of 80 cannot be divided into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale to go with a.weight"),
@@ -245,7 +245,7 @@ _group = partial(compressed, "pack-quantized")
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0; it must be"),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "is marlin; supported: gptq",
+            "marlin; supported: gptq",
         ),
         (
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:a": {}}},
@@ -253,20 +253,20 @@ _group = partial(compressed, "pack-quantized")
         ),
         (
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
-            "version .* is gemv; supported: gemm",
+            "gemv; supported: gemm",
         ),
         ({"quant_method": "awq", "bits": 8}, "bits in config.json is 8; supported: 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size .* is \[128\]"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "quant_algo .* NVFP4; supported: FP8",
+            "NVFP4; supported: FP8",
         ),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format .* is"),
         (_group(num_bits=3), r"config_groups.group_0.weights.num_bits .* is 3; supported: 2, 4, 8"),
         (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; supported: 8"),
         (
             _group(strategy="tensor_group"),
-            r"weights.strategy .* is tensor_group; supported: tensor, channel",
+            "strategy .* is tensor_group; supported: tensor",
         ),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
