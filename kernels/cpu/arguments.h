@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { VECTORS, TILES }; /* kernels: library._KERNELS */
+enum { VECTORS, TILES }; /* values of `kernel`, as in compiled_library.py */
 enum { FLOATS, INT8, GROUPS, FLOAT8 }; /* kinds of packed weights: gemm._KINDS */
 
 typedef struct {
