@@ -184,7 +184,7 @@ def test_a_pool_that_does_not_fit_names_the_keys() -> None:
 
 @in_both_orders
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_a_block_returns_from_the_host_as_it_left(layer_major: bool, device: str) -> None:
+def test_swapped_block_returns_unchanged(layer_major: bool, device: str) -> None:
     cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.blocks.clone()

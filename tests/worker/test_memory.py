@@ -151,7 +151,7 @@ def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> Non
     assert workspace_bytes(1024, 150_000, "cuda") <= 1024 * MIB
 
 
-def test_logits_of_prompts_are_planned_as_they_are_taken() -> None:
+def test_memory_plan_includes_logits_of_scored_prompts() -> None:
     alone, few = plan(max_num_seqs=1), plan(max_num_seqs=SCORED_ROWS)
     assert alone.logits_bytes == few.logits_bytes
     short = plan(max_num_seqs=1, max_num_batched_tokens=16)
@@ -221,12 +221,12 @@ def test_swap_space_is_at_most_a_quarter_of_what_the_pool_leaves() -> None:
     assert "swap space (3840 blocks, at most)" in found.lines()[-1]
 
 
-def test_beside_a_gpu_the_pool_takes_nothing_of_the_host() -> None:
+def test_cuda_pool_takes_no_host_memory() -> None:
     assert plan("cuda").host_bytes == 16 * MIB
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_swap_space_that_is_given_is_had_or_refused(device: str) -> None:
+def test_swap_space_is_reserved_or_refused(device: str) -> None:
     small = {"num_kv_blocks": 4, "max_num_batched_tokens": 1, "max_num_seqs": 1}
     assert plan(device, swap_space="40MiB", **small).host_bytes == 40 * MIB
     with pytest.raises(DeviceError, match=r"swap_space is 65MiB; the host has \d+MiB free"):

@@ -31,7 +31,7 @@ def raises(error: Exception) -> Callable[[], None]:
     ],
     ids=["torch", "numpy", "c_kernel", "cuda", "pinned"],
 )
-def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> None:
+def test_out_of_memory_message_is_one_line(compute: Callable[[], object]) -> None:
     with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
         compute()
     assert 0 < len(str(told.value)) <= 200
@@ -39,7 +39,7 @@ def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> No
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
-def test_other_failures_are_left_alone(error: Exception) -> None:
+def test_other_errors_are_not_changed(error: Exception) -> None:
     with pytest.raises(type(error)) as told, raise_out_of_memory():
         raise error
     assert told.value is error

@@ -54,7 +54,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(family: str) -> No
     assert not scored.nonfinite.any()
 
 
-def test_named_ids_and_logits_can_be_had_of_each_token() -> None:
+def test_prompt_logprobs_return_named_ids_and_logits() -> None:
     runner, maker = make_runner("llama")
     runner._scorer = PromptScorer(runner._model, rows=4)
     prompt = [3, 4, 5, 6, 7, 8]
@@ -95,7 +95,7 @@ def test_no_more_logits_are_taken_at_a_time_than_planned() -> None:
     assert taken == [1, 5, 5, 5, 5, 5, 5, 2]
 
 
-def test_logits_that_are_no_numbers_are_told_apart() -> None:
+def test_prompt_logprobs_report_nan_logits() -> None:
     runner, maker = make_runner("llama")
     with torch.no_grad():
         runner._model.get_input_embeddings().weight[99] = torch.nan

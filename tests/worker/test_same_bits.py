@@ -168,7 +168,7 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
     assert {key: combined_output[key] for key in changed} == changed
 
 
-def test_where_products_depend_on_company_bits_do(
+def test_batch_dependent_kernel_changes_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the tests above: they can fail."""

@@ -16,7 +16,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_arrays_arrive_as_they_are(device: str) -> None:
+def test_arrays_are_copied_unchanged(device: str) -> None:
     tensors = to_device(ARRAYS, torch.device(device))
     for name, array in ARRAYS.items():
         assert tensors[name].device.type == device
@@ -29,7 +29,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_a_copy_to_the_host_has_what_the_tensor_had_when_it_began(device: str) -> None:
+def test_host_copy_has_values_from_its_start(device: str) -> None:
     tensor = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     copy = HostCopy(tensor.clone())
     tensor.zero_()

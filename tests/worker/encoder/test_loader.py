@@ -109,7 +109,7 @@ def test_hidden_states_that_are_not_finite_are_refused(tmp_path: Path, poison: f
         runner(folder)
 
 
-def test_first_tokens_are_left_out_of_what_is_pooled(tmp_path: Path) -> None:
+def test_pooling_skips_first_tokens(tmp_path: Path) -> None:
     folder, rows = make_encoder(tmp_path / "model", "bert"), sequences([9, 9, 9, 5])
     given, left = step(rows, *POOLING), [3, 3, 0, 4]
     step_of = replace(given, unpooled=np.array(left, np.int32))
@@ -160,7 +160,7 @@ def test_second_segments_have_their_own_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_a_text_has_the_same_bits_in_any_company(tmp_path: Path, family: str) -> None:
+def test_encoder_text_has_same_bits_in_any_batch(tmp_path: Path, family: str) -> None:
     folder, rows = make_encoder(tmp_path / "model", family), sequences()
     encoder = runner(folder)
     together = encoder.encode(step(rows, "mean"))

@@ -146,7 +146,7 @@ def test_with_norm_weights_as_trained_models_have_them(family: str, dtype: torch
 
 @dtypes
 @pytest.mark.parametrize("limit", [0.5, 5.0, 50.0, 1000.0])
-def test_attention_that_clips_is_left_alone(limit: float, dtype: torch.dtype) -> None:
+def test_attention_that_clips_is_not_fused(limit: float, dtype: torch.dtype) -> None:
     """As OLMo's: ``clip_qkv`` shows only when something is large enough."""
 
     class Clipped(LlamaAttention):
@@ -159,7 +159,7 @@ def test_attention_that_clips_is_left_alone(limit: float, dtype: torch.dtype) ->
     assert swapped(fused_is_close("llama", dtype, change)) == (2, 3, 7)
 
 
-def test_attention_that_differs_at_late_positions_only_is_left_alone() -> None:
+def test_attention_that_differs_at_late_positions_is_not_fused() -> None:
     """As Llama 4's, which scales its queries from some position on."""
     model: Any = prepared(tiny_model("llama"))
     last = model.model.rotary_emb(torch.zeros(1, 1, 32), torch.tensor([[MAX_MODEL_LEN - 1]]))[0]
@@ -174,13 +174,13 @@ def test_attention_that_differs_at_late_positions_only_is_left_alone() -> None:
     assert swapped(model) == (2, 3, 7)
 
 
-def test_another_activation_is_left_alone() -> None:
+def test_mlp_with_another_activation_is_not_fused() -> None:
     model = prepared(tiny_model("llama", hidden_act="gelu"))
     fuse(model, layout_of(model), MAX_MODEL_LEN)
     assert swapped(model) == (3, 0, 7)
 
 
-def test_a_norm_that_does_more_is_left_alone() -> None:
+def test_norm_that_computes_more_is_not_fused() -> None:
     model = prepared(tiny_model("llama"))
     norm: Any = model.model.norm  # type: ignore[union-attr]
     original = norm.forward
@@ -189,7 +189,7 @@ def test_a_norm_that_does_more_is_left_alone() -> None:
     assert swapped(model) == (3, 3, 6)
 
 
-def test_a_norm_kept_in_another_precision_is_left_alone() -> None:
+def test_norm_in_another_precision_is_not_fused() -> None:
     model = prepared(tiny_model("llama").bfloat16())
     model.model.norm.float()  # type: ignore[union-attr]
     model.lm_head.float()

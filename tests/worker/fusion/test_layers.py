@@ -70,19 +70,19 @@ def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layer_that_scales_its_sum_is_left_alone_in_16_bits(dtype: torch.dtype) -> None:
+def test_layer_that_scales_its_sum_is_not_fused_in_16_bits(dtype: torch.dtype) -> None:
     assert fused("granite", dtype, residual_multiplier=0.99)[2] == 0
     assert fused("llama", dtype)[2] == 3
 
 
-def test_a_layer_that_scales_its_sum_is_left_alone() -> None:
+def test_layer_that_scales_its_sum_is_not_fused() -> None:
     model, layout, swapped = fused("granite", residual_multiplier=0.99)
     assert swapped == 0
     cache, steps, _ = prefill_and_decode(layout)
     assert forward(model, cache, make_backend(cache), steps[0]).isfinite().all()
 
 
-def test_layers_are_left_alone_if_no_logits_can_be_compared() -> None:
+def test_layers_are_not_fused_without_finite_logits() -> None:
     register()
     model: Any = tiny_model("llama")
     model.set_attn_implementation(ATTENTION_NAME)

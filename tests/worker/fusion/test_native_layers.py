@@ -286,7 +286,7 @@ def test_another_pool_is_another_address(joined: bool) -> None:
 
 
 @JOINED
-def test_a_pool_of_float8_is_left_to_the_layers(joined: bool) -> None:
+def test_float8_pool_runs_python_layers(joined: bool) -> None:
     model, layout = fused("llama", joined=joined)
     layout = replace(layout, fp8=True)
     run = Run("llama", layout)

@@ -174,7 +174,7 @@ def test_adapters_are_added_to_layers_of_few_bits(tmp_path: Path) -> None:
 
 
 @methods
-def test_codes_that_were_kept_are_packed_as_they_are(
+def test_kept_codes_are_packed_without_rounding(
     checkpoint: Callable[[str], Path], method: str
 ) -> None:
     """Also those of layers that were merged; and numbers beside them count for nothing."""

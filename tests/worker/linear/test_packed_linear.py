@@ -37,7 +37,7 @@ def test_the_product_is_that_of_the_layer(
 
 @every_kernel
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 48), (768, 256), (2048, 768)])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(
+def test_packed_linear_is_batch_invariant(
     kernel: LinearKernel, dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
     """With any number of threads."""
@@ -75,6 +75,6 @@ def test_layers_of_another_dtype_stay() -> None:
     assert type(model[0]) is nn.Linear
 
 
-def test_there_is_always_a_kernel_for_float32_and_none_for_float16() -> None:
+def test_kernels_exist_for_float32_and_not_for_float16() -> None:
     assert linear_kernels(torch.float32)[-1].kind == "torch"
     assert linear_kernels(torch.float16) == ()

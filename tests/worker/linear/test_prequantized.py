@@ -258,7 +258,7 @@ def test_nothing_but_rows_is_rounded(case: str, method: str, tmp_path: Path) -> 
 
 
 @needs_kernel
-def test_layers_saved_in_another_way_are_rounded_anew(tmp_path: Path) -> None:
+def test_layers_in_another_format_are_rounded_again(tmp_path: Path) -> None:
     folder, _ = write_quantized(tmp_path, "llama", *CASES["fp8 blocks"])
     choice = ModelConfig(str(folder), dtype="float32", quantization="int8")
     loaded, plain = load_model(choice, device=CPU), load(folder)

@@ -346,7 +346,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "at", ["batchinfer.worker.lora.lora_layers._linear", "batchinfer.worker.lora.lora_layers.Probe"]
 )
-def test_an_adapter_that_does_not_fit_is_named(
+def test_adapter_too_large_for_the_device_is_named(
     sound: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -121,7 +121,7 @@ def test_a_quantized_checkpoint_is_loaded_as_it_was_saved(
         load_model(ModelConfig(str(tmp_path), quantization="int8_weight_only"), device=CPU)
 
 
-def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -> None:
+def test_bytes_of_kept_codes_are_counted(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     config = json.loads((folder / "config.json").read_text())
     embeddings = 2 * VOCAB_SIZE * 64

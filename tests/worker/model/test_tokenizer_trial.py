@@ -69,7 +69,7 @@ def test_the_message_says_how_the_loading_process_died(
     tokenizer_trial._problem.cache_clear()
 
 
-def test_no_code_of_the_folder_it_is_started_in_runs(
+def test_tokenizer_trial_runs_no_code_of_the_current_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("resource", "tokenizers"):

@@ -99,7 +99,7 @@ def test_each_group_of_layers_has_its_own_bits(tmp_path: Path) -> None:
         read(tmp_path, section, written.parts)
 
 
-def test_empty_biases_of_quantized_layers_may_be_left_out(tmp_path: Path) -> None:
+def test_models_need_not_have_all_zero_gptq_biases(tmp_path: Path) -> None:
     section, writer = CASES["gptq"]
     parts = writer(WEIGHT).parts
     path = tmp_path / "model.safetensors"
