@@ -314,6 +314,7 @@ RUNS: dict[str, Failure] = {
     "8 a log of rows in flight that cannot be deleted": _keeping(errno.EPERM, "run-00001"),
     "8 a folder that may not be written to": _not_writable,
     "8 a file where the output goes": _in_the_way("out"),
+    "8 an output where no folder can be made": _job("path: out", "path: /proc/x", prompt=["a"]),
     "8 a file where a folder of the output goes": _in_the_way("out/_batchinfer"),
 }
 """By exit code and title."""

@@ -46,7 +46,9 @@ def job(folder: Path, *overrides: str) -> JobSpec:
         "prompt.tool_choice=none",
     ],
 )
-def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, override: str) -> None:
+def test_fingerprint_changes_with_keys_that_change_the_output(
+    tmp_path: Path, override: str
+) -> None:
     before, after = job(tmp_path), job(tmp_path, override)
     assert fingerprint(before, MODEL) != fingerprint(after, MODEL)
     facts = [fingerprint_facts(spec, MODEL) for spec in (before, after)]
@@ -83,18 +85,20 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
         "model.name=./copied",
     ],
 )
-def test_what_does_not_stays_out(tmp_path: Path, override: str) -> None:
+def test_fingerprint_ignores_keys_that_do_not_change_the_output(
+    tmp_path: Path, override: str
+) -> None:
     assert fingerprint(job(tmp_path), MODEL) == fingerprint(job(tmp_path, override), MODEL)
 
 
-def test_two_names_of_one_type_are_one(tmp_path: Path) -> None:
+def test_fingerprint_is_equal_for_synonyms_of_a_dtype(tmp_path: Path) -> None:
     names = ("auto", "fp8", "fp8_e4m3")
     specs = [job(tmp_path, f"engine.kv_cache_dtype={name}") for name in names]
     plain, short, long = (fingerprint(spec, MODEL) for spec in specs)
     assert plain != short == long
 
 
-def test_an_adapter_is_known_by_what_it_holds_not_by_its_place(tmp_path: Path) -> None:
+def test_fingerprint_uses_adapter_content_not_path(tmp_path: Path) -> None:
     place = "model={name: m, adapters: {a: %s}}"
     column = "prompt.adapter_column=c"
     here, there = (job(tmp_path, place % folder, column) for folder in ("./here", "./there"))
@@ -105,7 +109,7 @@ def test_an_adapter_is_known_by_what_it_holds_not_by_its_place(tmp_path: Path) -
     assert list(differences(*both)) == ["model.adapters.a.adapter_config.json"]
 
 
-def test_other_weights_are_another_job(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_weights(tmp_path: Path) -> None:
     spec = job(tmp_path)
     other = {**MODEL, "weights": "xyz"}
     assert fingerprint(spec, MODEL) != fingerprint(spec, other)
@@ -114,14 +118,14 @@ def test_other_weights_are_another_job(tmp_path: Path) -> None:
     ]
 
 
-def test_a_chat_template_counts_by_its_text(tmp_path: Path) -> None:
+def test_fingerprint_uses_chat_template_content(tmp_path: Path) -> None:
     for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
         (tmp_path / name).write_text(text)
     a, b, c = (fingerprint(job(tmp_path, f"prompt.chat_template={n}"), {}) for n in "abc")
     assert a == b != c
 
 
-def test_a_chat_template_that_went_away(tmp_path: Path) -> None:
+def test_missing_chat_template_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one")
     spec = job(tmp_path, "prompt.chat_template=a")
     (tmp_path / "a").unlink()
@@ -129,7 +133,7 @@ def test_a_chat_template_that_went_away(tmp_path: Path) -> None:
         fingerprint(spec, {})
 
 
-def test_facts_survive_json_and_name_each_difference(tmp_path: Path) -> None:
+def test_fingerprint_differences_name_each_key(tmp_path: Path) -> None:
     before = fingerprint_facts(
         job(tmp_path, "sampling.logit_bias={5: 1}", "output.rename={a: b}"), MODEL
     )
@@ -143,5 +147,5 @@ def test_facts_survive_json_and_name_each_difference(tmp_path: Path) -> None:
     ]
 
 
-def test_the_fingerprint_is_a_sha256(tmp_path: Path) -> None:
+def test_fingerprint_is_a_sha256(tmp_path: Path) -> None:
     assert len(bytes.fromhex(fingerprint(job(tmp_path), MODEL))) == 32

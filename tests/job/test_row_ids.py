@@ -20,14 +20,14 @@ SOME_ROWS = st.sets(st.integers(0, 24))
 
 
 @given(rows=SOME_ROWS)
-def test_ranges_hold_their_rows_and_are_as_long_as_can_be(rows: set[int]) -> None:
+def test_ranges_of_returns_maximal_ranges(rows: set[int]) -> None:
     ranges = ranges_of(sorted_row_ids(rows))
     assert [row for r in ranges for row in r] == sorted(rows)
     assert all(first.stop < second.start for first, second in pairwise(ranges))
 
 
 @given(rows=SOME_ROWS)
-def test_what_is_there_and_what_is_missing_make_up_the_parts(rows: set[int]) -> None:
+def test_missing_ranges_complement_finished_rows(rows: set[int]) -> None:
     there = sorted_row_ids(rows)
     missing = missing_ranges(PARTS, there)
     assert {row for r in missing for row in r} == set(range(25)) - rows
@@ -37,6 +37,6 @@ def test_what_is_there_and_what_is_missing_make_up_the_parts(rows: set[int]) -> 
 
 
 @given(rows=SOME_ROWS, others=SOME_ROWS)
-def test_rows_within_ranges(rows: set[int], others: set[int]) -> None:
+def test_within_keeps_row_ids_in_ranges(rows: set[int], others: set[int]) -> None:
     found = within(sorted_row_ids(rows), ranges_of(sorted_row_ids(others)))
     assert found.tolist() == sorted(rows & others)

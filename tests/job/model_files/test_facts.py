@@ -38,14 +38,16 @@ def facts(folder: Path) -> object:
         ("2_Dense/model.safetensors", b"x"),
     ],
 )
-def test_what_changes_outputs_changes_the_facts(folder: Path, name: str, content: bytes) -> None:
+def test_model_facts_change_with_files_that_affect_outputs(
+    folder: Path, name: str, content: bytes
+) -> None:
     before = facts(folder)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(content)
     assert facts(folder) != before
 
 
-def test_where_the_folder_is_and_its_readme_do_not_count(folder: Path, tmp_path: Path) -> None:
+def test_model_facts_ignore_path_and_readme(folder: Path, tmp_path: Path) -> None:
     before = facts(folder)
     (folder / "README.md").write_text("bye")
     moved = tmp_path.with_name(tmp_path.name + "-moved")
@@ -53,32 +55,32 @@ def test_where_the_folder_is_and_its_readme_do_not_count(folder: Path, tmp_path:
     assert facts(moved) == before
 
 
-def test_a_hub_id_is_its_name_and_revision() -> None:
+def test_model_facts_of_a_hub_id() -> None:
     main, pinned = (ModelSpec(name="org/model", revision=r) for r in (None, "abc"))
     assert model_facts(main) != model_facts(pinned)
 
 
-def test_a_name_too_long_for_a_folder_is_a_hub_id() -> None:
+def test_model_facts_of_a_very_long_name() -> None:
     assert model_facts(ModelSpec(name="n" * 300))["model"] == {"name": "n" * 300, "revision": None}
 
 
-def test_a_folder_that_is_not_there_is_found_before_anything_is_deleted() -> None:
+def test_missing_model_folder_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"model\.name: there is no folder /nowhere"):
         model_facts(ModelSpec(name="/nowhere"))
 
 
-def test_a_folder_that_is_misspelt_has_a_near_one(tmp_path: Path) -> None:
+def test_misspelled_model_folder_suggests_a_near_name(tmp_path: Path) -> None:
     (tmp_path / "office-model").mkdir()
     with pytest.raises(ModelError, match=r"office-modl; did you mean \S*/office-model\?"):
         model_facts(ModelSpec(name=str(tmp_path / "office-modl")))
 
 
-def test_a_missing_tokenizer_is_blamed_on_its_own_key(folder: Path) -> None:
+def test_missing_tokenizer_error_names_its_key(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder /nowhere"):
         model_facts(ModelSpec(name=str(folder), tokenizer="/nowhere"))
 
 
-def test_a_tokenizers_folder_may_hold_a_model_whose_weights_do_not_matter(folder: Path) -> None:
+def test_tokenizer_facts_ignore_weights(folder: Path) -> None:
     model = ModelSpec(name=str(folder), tokenizer=str(folder))
     before = model_facts(model)["tokenizer"]
     (folder / "model.safetensors").write_bytes(WEIGHTS[:-1] + b"\x01")
@@ -86,14 +88,16 @@ def test_a_tokenizers_folder_may_hold_a_model_whose_weights_do_not_matter(folder
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_what_is_no_file_is_not_read(folder: Path, name: str) -> None:
+def test_model_facts_refuse_a_pipe(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(ModelError, match=rf"{name} is not a file"):
         facts(folder)
 
 
-def test_a_known_commit_is_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_with_a_known_commit_ignores_the_revision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(model_files, "hub_commit", lambda name, revision: f"{name}@{revision}")
     found = model_facts(ModelSpec(name="org/model", revision="v2"))["model"]
     assert found == {"name": "org/model", "revision": "v2", "commit": "org/model@v2"}

@@ -19,25 +19,23 @@ def refs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_offline_it_is_what_was_downloaded(refs: Path) -> None:
+def test_hub_commit_offline_is_the_downloaded_commit(refs: Path) -> None:
     assert hub_commit("org/model", None) == FIRST
     assert hub_commit("org/model", "v2") == SECOND
 
 
-def test_a_commit_is_itself() -> None:
+def test_hub_commit_of_a_commit_is_itself() -> None:
     assert hub_commit("org/model", SECOND) == SECOND
 
 
-def test_nobody_knows_what_was_never_downloaded(refs: Path) -> None:
+def test_hub_commit_without_download_is_unknown(refs: Path) -> None:
     assert hub_commit("org/other", None) is None
     assert hub_commit("n" * 300, None) is None
     (refs / "main").write_text("torn")
     assert hub_commit("org/model", None) is None
 
 
-def test_the_hub_is_asked_first_and_may_be_out_of_reach(
-    refs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_commit_asks_the_hub_first(refs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
     def fails(*_: object, **__: object) -> None:

@@ -74,7 +74,7 @@ def check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["data-renamed:2", "openai-renamed:1", "_batchinfer-staged:3"])
-def test_a_killed_job_goes_on(tmp_path: Path, point: str) -> None:
+def test_openai_export_resumes_after_a_kill(tmp_path: Path, point: str) -> None:
     """Among its parts, between the two output files, before it is written that they are there."""
     spec = batch(tmp_path)
     environment = {**os.environ, VARIABLE: point}
@@ -85,7 +85,7 @@ def test_a_killed_job_goes_on(tmp_path: Path, point: str) -> None:
     check(tmp_path)
 
 
-def test_a_stopped_job_goes_on_and_says_when_it_was_planned(tmp_path: Path) -> None:
+def test_openai_created_is_the_time_of_the_plan(tmp_path: Path) -> None:
     spec, second = batch(tmp_path), Build()
     assert run_job(spec, build=Build(stop_at(15)), quiet=True) is ExitCode.INTERRUPTED
     assert run_job(spec, build=second, quiet=True) is ExitCode.OK
@@ -95,14 +95,14 @@ def test_a_stopped_job_goes_on_and_says_when_it_was_planned(tmp_path: Path) -> N
     assert len(created) == 1
 
 
-def test_failed_rows_may_run_again(tmp_path: Path) -> None:
+def test_openai_export_after_retry_errors(tmp_path: Path) -> None:
     spec = batch(tmp_path)
     run_job(spec, build=FakeBuild(), quiet=True)
     assert run_job(spec, build=FakeBuild(), quiet=True, retry_errors=True) is ExitCode.OK
     check(tmp_path)
 
 
-def test_starting_over_leaves_nothing_of_the_old_files(tmp_path: Path) -> None:
+def test_openai_export_after_overwrite(tmp_path: Path) -> None:
     run_job(batch(tmp_path), build=FakeBuild(), quiet=True)
     (tmp_path / "out" / "openai" / "output.jsonl").write_text("something else")
     plain = batch(tmp_path, format="parquet")
@@ -111,7 +111,7 @@ def test_starting_over_leaves_nothing_of_the_old_files(tmp_path: Path) -> None:
     assert not verify(OutputDir(tmp_path / "out")).problems
 
 
-def test_what_the_files_need_is_kept_under_any_name(tmp_path: Path) -> None:
+def test_openai_export_with_renamed_columns(tmp_path: Path) -> None:
     batch(tmp_path)
     spec = job(
         tmp_path,

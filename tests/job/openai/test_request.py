@@ -30,7 +30,7 @@ def refusal(request: dict[str, Any]) -> tuple[str, str]:
     return caught.value.code, caught.value.message
 
 
-def test_a_conversation_and_its_parameters() -> None:
+def test_chat_request_is_parsed() -> None:
     request = parse(
         model="org/model",
         max_completion_tokens=5,
@@ -74,13 +74,13 @@ def test_a_conversation_and_its_parameters() -> None:
         ([[1, 2]], "token_ids", [1, 2]),
     ],
 )
-def test_prompts_of_completions(prompt: Any, source: str, value: Any) -> None:
+def test_completion_request_prompts_are_parsed(prompt: Any, source: str, value: Any) -> None:
     request = parse(TEXT, prompt=prompt, logprobs=2, best_of=3, n=3)
     assert (request.source, request.value) == (source, value)
     assert request.sampling == {"logprobs": 2, "n": 3}
 
 
-def test_a_limit_given_twice_is_one_if_both_agree() -> None:
+def test_equal_max_tokens_and_max_completion_tokens_are_accepted() -> None:
     sampling = parse(max_tokens=4, max_completion_tokens=4).sampling
     assert sampling == {"max_tokens": 4}
     sampling = parse(max_tokens=4, max_completion_tokens=5).sampling  # refused with the others
@@ -109,7 +109,7 @@ def test_a_limit_given_twice_is_one_if_both_agree() -> None:
         ),
     ],
 )
-def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
+def test_invalid_request_is_refused(change: dict[str, Any], message: str) -> None:
     code, found = refusal({**line(), **change})
     assert code == "invalid_request"
     assert found.startswith(message)
@@ -126,7 +126,9 @@ def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
         (TEXT, {"best_of": 2}, "body.best_of is not supported"),
     ],
 )
-def test_what_is_not_built_is_refused(url: str, body: dict[str, Any], message: str) -> None:
+def test_unsupported_request_parameter_is_refused(
+    url: str, body: dict[str, Any], message: str
+) -> None:
     code, found = refusal(line(url, **body))
     assert code == "unsupported_parameter"
     assert found.startswith(message)
@@ -142,12 +144,12 @@ def test_what_is_not_built_is_refused(url: str, body: dict[str, Any], message: s
         (TEXT, {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
     ],
 )
-def test_parameters_that_are_wrong(url: str, body: dict[str, Any]) -> None:
+def test_bad_request_sampling_params_are_refused(url: str, body: dict[str, Any]) -> None:
     assert refusal(line(url, **body))[0] == "bad_sampling_params"
 
 
 @pytest.mark.parametrize("top", [21, -1, 2.0, True, "3"])
-def test_the_number_of_alternatives_is_called_as_in_the_request(top: Any) -> None:
+def test_top_logprobs_error_names_the_request_field(top: Any) -> None:
     code, message = refusal(line(logprobs=True, top_logprobs=top))
     assert code == "bad_sampling_params"
     assert message.startswith("body: top_logprobs is ")
@@ -159,31 +161,31 @@ def test_the_number_of_alternatives_is_called_as_in_the_request(top: Any) -> Non
         ("guided_choice", "choice", ["a", "b"]),
     ],
 )
-def test_guided_fields_are_structured_outputs(name: str, kind: str, value: Any) -> None:
+def test_guided_fields_become_structured_outputs(name: str, kind: str, value: Any) -> None:
     given: dict[str, Any] = {name: value, "guided_decoding_backend": "xgrammar"}
     assert parse(**given).sampling == {"structured_outputs": {kind: value}}
 
 
-def test_variables_for_the_chat_template() -> None:
+def test_request_chat_template_variables() -> None:
     request = parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert request.template_variables == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_an_echo_needs_the_prompts_log_probabilities_with_those_of_the_answer(
+def test_echo_with_logprobs_requests_prompt_logprobs(
     logprobs: int | None,
 ) -> None:
     sampling = parse(TEXT, prompt="x", echo=True, logprobs=logprobs).sampling
     assert sampling.get("prompt_logprobs") == sampling.get("logprobs") == logprobs
 
 
-def test_another_model_is_refused() -> None:
+def test_request_for_another_model_is_refused() -> None:
     code, message = refusal(line(model="gpt-4o"))
     assert code == "unknown_model"
     assert message.startswith('body.model is "gpt-4o", and this job runs org/model')
 
 
-def test_an_adapter_may_be_named_in_full() -> None:
+def test_request_model_may_name_an_adapter() -> None:
     adapters = {"styles/short": 1}
     assert (
         generation_requests().read(line(model="styles/short"), ["m"], adapters).model
@@ -201,11 +203,11 @@ def test_an_adapter_may_be_named_in_full() -> None:
         ("/home/me/org/model", True),
     ],
 )
-def test_a_model_may_be_called_by_the_end_of_its_name(asked: str, served: bool) -> None:
+def test_request_model_may_be_the_end_of_a_served_name(asked: str, served: bool) -> None:
     assert is_served(asked, ["x", "/home/me/org/model"]) is served
 
 
-def test_ids_that_were_there_before() -> None:
+def test_duplicate_custom_ids() -> None:
     ids = CustomIds()
     ids.add(["a", None, "b"])
     ids.add(["a", None, "row 1", 5, "c", "a", "b"])
@@ -219,7 +221,7 @@ def parse_tools(**body: Any) -> ParsedRequest:
     return generation_requests(has_tools=True).read(line(**body), ["org/model"])
 
 
-def test_tools_and_who_must_call_them() -> None:
+def test_request_tools_and_tool_choice() -> None:
     named = {"type": "function", "function": {"name": "f"}}
     for given, tools in [
         ({"tools": [FUNCTION]}, RowTools([FUNCTION])),
@@ -241,7 +243,7 @@ def test_tools_and_who_must_call_them() -> None:
     ("written", "meant"),
     [('{"a": 1}', {"a": 1}), ("", {}), ("{", "{"), ({"a": 1}, {"a": 1}), (None, None)],
 )
-def test_arguments_of_earlier_calls_are_values_for_the_template(written: Any, meant: Any) -> None:
+def test_tool_call_arguments_are_decoded_for_the_template(written: Any, meant: Any) -> None:
     def talk(arguments: Any) -> list[dict[str, Any]]:
         call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
         return [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]

@@ -32,14 +32,14 @@ def answer(url: str) -> dict[str, Any]:
     return found
 
 
-def test_the_last_token_of_a_character_has_its_text_in_a_completion() -> None:
+def test_completion_logprobs_of_a_multi_token_character() -> None:
     found = answer("/v1/completions")
     assert found["tokens"] == ["", "é", " ", "", "", "€"]
     assert found["text_offset"] == [0, 0, 1, 2, 2, 2]
     assert found["top_logprobs"][-1] == {"€": -1.0}
 
 
-def test_the_last_token_of_a_character_has_its_text_in_a_chat() -> None:
+def test_chat_logprobs_of_a_multi_token_character() -> None:
     content = answer(CHAT)["content"]
     assert [token["token"] for token in content] == ["", "é", " ", "", "", "€"]
     assert b"".join(bytes(token["bytes"]) for token in content) == TEXT.encode()

@@ -60,7 +60,7 @@ def texts(line: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in choices]
 
 
-def test_choices_of_several_prompts_come_prompt_by_prompt() -> None:
+def test_run_batch_orders_choices_by_prompt() -> None:
     assert run_batch(ask(GOOD)) is ExitCode.OK
 
     found = answers()
@@ -73,7 +73,7 @@ def test_choices_of_several_prompts_come_prompt_by_prompt() -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 2 * 7)
 
 
-def test_one_bad_prompt_of_several_fails_its_request_alone() -> None:
+def test_run_batch_bad_prompt_fails_only_its_request() -> None:
     options = ask([("a", {"prompt": ["x", " "]}), ("b", {"prompt": ["x", "y"]}), *GOOD[2:]])
     assert run_batch(options) is ExitCode.OK
 
@@ -83,7 +83,7 @@ def test_one_bad_prompt_of_several_fails_its_request_alone() -> None:
     assert len(Path("out.jsonl").read_text().splitlines()) == 3
 
 
-def test_too_many_failed_requests_end_in_exit_code_3() -> None:
+def test_run_batch_exits_3_with_too_many_failed_requests() -> None:
     options = ask(BAD, max_error_rate=0.25)
     assert run_batch(options) is ExitCode.TOO_MANY_ROW_ERRORS
 
@@ -96,7 +96,7 @@ def test_too_many_failed_requests_end_in_exit_code_3() -> None:
     assert run_batch(ask(BAD, max_error_rate=0.5, overwrite=True)) is ExitCode.OK
 
 
-def test_what_its_messages_advise_can_be_done() -> None:
+def test_run_batch_hints_of_messages_work() -> None:
     assert run_batch(ask(BAD[:2], max_error_rate=0)) is ExitCode.TOO_MANY_ROW_ERRORS
     with pytest.raises(DataError, match="has changed since") as caught:
         run_batch(ask(GOOD[:1]))
@@ -119,7 +119,7 @@ def test_what_its_messages_advise_can_be_done() -> None:
         ),
     ],
 )
-def test_errors_have_the_words_of_requests(url: str, body: dict[str, Any], says: str) -> None:
+def test_run_batch_errors_name_request_fields(url: str, body: dict[str, Any], says: str) -> None:
     options = ask([("a", {})])
     line = {"custom_id": "a", "method": "POST", "url": f"/v1/{url}", "body": body}
     Path("in.jsonl").write_text(json.dumps(line))
@@ -128,7 +128,7 @@ def test_errors_have_the_words_of_requests(url: str, body: dict[str, Any], says:
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file_gives_an_empty_file(content: str) -> None:
+def test_run_batch_with_an_empty_file(content: str) -> None:
     options = ask([])
     Path("in.jsonl").write_text(content)
     assert run_batch(options) is ExitCode.OK
@@ -142,7 +142,7 @@ def test_an_empty_file_gives_an_empty_file(content: str) -> None:
         ('{"custom_id": ""}', 'custom_id is ""'),
     ],
 )
-def test_a_request_without_an_id_is_an_error_of_the_file(line: str, problem: str) -> None:
+def test_run_batch_request_without_custom_id_is_a_file_error(line: str, problem: str) -> None:
     options = ask(GOOD)
     with open("in.jsonl", "a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")
@@ -151,17 +151,17 @@ def test_a_request_without_an_id_is_an_error_of_the_file(line: str, problem: str
     assert not Path("out.jsonl").exists()
 
 
-def test_other_models_are_refused_where_a_name_is_asked_for() -> None:
+def test_run_batch_with_served_model_name_refuses_other_models() -> None:
     assert run_batch(ask(GOOD, served_model_name=["echo"])) is ExitCode.OK
     assert answers()["c"]["response"]["status_code"] == 404
 
 
-def test_other_models_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_batch_warns_about_other_models(caplog: pytest.LogCaptureFixture) -> None:
     run_batch(ask([(f"{at}", {"model": name}) for at, name in enumerate(["x", "y", "x", "echo"])]))
     assert [record.args[0] for record in caplog.records if record.args] == ["x", "y"]
 
 
-def test_an_open_pipe_is_written_to_each_time() -> None:
+def test_run_batch_writes_to_a_pipe() -> None:
     os.mkfifo("pipe")
     found: list[str] = []
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_an_open_pipe_is_written_to_each_time() -> None:
     assert Path("in.jsonl.batchinfer/openai/output.jsonl").read_text() == found[0]
 
 
-def test_an_output_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_batch_output_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server() as address:
         point_to(address, monkeypatch)
         options = ask(GOOD, output_file=f"{LAKE}/answers/out.jsonl")
@@ -184,7 +184,7 @@ def test_an_output_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out.jsonl.batchinfer/_SUCCESS" in found
 
 
-def test_thinking_is_told_apart_by_the_names_of_vllm_or_by_markers() -> None:
+def test_run_batch_separates_reasoning_by_parser_or_markers() -> None:
     markers = {"start": "<a>", "end": "</a>"}
     for asked, found in [
         ("auto", "auto"),
@@ -199,12 +199,12 @@ def test_thinking_is_told_apart_by_the_names_of_vllm_or_by_markers() -> None:
             module.batch_job(ask(GOOD, reasoning_parser=asked))
 
 
-def test_the_output_is_not_the_input() -> None:
+def test_run_batch_refuses_output_equal_to_input() -> None:
     with pytest.raises(UsageError, match="the output file is the input file"):
         run_batch(ask(GOOD, output_file="./in.jsonl"))
 
 
-def test_variables_of_a_request_win_over_those_of_all() -> None:
+def test_run_batch_request_template_variables_override_the_jobs() -> None:
     builder = PromptBuilder(
         PromptConfig(chat_template="file", chat_template_kwargs={"effort": "none", "mood": "good"}),
         byte_tokenizer(),

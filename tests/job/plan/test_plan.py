@@ -115,7 +115,7 @@ def stored_in_fp8() -> tuple[Columns, dict[str, Any]]:
         *(small_steps_in_input_order, stored_in_fp8),
     ],
 )
-def test_a_plan_is_what_the_run_then_does(
+def test_plan_matches_the_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any
 ) -> None:
     # On a busy machine times are a lottery: waste is compared by steps of equal length.
@@ -145,7 +145,7 @@ def test_a_plan_is_what_the_run_then_does(
 
 
 @pytest.mark.parametrize(("width", "num_blocks", "block_size"), [(4, 600, 16), (2, 150, 8)])
-def test_a_plan_of_beams_is_near_what_the_run_then_does(
+def test_plan_of_beam_search_is_close_to_the_run(
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,9 +174,7 @@ def test_a_plan_of_beams_is_near_what_the_run_then_does(
     assert plan["output_tokens"] == summary["tokens"]["output"] == 24 * 2 * 32
 
 
-def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
-    tmp_path: Path, model: Path
-) -> None:
+def test_plan_counts_failing_rows_like_the_run(tmp_path: Path, model: Path) -> None:
     prompts = [f"row {at}".encode() for at in range(40)]
     prompts[3], prompts[8], prompts[9] = b"  ", b"x" * 600, b"y" * 512
     prompts[15], prompts[20] = b"broken \xff here", b"as in <|im_end|> text"
@@ -206,7 +204,7 @@ def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     assert sum(bins.values()) == 40 - 5, "rows without tokens have no length"
 
 
-def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
+def test_plan_needs_no_weights(tmp_path: Path, model: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
     columns = {"prompt": texts(6, 20, 10, 30)}
@@ -215,7 +213,7 @@ def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
     assert plan_job(spec) | {"model": {}} == with_weights | {"model": {}}
 
 
-def test_expected_lengths_end_answers_sooner(tmp_path: Path, model: Path) -> None:
+def test_plan_with_expected_output_tokens_is_shorter(tmp_path: Path, model: Path) -> None:
     columns = {
         "prompt": texts(7, 50, 10, 30),
         "sampling_params": [None] * 49 + ['{"min_tokens": 9}'],
@@ -228,7 +226,7 @@ def test_expected_lengths_end_answers_sooner(tmp_path: Path, model: Path) -> Non
     assert plan_job(spec, expect_output_tokens=99) | {"expect_output_tokens": None} == longest
 
 
-def test_a_device_has_its_own_pool(tmp_path: Path, model: Path) -> None:
+def test_plan_device_determines_the_pool(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, {"prompt": ["hello"]}, engine={"num_kv_blocks": None})
     blocks = {name: plan_job(spec, device=name)["num_blocks"] for name in ("h200", "h100", "l40s")}
     assert blocks["h200"] > blocks["h100"] > blocks["l40s"]
@@ -236,7 +234,7 @@ def test_a_device_has_its_own_pool(tmp_path: Path, model: Path) -> None:
     assert blocks["h200"] * block_bytes == pytest.approx(0.9 * 139.8 * 2**30, rel=0.02)
 
 
-def test_blocks_that_nobody_can_fill_are_not_simulated(tmp_path: Path, model: Path) -> None:
+def test_plan_simulates_no_more_blocks_than_rows_can_fill(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": texts(9, 40, 60, 80)}
     engine = {"max_num_seqs": 4}
     small, large = (
@@ -248,7 +246,7 @@ def test_blocks_that_nobody_can_fill_are_not_simulated(tmp_path: Path, model: Pa
     assert large | pool == small | pool
 
 
-def test_what_does_not_fit_the_device_is_refused(tmp_path: Path, model: Path) -> None:
+def test_plan_refuses_a_model_that_does_not_fit_the_device(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, {"prompt": ["hello"]}, engine={"num_kv_blocks": 10**8})
     with pytest.raises(DeviceError, match=r"lower engine\.num_kv_blocks"):
         plan_job(spec, device="l40s")
@@ -256,7 +254,7 @@ def test_what_does_not_fit_the_device_is_refused(tmp_path: Path, model: Path) ->
         plan_job(spec, device="h20")
 
 
-def test_a_missing_device_can_be_named(
+def test_plan_for_a_device_of_another_machine(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -266,7 +264,7 @@ def test_a_missing_device_can_be_named(
     assert plan_job(spec, device="a100-80g")["device"] == "NVIDIA A100 80 GB"
 
 
-def test_a_dataset_without_rows(tmp_path: Path, model: Path) -> None:
+def test_plan_of_a_dataset_without_rows(tmp_path: Path, model: Path) -> None:
     plan = plan_job(job(tmp_path, model, {"prompt": pa.array([], pa.string())}))
     sums = ("rows", "prompt_tokens", "rows_in_flight", "peak_used_blocks", "time_s", "steps")
     assert {plan[name] for name in sums} == {0}
@@ -274,7 +272,7 @@ def test_a_dataset_without_rows(tmp_path: Path, model: Path) -> None:
     assert list(plan_facts(plan))
 
 
-def test_a_large_dataset_is_sampled_and_says_so(
+def test_plan_samples_a_large_dataset(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = {"prompt": texts(8, 800, 20, 40)}
@@ -301,7 +299,7 @@ def test_a_large_dataset_is_sampled_and_says_so(
     assert any("from a sample: 400 of 800 rows read" in line for line in plain(plan_facts(less)))
 
 
-def test_a_sample_is_made_of_whole_windows() -> None:
+def test_plan_samples_whole_windows() -> None:
     parts = [Part(at, range(10 * at, min(10 * at + 10, 95))) for at in range(10)]
     assert sampled_parts(parts, window_rows=20, most_rows=95) == parts
     chosen = sampled_parts(parts, window_rows=20, most_rows=40)
@@ -310,7 +308,7 @@ def test_a_sample_is_made_of_whole_windows() -> None:
     assert sampled_parts(parts, window_rows=1000, most_rows=30) == parts
 
 
-def test_the_command_prints_json_or_lines(
+def test_plan_command_prints_json_or_lines(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     write_parquet(tmp_path / "prompts.parquet", {"prompt": ["one two", "three"]})
@@ -337,7 +335,7 @@ def batchinfer(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
     return done.value.code
 
 
-def test_workers_share_the_time_and_not_the_cost(tmp_path: Path, model: Path) -> None:
+def test_plan_workers_divide_time_but_not_cost(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, {"prompt": strings(texts(3, 40, 5, 40))})
     alone = plan_job(spec, price_per_hour=3.6)
     shared = plan_job(spec, workers=4, price_per_hour=3.6)
@@ -347,7 +345,7 @@ def test_workers_share_the_time_and_not_the_cost(tmp_path: Path, model: Path) ->
     assert any("on 4 devices like this one" in line for line in plain(plan_facts(shared)))
 
 
-def test_rows_that_another_output_holds_are_counted_apart(tmp_path: Path, model: Path) -> None:
+def test_plan_counts_reused_rows(tmp_path: Path, model: Path) -> None:
     prompts = texts(3, 60, 5, 40)
     sampling = {"max_tokens": 4, "temperature": 0.0}
     before = job(tmp_path, model, {"prompt": prompts[:50]}, sampling=sampling)

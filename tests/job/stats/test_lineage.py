@@ -64,7 +64,7 @@ def lineage(tmp_path: Path) -> dict[str, Any]:
     return event
 
 
-def test_a_job_that_was_interrupted_is_one_run(tmp_path: Path) -> None:
+def test_lineage_of_an_interrupted_job_is_one_run(tmp_path: Path) -> None:
     path = tmp_path / "in" / "x.parquet"
     write_parquet(path, {"prompt": [f"{row} asks" for row in range(40)], "n": range(40)})
     spec = job(tmp_path).model_copy(update={"name": "daily"})
@@ -89,7 +89,7 @@ def test_a_job_that_was_interrupted_is_one_run(tmp_path: Path) -> None:
     assert uuid.UUID(event["run"]["runId"]).version == 5
 
 
-def test_too_many_errors_are_a_failure(tmp_path: Path) -> None:
+def test_lineage_event_fails_with_too_many_row_errors(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", ""]})
     code = run_job(job(tmp_path), build=FakeBuild(), quiet=True)
     assert code is ExitCode.TOO_MANY_ROW_ERRORS
@@ -104,12 +104,12 @@ def test_too_many_errors_are_a_failure(tmp_path: Path) -> None:
         ("/lake/x", ("file", "/lake/x")),
     ],
 )
-def test_names_of_datasets(path: str, named: tuple[str, str]) -> None:
+def test_lineage_names_of_datasets(path: str, named: tuple[str, str]) -> None:
     assert _dataset_name(path) == named
 
 
 @pytest.mark.parametrize(("num_folders", "num_datasets"), [(1, 1), (60, 60), (150, 1)])
-def test_many_files_are_told_of_by_their_folders(num_folders: int, num_datasets: int) -> None:
+def test_lineage_lists_many_files_by_folder(num_folders: int, num_datasets: int) -> None:
     files = [
         InputFile(f"s3://lake/a/dt={at % num_folders:03d}/{at}.parquet", 10, 0, 3, "")
         for at in range(300)

@@ -34,7 +34,7 @@ def watched() -> WatchedRun:
     return WatchedRun("a job", Phases())
 
 
-def test_what_is_told(tmp_path: Path, watched: WatchedRun) -> None:
+def test_live_file_holds_the_progress(tmp_path: Path, watched: WatchedRun) -> None:
     out = OutputDir(tmp_path)
     out.files.make_directory(out.staging)
     file = LiveFile(out, watched)
@@ -57,7 +57,9 @@ def test_what_is_told(tmp_path: Path, watched: WatchedRun) -> None:
     assert out.files.entries(out.live) == []
 
 
-def test_a_run_does_not_end_where_it_cannot_tell(tmp_path: Path, watched: WatchedRun) -> None:
+def test_run_continues_if_the_live_file_cannot_be_written(
+    tmp_path: Path, watched: WatchedRun
+) -> None:
     out = OutputDir(tmp_path)
     (tmp_path / "_batchinfer").mkdir()
     (tmp_path / "_batchinfer" / "live").write_text("in the way")
@@ -67,7 +69,9 @@ def test_a_run_does_not_end_where_it_cannot_tell(tmp_path: Path, watched: Watche
     assert live_runs(out, time.time()) == []
 
 
-def test_while_no_row_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_before_the_first_finished_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A status from tokens: all rows are in flight, and nothing is on disk."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["some words to repeat"] * 12})
     files: list[LiveFile] = []
@@ -106,7 +110,7 @@ def test_while_no_row_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (ended.share, ended.phase, ended.tokens_per_s) == (None, None, None)
 
 
-def test_watching(tmp_path: Path) -> None:
+def test_status_follow_prints_lines_until_the_job_ends(tmp_path: Path) -> None:
     """Two watch a job that runs: on a terminal one is interrupted, elsewhere it ends with it."""
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
     out, watchers = tmp_path / "out", list[subprocess.Popen[str]]()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_record import PartRecord, parse_record
+from batchinfer.job.row_ids import Part
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.stats.first_errors import error_lines
@@ -40,7 +43,7 @@ def status(tmp_path: Path, later_s: float = 0.0) -> Status:
     return read_status(OutputDir(tmp_path / "out"), time.time() + later_s)
 
 
-def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
@@ -65,7 +68,7 @@ def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "in the latest of" not in told, "there is one run"
 
 
-def test_a_stopped_job(tmp_path: Path) -> None:
+def test_status_of_a_stopped_job(tmp_path: Path) -> None:
     dataset(tmp_path)
     run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
     found = status(tmp_path)
@@ -75,7 +78,7 @@ def test_a_stopped_job(tmp_path: Path) -> None:
     assert next(found.lines()) == "state    stopped"
 
 
-def test_a_job_that_cannot_write_its_steps_says_why_it_failed(tmp_path: Path) -> None:
+def test_status_shows_why_a_job_failed(tmp_path: Path) -> None:
     dataset(tmp_path)
     steps = tmp_path / "out" / "_batchinfer" / "steps"
 
@@ -92,7 +95,7 @@ def test_a_job_that_cannot_write_its_steps_says_why_it_failed(tmp_path: Path) ->
     assert f"cannot write {steps}" in found.error
 
 
-def test_a_job_that_was_killed_elsewhere_stops_running_after_a_while(tmp_path: Path) -> None:
+def test_status_of_a_job_killed_on_another_machine(tmp_path: Path) -> None:
     dataset(tmp_path)
     holder = tmp_path / "out" / "_batchinfer" / HOLDER
     seen: list[Status] = []
@@ -106,7 +109,7 @@ def test_a_job_that_was_killed_elsewhere_stops_running_after_a_while(tmp_path: P
     assert [found.state for found in seen] == ["running", "stopped"]
 
 
-def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Path) -> None:
+def test_status_of_a_job_killed_on_this_machine(tmp_path: Path) -> None:
     dataset(tmp_path)
     holder = tmp_path / "out" / "_batchinfer" / HOLDER
     seen: list[str] = []
@@ -122,7 +125,7 @@ def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Pat
     assert seen == ["running", "stopped", "stopped", "running"]
 
 
-def test_a_job_runs_while_its_model_loads(tmp_path: Path) -> None:
+def test_status_is_running_while_the_model_loads(tmp_path: Path) -> None:
     dataset(tmp_path)
     seen: list[Status] = []
 
@@ -139,7 +142,7 @@ def test_a_job_runs_while_its_model_loads(tmp_path: Path) -> None:
     assert seen[1].eta_s is seen[1].pool_use is None, "what is known is of the run before"
 
 
-def test_a_clock_that_is_set_does_not_stop_a_job(
+def test_status_is_running_after_a_clock_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset(tmp_path)
@@ -163,7 +166,7 @@ def ended_process() -> int:
     return done.pid
 
 
-def test_a_run_cut_off_just_before_the_end_is_stopped(tmp_path: Path) -> None:
+def test_status_of_a_run_killed_before_success_is_written(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"]})
     assert run_job(job(tmp_path), build=Build(), quiet=True) is ExitCode.OK
     (tmp_path / "out" / "_SUCCESS").unlink()
@@ -171,7 +174,7 @@ def test_a_run_cut_off_just_before_the_end_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "state"), [(1, "finished"), (0.01, "finished_with_errors")])
-def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
+def test_status_of_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
     dataset(tmp_path)
     run_job(job(tmp_path, errors={"max_error_rate": limit}), build=Build(), quiet=True)
     found = status(tmp_path)
@@ -186,7 +189,7 @@ def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
     assert found.data()["rows_total"] == 40
 
 
-def test_damaged_files_are_no_hindrance(tmp_path: Path) -> None:
+def test_status_ignores_damaged_files(tmp_path: Path) -> None:
     dataset(tmp_path)
     run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
     state = tmp_path / "out" / "_batchinfer"
@@ -196,7 +199,26 @@ def test_damaged_files_are_no_hindrance(tmp_path: Path) -> None:
     assert (found.state, found.rows_done, found.runs) == ("stopped", 0, 0)
 
 
-def test_the_first_errors_are_named_by_their_ids(
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"rows": 3},
+        {"rows": -1},
+        {"error_codes": {"empty_prompt": 5}},
+        {"error_codes": {"empty_prompt": -1}},
+        {"control_text_row_ids": [9]},
+        {"control_text_row_ids": [1, 1]},
+    ],
+)
+def test_part_record_with_impossible_counts_is_refused(counts: dict[str, Any]) -> None:
+    valid = PartRecord(4, {"empty_prompt": 1}, [1], 10, 0, "a", "b")
+    part = Part(0, range(4))
+    assert parse_record(valid.to_json(), part) == valid
+    with pytest.raises(ValueError, match=r"record|greater"):
+        parse_record(json.dumps({**asdict(valid), **counts}).encode(), part)
+
+
+def test_status_names_first_errors_by_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, ids = ["", "b", *[" "] * 6], [f"doc-{at}" for at in range(8)]
@@ -216,7 +238,7 @@ def test_the_first_errors_are_named_by_their_ids(
     assert named in " ".join(capsys.readouterr().out.split())
 
 
-def test_errors_are_named_by_their_codes() -> None:
+def test_error_lines_list_codes_and_rows() -> None:
     found = [("too_long", 7, "a"), ("empty", 1234, None), ("too_long", 9, "b")]
     errors = [{"code": code, "row_id": row, "id": known_as} for code, row, known_as in found]
     codes = {"too_long": 2000, **dict.fromkeys("abc", 9), "empty": 1, "x": 1, "y": 3}

@@ -17,6 +17,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.run import run_job
+from batchinfer.job.stats import recorder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -109,7 +110,7 @@ def check_sums(job: Finished) -> None:
     assert tokens["prompt"] == job.total(job.data, "num_prompt_tokens")
 
 
-def test_names_are_the_contract(tmp_path: Path) -> None:
+def test_summary_and_statistics_have_the_contracts_names(tmp_path: Path) -> None:
     dataset(tmp_path)
     job = run(tmp_path)
     assert job.steps.schema.names == STEP_COLUMNS
@@ -121,14 +122,16 @@ def test_names_are_the_contract(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_blocks", [128, 30])
 @pytest.mark.parametrize("every_steps", [1, 7])
-def test_identities(tmp_path: Path, num_blocks: int, every_steps: int) -> None:
+def test_summary_token_counts_satisfy_identities(
+    tmp_path: Path, num_blocks: int, every_steps: int
+) -> None:
     dataset(tmp_path)
     job = run(tmp_path, FakeBuild(num_blocks), stats={"every_steps": every_steps})
     check_identities(job)
     assert (job.summary["kv"]["preemptions"] > 0) == (num_blocks == 30)
 
 
-def test_definitions(tmp_path: Path) -> None:
+def test_summary_kv_metrics_match_their_definitions(tmp_path: Path) -> None:
     dataset(tmp_path)
     job = run(tmp_path)
     column = {
@@ -155,14 +158,14 @@ def test_definitions(tmp_path: Path) -> None:
     assert throughput["output_tokens_per_s"] == pytest.approx(tokens["output"] / time_s["engine"])
 
 
-def test_steps_know_where_memory_is(tmp_path: Path) -> None:
+def test_steps_record_device_and_host_memory(tmp_path: Path) -> None:
     dataset(tmp_path)
     job = run(tmp_path)
     assert set(job.steps["device_bytes"].to_pylist()) == {12345}
     assert pc.min(job.steps["host_rss_bytes"]).as_py() > 10**7
 
 
-def test_sampled_steps_keep_their_sums(tmp_path: Path) -> None:
+def test_sampled_steps_keep_token_sums(tmp_path: Path) -> None:
     dataset(tmp_path)
     every = run(tmp_path)
     some = run(tmp_path, output={"if_exists": "overwrite"}, stats={"every_steps": 5})
@@ -172,7 +175,19 @@ def test_sampled_steps_keep_their_sums(tmp_path: Path) -> None:
     assert some.steps["step"][-1] == every.steps["step"][-1]
 
 
-def test_runs_of_one_job_are_put_together(tmp_path: Path) -> None:
+def test_summary_sums_steps_of_many_small_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset(tmp_path)
+    whole = run(tmp_path)
+    monkeypatch.setattr(recorder, "STEPS_PER_FILE", 3)
+    small = run(tmp_path, output={"path": str(tmp_path / "out"), "if_exists": "overwrite"})
+    check_identities(small)
+    assert small.summary["tokens"] == whole.summary["tokens"]
+    assert len(small.steps) == len(whole.steps)
+
+
+def test_summary_merges_the_runs_of_a_job(tmp_path: Path) -> None:
     dataset(tmp_path)
     build = FakeBuild(max_num_seqs=4)
     build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 60 else None
@@ -186,7 +201,7 @@ def test_runs_of_one_job_are_put_together(tmp_path: Path) -> None:
     assert finished.summary["tokens"]["recomputed"] > 0
 
 
-def test_identities_hold_when_a_part_is_made_again(tmp_path: Path) -> None:
+def test_summary_identities_hold_after_a_part_is_recomputed(tmp_path: Path) -> None:
     dataset(tmp_path)
     once = run(tmp_path).summary["tokens"]
     (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
@@ -223,7 +238,7 @@ def negative(path: Path) -> None:
         (tear, "steps/run-00001-000000.parquet", 1),
     ],
 )
-def test_damaged_statistics_do_not_stand_in_the_way(
+def test_summary_leaves_out_damaged_statistics(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     harm: Callable[[Path], None],
@@ -248,7 +263,7 @@ def test_damaged_statistics_do_not_stand_in_the_way(
     assert finished.summary["kv"]["num_blocks"] == 128
 
 
-def test_rows_whose_statistics_are_damaged_run_again(
+def test_rows_with_damaged_statistics_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset(tmp_path)
@@ -261,7 +276,7 @@ def test_rows_whose_statistics_are_damaged_run_again(
     assert finished.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
 
 
-def test_a_lost_record_does_not_give_its_id_away(tmp_path: Path) -> None:
+def test_lost_run_record_keeps_its_run_id_reserved(tmp_path: Path) -> None:
     dataset(tmp_path)
     for _ in range(2):
         finished = run(tmp_path)
@@ -274,7 +289,7 @@ def test_a_lost_record_does_not_give_its_id_away(tmp_path: Path) -> None:
     assert third.summary["kv"]["peak_used_blocks"] > 0
 
 
-def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None:
+def test_summary_counts_finished_parts_of_a_crashed_run(tmp_path: Path) -> None:
     dataset(tmp_path)
     build = FakeBuild(max_num_seqs=4)
 
@@ -292,7 +307,7 @@ def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None
     assert finished.steps["run_id"][-1].as_py() == "run-00002"
 
 
-def test_the_peak_is_of_all_steps_however_few_are_written(tmp_path: Path) -> None:
+def test_peak_blocks_include_steps_that_are_not_written(tmp_path: Path) -> None:
     dataset(tmp_path)
     every = run(tmp_path).summary["kv"]
     some = run(tmp_path, output={"if_exists": "overwrite"}, stats={"every_steps": 1000})
@@ -302,14 +317,14 @@ def test_the_peak_is_of_all_steps_however_few_are_written(tmp_path: Path) -> Non
         assert some.summary["kv"][name] == every[name]
 
 
-def test_rows_the_engine_refused_have_no_statistics(tmp_path: Path) -> None:
+def test_refused_rows_have_empty_statistics(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["b" * 100, "a"]})
     finished = run(tmp_path, FakeBuild(num_blocks=10))
     assert finished.data["num_prompt_tokens"].to_pylist() == [100, 1]
     assert finished.requests["row_id"].to_pylist() == [1]
 
 
-def test_a_job_without_rows_has_every_number(tmp_path: Path) -> None:
+def test_summary_of_a_job_without_rows_is_complete(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": pa.array([], pa.string())})
     summary = run(tmp_path).summary
     for section, keys in SUMMARY_KEYS.items():

@@ -26,7 +26,7 @@ def kept(file: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("at", [0, 999, 1000, 2559])
-def test_every_byte_counts(file: Path, at: int) -> None:
+def test_content_hash_depends_on_every_byte(file: Path, at: int) -> None:
     before = content_hash(file)
     raw = bytearray(file.read_bytes())
     raw[at] ^= 1
@@ -35,32 +35,34 @@ def test_every_byte_counts(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 2559])
-def test_the_length_counts(file: Path, size: int) -> None:
+def test_content_hash_depends_on_the_length(file: Path, size: int) -> None:
     before = content_hash(file)
     file.write_bytes(file.read_bytes()[:size])
     assert content_hash(file) != before
 
 
-def test_equal_files_have_equal_hashes(file: Path) -> None:
+def test_content_hash_is_equal_for_equal_files(file: Path) -> None:
     copy = file.with_name("copy")
     copy.write_bytes(file.read_bytes())
     assert content_hash(copy) == content_hash(file)
 
 
-def test_a_file_is_hashed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_hash_of_an_unchanged_file_is_cached(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = content_hash(file)
     assert len(kept(file)) == 1
     monkeypatch.delattr(hashing, "_hash")
     assert content_hash(file) == found
 
 
-def test_a_file_that_was_just_written_is_hashed_again(file: Path) -> None:
+def test_content_hash_of_a_new_file_is_not_cached(file: Path) -> None:
     os.utime(file)
     content_hash(file)
     assert kept(file) == []
 
 
-def test_whoever_sets_the_time_back_is_seen(file: Path) -> None:
+def test_content_hash_detects_a_reset_modification_time(file: Path) -> None:
     before, status = content_hash(file), file.stat()
     raw = file.read_bytes()
     file.write_bytes(raw[::-1])
@@ -69,14 +71,14 @@ def test_whoever_sets_the_time_back_is_seen(file: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"", b"{}", b"[1]", b'{"facts": {}, "hash": "x"}'])
-def test_a_torn_cache_is_made_again(file: Path, torn: bytes) -> None:
+def test_content_hash_replaces_a_damaged_cache(file: Path, torn: bytes) -> None:
     found = content_hash(file)
     kept(file)[0].write_bytes(torn)
     assert content_hash(file) == found
     assert kept(file)[0].read_bytes() != torn
 
 
-def test_a_cache_that_others_can_write_to_is_not_used(file: Path) -> None:
+def test_content_hash_ignores_a_cache_writable_by_others(file: Path) -> None:
     found = content_hash(file)
     folder = kept(file)[0].parent
     kept(file)[0].write_text(kept(file)[0].read_text().replace(found, "0" * 64))
@@ -84,9 +86,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(file: Path) -> None:
     assert content_hash(file) == found
 
 
-def test_without_a_cache_it_is_hashed_each_time(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_hash_without_cache_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = content_hash(file)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert content_hash(file) == found

@@ -110,7 +110,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_dataset_is_read_in_path_order(hub: type[Hub]) -> None:
+def test_hub_dataset_is_read_in_path_order(hub: type[Hub]) -> None:
     source = open_source(URL)
     assert [file.path for file in source.files] == [
         f"{URL}/{name}" for name in ("a.parquet", "b.parquet", "sub/c.parquet")
@@ -134,30 +134,30 @@ def test_files_folders_and_globs(hub: type[Hub], entry: str, names: list[str]) -
 
 
 @pytest.mark.parametrize("entry", ["/gone.parquet", "/gone/", "/*.csv"])
-def test_what_is_not_there(hub: type[Hub], entry: str) -> None:
+def test_missing_hub_file_is_a_data_error(hub: type[Hub], entry: str) -> None:
     with pytest.raises(DataError, match=r"input\.path: "):
         find_files(URL + entry)
 
 
-def test_a_file_that_is_pushed_again_has_changed(hub: type[Hub]) -> None:
+def test_hub_file_with_new_content_has_a_new_etag(hub: type[Hub]) -> None:
     source = open_source(URL)
     write_parquet(hub.folder / "b.parquet", {"prompt": ["new"], "x": [5]})
     with pytest.raises(DataError, match=r"b\.parquet was changed while the job ran"):
         source.check_unchanged()
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(StorageError, match=r"cannot read hf://datasets/org/data"):
         find_files(f"{URL}/*.parquet")
 
 
-def test_a_job_over_a_dataset_of_the_hub(hub: type[Hub], tmp_path: Path) -> None:
+def test_job_reads_a_hub_dataset(hub: type[Hub], tmp_path: Path) -> None:
     spec = job(tmp_path, input={"path": URL})
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     assert run_job(spec, build=None, quiet=True) is ExitCode.OK
 
 
-def test_a_url_of_the_hub_is_kept_as_written(tmp_path: Path) -> None:
+def test_hub_url_in_a_job_file_is_unchanged(tmp_path: Path) -> None:
     path = write_job(tmp_path, MINIMAL.replace("prompts.parquet", f"{URL}@v1/train"))
     assert load_job(path).input.paths == (f"{URL}@v1/train",)

@@ -60,7 +60,7 @@ def content(state: StorePath) -> dict[str, object]:
     return json.loads(Objects(state).get(state / HOLDER)[0])
 
 
-def test_one_holds_it_until_it_is_let_go(state: StorePath) -> None:
+def test_store_lock_is_exclusive_until_released(state: StorePath) -> None:
     first, second = Run(state), Run(state)
     for number in (1, 2, 3):
         with first.lock.held():
@@ -70,7 +70,7 @@ def test_one_holds_it_until_it_is_let_go(state: StorePath) -> None:
         assert content(state) == {"fence": number, "token": None, "beat": 0, "holder": None}
 
 
-def test_of_many_that_begin_at_once_one_gets_it(state: StorePath) -> None:
+def test_store_lock_goes_to_one_of_many_concurrent_runs(state: StorePath) -> None:
     runs, combined_output = [Run(state) for _ in range(6)], Barrier(6)
 
     def begin(run: Run) -> bool:
@@ -89,7 +89,7 @@ def test_of_many_that_begin_at_once_one_gets_it(state: StorePath) -> None:
             runs[won.index(True)].lock.release()
 
 
-def test_it_lapses_when_its_holder_is_not_heard_of(state: StorePath) -> None:
+def test_store_lock_lapses_without_heartbeat(state: StorePath) -> None:
     first = Run(state)
     first.lock.acquire()
     with pytest.raises(LockedError, match="lapses 90 s after"):
@@ -104,7 +104,9 @@ def test_it_lapses_when_its_holder_is_not_heard_of(state: StorePath) -> None:
     assert content(state)["token"], "which is not the first's to let go"
 
 
-def test_a_heartbeat_keeps_it(state: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_lock_is_kept_by_heartbeats(
+    state: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(state)
     run.lock.acquire()
     before = Objects(state).head(state / HOLDER)
@@ -116,7 +118,7 @@ def test_a_heartbeat_keeps_it(state: StorePath, monkeypatch: pytest.MonkeyPatch)
     assert content(state)["beat"] == 1, "the store need not be asked all the time"
 
 
-def test_the_heart_beats_while_it_is_held(
+def test_store_lock_sends_heartbeats_while_held(
     state: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_lock, "HEARTBEAT_S", 0.001)
@@ -127,7 +129,7 @@ def test_the_heart_beats_while_it_is_held(
         assert content(state)["beat"] >= 3  # type: ignore[operator]
 
 
-def test_who_was_asleep_and_passed_writes_nothing(state: StorePath) -> None:
+def test_suspended_run_that_lost_the_lock_writes_nothing(state: StorePath) -> None:
     sleeper = Run(state)
     sleeper.lock.acquire()
     Run(state, LAPSE_S + 10).lock.acquire()
@@ -140,7 +142,7 @@ def test_who_was_asleep_and_passed_writes_nothing(state: StorePath) -> None:
     assert Objects(state).head(path) is None
 
 
-def test_what_it_had_sent_off_takes_the_place_of_nothing(state: StorePath) -> None:
+def test_late_write_of_an_old_holder_replaces_nothing(state: StorePath) -> None:
     """It fell asleep between its last look at the lock and the write, by its own clock."""
     sleeper = Run(state)
     sleeper.lock.acquire()
@@ -155,7 +157,7 @@ def test_what_it_had_sent_off_takes_the_place_of_nothing(state: StorePath) -> No
         assert Objects(state).get(place)[0] == b"right"
 
 
-def test_what_dead_runs_have_left_is_written_over(state: StorePath) -> None:
+def test_objects_of_dead_runs_are_overwritten(state: StorePath) -> None:
     run = Run(state)
     run.lock.acquire()
     path = state.parent / "data" / "part-1.parquet"
@@ -168,7 +170,7 @@ def test_what_dead_runs_have_left_is_written_over(state: StorePath) -> None:
     assert Objects(state).get(path)[0] == b"once more"
 
 
-def test_what_it_would_delete_it_looks_for_before_it_looks_at_the_lock(state: StorePath) -> None:
+def test_delete_lists_objects_before_it_checks_the_lock(state: StorePath) -> None:
     """So that between that look and the delete nothing takes long."""
     sleeper = Run(state)
     sleeper.lock.acquire()
@@ -191,7 +193,7 @@ def test_what_it_would_delete_it_looks_for_before_it_looks_at_the_lock(state: St
 
 
 @pytest.mark.parametrize("num_gone", [1, 3, 1000])
-def test_one_that_is_gone_leaves_none_of_the_others(
+def test_delete_continues_after_a_missing_object(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch, num_gone: int
 ) -> None:
     deletes: list[str] = []
@@ -219,7 +221,7 @@ def test_one_that_is_gone_leaves_none_of_the_others(
     point_to(server, monkeypatch)
 
 
-def test_what_is_not_there_is_not_deleted(
+def test_delete_sends_no_request_for_missing_objects(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deletes: list[str] = []
@@ -241,20 +243,20 @@ def test_what_is_not_there_is_not_deleted(
     point_to(server, monkeypatch)
 
 
-def test_a_delete_is_given_up_before_another_run_could_take_over() -> None:
+def test_delete_times_out_before_the_lock_lapses() -> None:
     longest = connection.IMPATIENT["retry_timeout"] + connection._LAST_TRY
     assert longest.total_seconds() < LAPSE_S - object_lock._TRUSTED_S
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"fence": "x"}', b'{"fence": 1, "no": 2}'])
-def test_a_damaged_lock_is_somebodys_until_it_lapses(state: StorePath, data: bytes) -> None:
+def test_damaged_store_lock_is_held_until_it_lapses(state: StorePath, data: bytes) -> None:
     Objects(state).put(state / HOLDER, data, None)
     with pytest.raises(LockedError):
         Run(state).lock.acquire()
     Run(state, LAPSE_S + 10).lock.acquire()
 
 
-def test_a_holder_that_died_here_holds_nothing(
+def test_store_lock_of_a_dead_local_process_is_free(
     state: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Run(state)
@@ -273,7 +275,7 @@ def test_a_holder_that_died_here_holds_nothing(
     assert content(state)["fence"] == 8
 
 
-def test_an_answer_that_is_lost_leaves_the_lock_where_it_is(
+def test_store_lock_survives_a_lost_answer(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent again is refused: it is there already."""
@@ -297,7 +299,7 @@ def test_an_answer_that_is_lost_leaves_the_lock_where_it_is(
     assert content(state)["fence"] == 1
 
 
-def test_it_is_let_go_even_if_the_store_is_away(
+def test_store_lock_release_ignores_an_unreachable_store(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away: list[bool] = []
@@ -310,7 +312,7 @@ def test_it_is_let_go_even_if_the_store_is_away(
                 run.lock.confirm()
 
 
-def test_paths_are_written_as_urls() -> None:
+def test_store_path_is_written_as_url() -> None:
     path = StorePath("s3://lake/a//b/")
     assert str(path) == f"{path}" == "s3://lake/a/b"
     assert str(path / "c" / "d.json") == "s3://lake/a/b/c/d.json"

@@ -20,7 +20,7 @@ class Store:
         self.log = StoreLog(self.put.append, lambda: self.now)
 
 
-def test_it_is_put_at_once_after_silence_and_seldom_else() -> None:
+def test_store_log_uploads_at_once_after_a_pause_and_rarely_otherwise() -> None:
     store = Store()
     store.log.write(b"a")
     store.log.write(b"b")
@@ -34,7 +34,9 @@ def test_it_is_put_at_once_after_silence_and_seldom_else() -> None:
     assert store.put == [b"a", b"abc", b"abcd"]
 
 
-def test_what_follows_is_put_without_another_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_log_uploads_later_lines_without_another_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(object_filesystem, "EVERY_S", 0.001)
     there = Event()
     log = StoreLog(lambda data: there.set() if data == b"ab" else None, lambda: 0.0)
@@ -44,7 +46,7 @@ def test_what_follows_is_put_without_another_write(monkeypatch: pytest.MonkeyPat
     log.close()
 
 
-def test_a_flush_puts_it_at_once() -> None:
+def test_store_log_uploads_on_flush() -> None:
     put: list[bytes] = []
     log = StoreLog(put.append, lambda: 0.0)
     log.write(b"a")
@@ -54,7 +56,7 @@ def test_a_flush_puts_it_at_once() -> None:
     log.close()
 
 
-def test_its_end_is_kept() -> None:
+def test_store_log_keeps_its_end() -> None:
     store = Store()
     store.log.write(bytes(KEPT_BYTES))
     store.log.write(b"end")
@@ -63,7 +65,7 @@ def test_its_end_is_kept() -> None:
     assert store.put[-1].endswith(b"end")
 
 
-def test_a_store_that_does_not_take_it_ends_nothing() -> None:
+def test_store_log_ignores_failed_uploads() -> None:
     def refuse(data: bytes) -> None:
         raise StorageError("no")
 

@@ -62,11 +62,11 @@ def values(path: str | list[str]) -> list[int]:
     return [x for _, batch in batches for x in batch.column("x").to_pylist()]
 
 
-def test_a_folder_is_read_in_path_order_without_hidden_files(prompts: str) -> None:
+def test_store_folder_is_read_in_path_order_without_hidden_files(prompts: str) -> None:
     assert values(prompts) == values(prompts.rstrip("/")) == list(range(10))
 
 
-def test_rows_of_a_store_are_filtered(prompts: str) -> None:
+def test_input_filter_on_store_files(prompts: str) -> None:
     source = open_source(prompts, limit=3, condition="x % 2 = 1 and prompt <> 'row 3'")
     rows = [(at, b["x"].to_pylist()) for at, b in source.scan(["x"], [source.rows_there])]
     assert rows == [(1, [1]), (5, [5]), (7, [7])]
@@ -89,7 +89,7 @@ def test_globs_and_files(prompts: str, pattern: str, names: list[str]) -> None:
     assert found == [f"{prompts}{name}.parquet" for name in names]
 
 
-def test_a_list_of_places_keeps_its_order(prompts: str, tmp_path: Path) -> None:
+def test_list_of_input_paths_keeps_its_order(prompts: str, tmp_path: Path) -> None:
     local = write_parquet(tmp_path / "x.parquet", {"x": [99], "prompt": ["row 99"]})
     assert values([f"{prompts}sub/", str(local), f"{prompts}a.parquet"]) == [
         7,
@@ -103,7 +103,7 @@ def test_a_list_of_places_keeps_its_order(prompts: str, tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_reads_a_store_and_its_secrets_are_in_no_artefact(
+def test_job_reads_a_store_and_writes_no_secrets(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = job(tmp_path, input={"path": prompts})
@@ -115,7 +115,7 @@ def test_a_job_reads_a_store_and_its_secrets_are_in_no_artefact(
     assert SECRET not in "".join(capsys.readouterr())
 
 
-def test_an_object_that_was_written_again_is_another_input(prompts: str, tmp_path: Path) -> None:
+def test_changed_object_is_a_changed_input(prompts: str, tmp_path: Path) -> None:
     spec = job(tmp_path, input={"path": prompts})
     run_job(spec, build=FakeBuild(), quiet=True)
     write_parquet(tmp_path / "again" / "a.parquet", {"x": [0], "prompt": ["row 9"]})
@@ -124,7 +124,7 @@ def test_an_object_that_was_written_again_is_another_input(prompts: str, tmp_pat
         run_job(spec, build=FakeBuild(), quiet=True)
 
 
-def test_a_damaged_object_is_named_with_its_row_group(prompts: str, tmp_path: Path) -> None:
+def test_damaged_object_error_names_the_row_group(prompts: str, tmp_path: Path) -> None:
     flip_bit(write_parquet(tmp_path / "bad" / "d.parquet", {"x": [1, 2]}), 40)
     upload(tmp_path / "bad", prompts.removeprefix(f"{LAKE}/"))
     with pytest.raises(DataError, match=rf"{prompts}d\.parquet: row group 0 cannot be read"):
@@ -140,18 +140,18 @@ def test_a_damaged_object_is_named_with_its_row_group(prompts: str, tmp_path: Pa
         ("s3://no-such-bucket/x", "no-such-bucket.*no such bucket"),
     ],
 )
-def test_what_is_not_there_is_a_data_error(entry: str, message: str) -> None:
+def test_missing_store_input_is_a_data_error(entry: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         find_files(entry)
     assert entry in str(caught.value)
 
 
-def test_a_folder_without_data(prompts: str) -> None:
+def test_store_folder_without_data_files(prompts: str) -> None:
     with pytest.raises(DataError, match="no data in"):
         find_files(f"{prompts}_tmp/*.txt")
 
 
-def test_an_object_that_stands_for_a_folder_is_no_data(prompts: str, address: str) -> None:
+def test_folder_placeholder_object_is_not_data(prompts: str, address: str) -> None:
     key = prompts.removeprefix(f"{LAKE}/")
     for folder in (key, f"{key}sub/", f"{key}empty/"):
         mark_folder(address, folder)
@@ -161,7 +161,7 @@ def test_an_object_that_stands_for_a_folder_is_no_data(prompts: str, address: st
         find_files(f"{prompts}empty/")
 
 
-def test_a_folder_may_be_named_like_a_file(prompts: str, address: str, tmp_path: Path) -> None:
+def test_store_folder_may_have_a_file_name(prompts: str, address: str, tmp_path: Path) -> None:
     key = prompts.removeprefix(f"{LAKE}/")
     write_parquet(tmp_path / "more" / "d.parquet" / "0.parquet", {"x": [10], "prompt": ["10"]})
     upload(tmp_path / "more", key)
@@ -172,7 +172,7 @@ def test_a_folder_may_be_named_like_a_file(prompts: str, address: str, tmp_path:
 @pytest.mark.parametrize(
     ("status", "error"), [(403, DataError), (500, StorageError), (503, StorageError)]
 )
-def test_a_store_that_refuses_or_does_not_answer(
+def test_store_that_refuses_or_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, status: int, error: type[Exception]
 ) -> None:
     with complaining_server(status) as address:
@@ -184,9 +184,7 @@ def test_a_store_that_refuses_or_does_not_answer(
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_credentials_that_are_nowhere_are_said_to_be_missing(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_missing_store_credentials_are_named(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with complaining_server(status) as address:
@@ -196,7 +194,7 @@ def test_credentials_that_are_nowhere_are_said_to_be_missing(
     assert f"status code: {status}" in str(caught.value)
 
 
-def test_a_store_that_stops_answering_while_it_is_read(
+def test_store_that_stops_answering_during_a_read(
     prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = open_source(prompts).scan(["x"], [range(10)])
@@ -207,7 +205,7 @@ def test_a_store_that_stops_answering_while_it_is_read(
             list(batches)
 
 
-def test_an_object_that_is_written_again_while_it_is_read(prompts: str, tmp_path: Path) -> None:
+def test_object_that_changes_during_a_read(prompts: str, tmp_path: Path) -> None:
     batches = open_source(prompts).scan(["x"], [range(10)])
     next(batches)
     columns = {"x": [90, 91, 92, 93], "prompt": ["row 90", "row 91", "row 92", "row 93"]}
@@ -217,7 +215,7 @@ def test_an_object_that_is_written_again_while_it_is_read(prompts: str, tmp_path
         list(batches)
 
 
-def test_without_what_reads_stores_it_says_what_to_install(
+def test_missing_obstore_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("obstore", "obstore.store", "batchinfer.job.storage.object_reader"):
@@ -226,5 +224,5 @@ def test_without_what_reads_stores_it_says_what_to_install(
         find_files(f"{LAKE}/x.parquet")
 
 
-def test_google_cloud_storage_is_behind_the_same_door() -> None:
+def test_google_cloud_storage_uses_the_same_reader() -> None:
     assert isinstance(connection.connect("gs://lake"), GCSStore)

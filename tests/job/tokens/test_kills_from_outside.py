@@ -79,9 +79,7 @@ def kills_until_done(run: Callable[[], ExitCode], most: int) -> int:
     raise AssertionError(f"still dies after {most} runs")
 
 
-def test_rows_that_are_killed_from_outside_are_not_given_up(
-    tmp_path: Path, build: SlowBuild
-) -> None:
+def test_rows_of_externally_killed_runs_are_not_given_up(tmp_path: Path, build: SlowBuild) -> None:
     """However early, as long as each run lives a second after its first token; two rows, since one
     would be ready before it has died often enough."""
     spec = long_job(tmp_path, num_rows=2)
@@ -101,7 +99,7 @@ def test_rows_that_are_killed_from_outside_are_not_given_up(
         pytest.param(4, 12, marks=pytest.mark.long),
     ],
 )
-def test_a_row_that_kills_after_some_tokens_is_given_up(
+def test_row_that_kills_after_some_tokens_is_given_up(
     tmp_path: Path, build: SlowBuild, num_rows: int, num_tokens: int
 ) -> None:
     spec = long_job(tmp_path, num_rows)

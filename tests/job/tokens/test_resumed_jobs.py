@@ -119,7 +119,7 @@ def token_files(folder: Path, name: str) -> list[Path]:
         pytest.param(ACCEPTED, id="accepted", marks=pytest.mark.long),
     ],
 )
-def test_no_token_is_drawn_twice(
+def test_resumed_job_draws_no_token_twice(
     tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a job that is stopped, and in one that dies right after a flush."""
@@ -147,7 +147,7 @@ def test_no_token_is_drawn_twice(
         assert not token_files(tmp_path, name)
 
 
-def test_thinking_goes_on_where_it_was_and_its_budget_too(tmp_path: Path) -> None:
+def test_resume_keeps_reasoning_and_its_budget(tmp_path: Path) -> None:
     spec = long_job(tmp_path, "stopped", THINKING)
     assert run_job(spec, build=build(8, stop), quiet=True) is ExitCode.INTERRUPTED
     assert token_files(tmp_path, "stopped")
@@ -166,7 +166,7 @@ def test_thinking_goes_on_where_it_was_and_its_budget_too(tmp_path: Path) -> Non
         assert set(row["generated_text"]) <= {"A", "B"}
 
 
-def test_tokens_are_kept_where_the_device_has_no_memory(tmp_path: Path) -> None:
+def test_tokens_are_kept_after_out_of_memory_errors(tmp_path: Path) -> None:
     spec = long_job(tmp_path, "out")
     with pytest.raises(DeviceError):
         run_job(spec, build=build(14, fail(DeviceError("no memory"))), quiet=True)
@@ -175,7 +175,7 @@ def test_tokens_are_kept_where_the_device_has_no_memory(tmp_path: Path) -> None:
     assert facts_of(tmp_path, "out")[0]["lost"] == 0
 
 
-def test_tokens_of_equal_rows_are_kept_once(tmp_path: Path) -> None:
+def test_tokens_of_equal_rows_are_stored_once(tmp_path: Path) -> None:
     spec = long_job(tmp_path, "out")
     assert run_job(spec, build=build(4, stop), quiet=True) is ExitCode.INTERRUPTED
     (path,) = token_files(tmp_path, "out")
@@ -196,7 +196,7 @@ def rename(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [empty, tear, rename, lambda path: flip_bit(path, 300)])
-def test_damaged_tokens_are_drawn_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_damaged_token_files_are_ignored(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     spec = long_job(tmp_path, "unbroken")
     assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
     spec = long_job(tmp_path, "out")
@@ -208,7 +208,7 @@ def test_damaged_tokens_are_drawn_again(tmp_path: Path, harm: Callable[[Path], N
     assert facts_of(tmp_path, "out")[0]["lost"] > 0
 
 
-def test_tokens_of_another_plan_are_not_taken(tmp_path: Path) -> None:
+def test_token_files_of_another_plan_are_ignored(tmp_path: Path) -> None:
     """An earlier job's, of which some are sent off late, and whose rows have the same prompts."""
     spec = long_job(tmp_path, "out")
     assert run_job(spec, build=build(12, stop), quiet=True) is ExitCode.INTERRUPTED
@@ -224,7 +224,7 @@ def test_tokens_of_another_plan_are_not_taken(tmp_path: Path) -> None:
     assert facts_of(tmp_path, "out")[0]["lost"] > 0
 
 
-def test_long_answers_are_not_suspected_of_deaths(
+def test_long_answers_are_not_suspected_of_crashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No row finishes between one and the next, but each run draws more of them."""

@@ -60,7 +60,7 @@ def tokens_of(out: OutputDir, row_id: int) -> list[list[int]]:
     return [] if kept is None else [one.token_ids.tolist() for one in kept.partial().samples]
 
 
-def test_tokens_after_a_file_that_is_lost_do_not_count(out: OutputDir) -> None:
+def test_increments_after_a_lost_token_file_are_ignored(out: OutputDir) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     write(files, increment(3, [(0, [5, 6]), (0, [7])]))
     write(files, increment(3, [(2, [7])]))
@@ -70,7 +70,7 @@ def test_tokens_after_a_file_that_is_lost_do_not_count(out: OutputDir) -> None:
     assert tokens_of(out, 3) == [[5, 6], [7, 8]]
 
 
-def test_a_row_that_starts_over_has_no_tokens_from_before(out: OutputDir) -> None:
+def test_restarted_row_has_no_old_tokens(out: OutputDir) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     write(files, increment(3, [(0, [5, 6])]))
     write(files, increment(3, [], chain=1))
@@ -82,7 +82,7 @@ def test_a_row_that_starts_over_has_no_tokens_from_before(out: OutputDir) -> Non
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_what_replaces_all_is_read_alone(out: OutputDir, dies: bool) -> None:
+def test_token_file_with_all_tokens_replaces_older_files(out: OutputDir, dies: bool) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     write(files, increment(3, [(0, [5, 6])]), increment(4, [(0, [7])]))
     write(files, increment(3, [(2, [8])]))
@@ -97,7 +97,7 @@ def test_what_replaces_all_is_read_alone(out: OutputDir, dies: bool) -> None:
     assert len(out.files.entries(out.tokens)) == (2 if dies else 0)
 
 
-def test_samples_come_back_as_they_were(out: OutputDir) -> None:
+def test_token_files_keep_samples_unchanged(out: OutputDir) -> None:
     logprobs = [TokenLogprobs(5, -0.5, 1, ()), TokenLogprobs(6, -1.5, 2, ((7, -0.25), (6, -1.5)))]
     ends = [("stop", 7, None), ("stop", "###", StopMatch("###", 12)), ("length", None, None)]
     ended = [SampleOutput(at, array([5, 6]), *end, -2.0, logprobs) for at, end in enumerate(ends)]
@@ -119,13 +119,13 @@ def test_samples_come_back_as_they_were(out: OutputDir) -> None:
             assert getattr(before, name) == getattr(after, name)
 
 
-def test_tokens_drawn_under_other_numbers_of_adapters_are_not_taken(out: OutputDir) -> None:
+def test_token_files_with_other_adapter_numbers_are_ignored(out: OutputDir) -> None:
     first = TokenFiles(out, PLAN, {"formal": 1, "short": 2}, "run-00001")
     write(first, increment(3, [(0, [5])]))
     assert not TokenFiles(out, PLAN, {"formal": 2, "short": 1}, "run-00002").recover(ALL)
 
 
-def test_of_rows_that_are_finished_nothing_is_kept(out: OutputDir) -> None:
+def test_token_files_keep_nothing_of_finished_rows(out: OutputDir) -> None:
     files = TokenFiles(out, PLAN, {}, "run-00001")
     for row_id in (3, 4):
         write(files, increment(row_id, [(0, [5])]))

@@ -36,7 +36,7 @@ def test_random_edits_notice_rows_that_run_again(
         return files, row_ids
 
     monkeypatch.setattr(KeyIndex, "find", forget)
-    with pytest.raises(ViolationError, match="ran, of the keys that are new"):
+    with pytest.raises(ViolationError, match="ran, but the new keys are"):
         update_at_random(tmp_path, Random(1), rounds=4)
 
 
