@@ -66,7 +66,7 @@ class BlockPool:
         self.window_slots = WindowSlots(
             windows, block_size, self.free, self.cached, self._take_slot
         )
-        self.states = StateSlots(slots_per_state, self.free, self._take_slot)
+        self.states = StateSlots(slots_per_state, self.free, self._take_slot, self.update_priority)
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
         """Copies at the start of the step being built."""

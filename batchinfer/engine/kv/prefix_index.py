@@ -90,7 +90,7 @@ class Block:
     @property
     def wanted(self) -> bool:
         """Whether the block has a known future use."""
-        return self.waiters > 0 or self.used_later
+        return self.waiters > 0 or self.used_later or bool(self.snapshots)
 
     def __repr__(self) -> str:
         return (

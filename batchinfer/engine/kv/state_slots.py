@@ -23,12 +23,20 @@ class StateSlots:
         slots_per_state: 0: the model has no recurrent layers.
         free: the pool's free slots.
         take_slot: takes a free slot, evicting if necessary.
+        update_priority: called with a block whose snapshots have changed.
     """
 
-    def __init__(self, slots_per_state: int, free: list[int], take_slot: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        slots_per_state: int,
+        free: list[int],
+        take_slot: Callable[[], int],
+        update_priority: Callable[[Block], None],
+    ) -> None:
         self.slots_per_state = slots_per_state
         self._free = free
         self._take_slot = take_slot
+        self._update_priority = update_priority
         self._num_states = 0
         self.snapshots: OrderedDict[StateSnapshot, None] = OrderedDict()
         """Least recently used first."""
@@ -94,6 +102,7 @@ class StateSlots:
         snapshot = StateSnapshot(state, block, key, followers)
         block.parent.snapshots_below = kept | {key: snapshot}
         block.snapshots = (*block.snapshots, snapshot)
+        self._update_priority(block)
         self.snapshots[snapshot] = None
         self.acquire(state)
         state.snapshot = snapshot
@@ -129,6 +138,7 @@ class StateSlots:
         del self.snapshots[snapshot]
         block, parent = snapshot.block, snapshot.parent
         block.snapshots = tuple(other for other in block.snapshots if other is not snapshot)
+        self._update_priority(block)
         assert parent.snapshots_below is not None
         del parent.snapshots_below[snapshot.key]
         parent.snapshots_below = parent.snapshots_below or None
