@@ -384,6 +384,22 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(llm: LLM) -> None:
     assert codes == [None, "invalid_utf8", "empty_prompt"]
 
 
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"role": "user"}, "conversation 1 is empty"),
+        ({"content": "hi"}, "conversation 1, message 0 has no role"),
+    ],
+)
+def test_chat_errors_name_the_conversation_and_no_column(
+    llm: LLM, message: dict[str, str], error: str
+) -> None:
+    good = [{"role": "user", "content": "hi"}]
+    outputs = llm.chat([good, [message]], GREEDY, use_tqdm=False, errors="return")
+    assert outputs[1].error is not None
+    assert outputs[1].error.message == error
+
+
 def test_a_hostile_template_or_tokenizer_fails_single_prompts(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     template = "{{ 'a' * (10 ** 11 if messages[0].content == 'bad' else 1) }}"

@@ -211,7 +211,7 @@ class Engine:
     def refusal(self, request: Request) -> tuple[str, str] | None:
         """Error code and message of a request that can never run, else None."""
         table, pool = self.scheduler.table, self.scheduler.pool
-        prompt, room = request.num_prompt_tokens, table.max_model_len
+        prompt, room = request.num_prompt_tokens, table.most_tokens(request)
         if prompt == 0:
             return "empty_prompt", "the prompt has no tokens"
         if prompt >= room:

@@ -184,7 +184,10 @@ class GenerationCalls:
                 now=datetime.now(),
                 final_message=final_message(add_generation_prompt, continue_final_message),
             )
-            built = self._processes.prompts(recipe).build(rows)
+            built = [
+                _naming_conversation(prompt, at) if isinstance(prompt, RowError) else prompt
+                for at, prompt in enumerate(self._processes.prompts(recipe).build(rows))
+            ]
             items = self._items(built, sampling_params, adapter, lora_request)
             for item in items:
                 item.tools = row_tools
@@ -301,6 +304,12 @@ class GenerationCalls:
         if structure is None:
             return checked
         return replace(checked, structured_outputs=self._schema_defaults.apply(structure))
+
+
+def _naming_conversation(error: RowError, at: int) -> RowError:
+    """Name the conversation in the error of a prompt: a call of ``chat`` has no columns."""
+    message = error.message.replace("column messages: the conversation", f"conversation {at}")
+    return RowError(error.code, message.replace("column messages", f"conversation {at}"))
 
 
 def check_errors(errors: object) -> None:

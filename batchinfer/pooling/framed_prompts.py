@@ -16,10 +16,8 @@ from batchinfer.text.tokenizer import Tokenizer
 class FramedPromptBuilder(PromptBuilder):
     """A prompt builder that cuts a text between its special tokens ([CLS], [SEP], end of text).
 
-    Rows that bring token ids are cut at the end.
-
-    Args:
-        leaves_room: leave room for an output token, which a causal model draws.
+    Rows that bring token ids are cut at the end. Nothing follows a pooled prompt, so it may have
+    ``max_model_len`` tokens.
     """
 
     def __init__(
@@ -28,16 +26,14 @@ class FramedPromptBuilder(PromptBuilder):
         tokenizer: Tokenizer,
         *,
         max_model_len: int,
-        leaves_room: bool,
         **others: Any,
     ) -> None:
-        room = max_model_len if leaves_room else max_model_len + 1
-        super().__init__(config, tokenizer, max_model_len=room, **others)
+        super().__init__(config, tokenizer, max_model_len=max_model_len + 1, **others)
         self._frame = frame_of(tokenizer)
 
-    def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
+    def _fitted(self, prompt: Prompt) -> Prompt | RowError:
         fitted = super()._fitted(prompt)
-        if isinstance(fitted, RowError) or isinstance(prompt, RowError) or not fitted.truncated:
+        if isinstance(fitted, RowError) or not fitted.truncated:
             return fitted
         frame = (0, 0) if prompt.text is None else self._frame
         left = self._on_too_long == "truncate_left"

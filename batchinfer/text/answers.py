@@ -1,4 +1,4 @@
-"""A sample's answer, its reasoning, and its tool calls."""
+"""Splits a sample into its answer, its reasoning, and its tool calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Answer:
 
     text: str
     reasoning: str | None = None
-    """None if the model did not think, or reasoning is not separated."""
+    """None if the model did not reason, or if the reasoning stays in ``text``."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of the row's tools; ``text`` is the rest."""
+    """Calls of the row's tools, which are not in ``text``."""
 
 
 class AnswerReader:
     """Separates the parts of samples.
 
     Args:
-        reasoning: how the model marks its reasoning; None: it stays part of the answer.
-        tool_format: how the model writes tool calls; None: they stay part of the answer.
+        reasoning: format of the model's reasoning; None: the reasoning stays in the answer.
+        tool_format: format of the model's tool calls; None: the calls stay in the answer.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AnswerReader:
         params: SamplingParams,
         tools: Tools | None = None,
     ) -> Answer:
-        """Return the parts of a sample; ``tools`` are the tools that it may have called."""
+        """Return the parts of a sample; ``tools`` are the tools that the sample may call."""
         answer = self._without_calls(prompt_token_ids, sample, params)
         if tools is None or self.tool_format is None:
             return answer

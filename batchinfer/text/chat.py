@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to one text, as transformers' ``apply_chat_template`` does.
+"""Renders a conversation with a chat template, as transformers' ``apply_chat_template`` does.
 
 A content may be a list of text parts. Some templates loop over parts, some take only one text, some
 take only parts, and this may depend on the role. Rendering a test conversation finds out which.
@@ -23,8 +23,8 @@ from batchinfer.text.tools.tool_format import Tools
 
 Message = dict[str, Any]
 FinalMessage = Literal["auto", "answer", "continue", "leave"]
-"""How a prompt ends. auto: continue the last message if it is the assistant's, else open an answer;
-answer: always open an answer; continue: always continue the last message; leave: neither."""
+"""End of a prompt. auto: continue the last message if it is the assistant's, else open an answer;
+answer: always open an answer; continue: always continue the last message; leave: do neither."""
 
 _END_MARK = "\U0010fffd "
 """Marks the end of the message to continue; its space shows whether the template trims messages."""
@@ -33,7 +33,7 @@ _PROBES = ("first7tExt", "second7tExt")
 """Texts that no template contains."""
 _WRITTEN_AS_LIST = re.compile(rf"""['"]text['"]:\s*['"]{_PROBES[0]}""")
 _TURNS = {"system": 0, "developer": 0, "user": 0, "assistant": 1, "tool": 2}
-"""Number of messages before one of each role in a test conversation."""
+"""Number of messages before a message of each role in a test conversation."""
 RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 
@@ -100,7 +100,7 @@ class ChatTemplate:
             **kwargs,
         }
         self.content_format = functools.cache(self._find_format)
-        """Returns the form of content that the template takes for a role."""
+        """Function that returns the form of content that the template takes for a role."""
 
     def _find_format(self, role: str) -> ContentFormat:
         parts = [{"type": "text", "text": text} for text in _PROBES]
@@ -136,7 +136,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text, which ends as ``final_message`` says.
+        """Return the prompt's text; ``final_message`` decides how it ends.
 
         Args:
             tools: tools that the model may call.
@@ -146,13 +146,13 @@ class ChatTemplate:
             RowError: ``template_error``.
         """
         messages = [self._as_taken(_with_reasoning_names(message)) for message in messages]
-        more = {**(variables or {}), **({} if tools is None else {"tools": list(tools)})}
-        how = self._final_message
-        if how == "auto":
-            how = "continue" if messages[-1]["role"] == "assistant" else "answer"
-        if how == "continue":
-            return self._render_open(messages, more)
-        return self._render(messages, more, add_generation_prompt=how == "answer")
+        added = {**(variables or {}), **({} if tools is None else {"tools": list(tools)})}
+        end = self._final_message
+        if end == "auto":
+            end = "continue" if messages[-1]["role"] == "assistant" else "answer"
+        if end == "continue":
+            return self._render_open(messages, added)
+        return self._render(messages, added, add_generation_prompt=end == "answer")
 
     def _as_taken(self, message: Message) -> Message:
         """Convert a message's content to a form that the template takes."""

@@ -1,9 +1,9 @@
 """Distinguishes control-token text in a row's columns from control tokens in templates.
 
 ``<|im_end|>`` in a template ends a turn; the same characters in a row are plain text. Both look the
-same after rendering, so that marks replace the row's occurrences before it: private-use characters,
-which no template operation can split. transformers' ``sanitize_control_tokens`` has the same aim,
-with markers around the token.
+same after rendering. So marks replace the row's occurrences before rendering: private-use
+characters, which no template operation can split. transformers' ``sanitize_control_tokens`` has the
+same aim, with markers around the token.
 """
 
 from __future__ import annotations

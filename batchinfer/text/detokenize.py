@@ -1,4 +1,4 @@
-"""The text of a growing list of tokens, decoded a small window at a time, and its stop strings."""
+"""Decodes a growing list of tokens, a small window at a time, and finds stop strings."""
 
 from __future__ import annotations
 

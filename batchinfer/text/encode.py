@@ -1,4 +1,4 @@
-"""Rendered rows to token ids, with few calls of the tokenizer; a bad row does not affect others."""
+"""Tokenizes rendered rows in few calls of the tokenizer; a bad row does not affect other rows."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 _CACHED = 256
-"""Compiled grammars to keep, because rows often repeat them."""
+"""Number of compiled grammars to keep: rows often repeat them."""
 _PROBED_TOKENS = 3
-"""Some expressions explode only when they are used."""
+"""Number of tokens to try, because some expressions need too much work only in use."""
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
@@ -36,8 +36,8 @@ class CompiledGrammar:
     """A grammar compiled for one model's tokenizer.
 
     Args:
-        matcher: its state at the beginning of a text, copied for each sample.
-        eos_token_id: ends a complete text.
+        matcher: matcher at the beginning of a text, copied for each sample.
+        eos_token_id: token that ends a complete text.
         masks: makes the token masks of samples, [samples, words].
     """
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime
 from typing import Any, TypeVar
 
 import numpy as np
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError, UsageError
-from batchinfer.text.chat import FinalMessage
+from batchinfer.errors import RowError
 from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
-from batchinfer.text.prompt_sources import conflicts, require_column
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
@@ -33,18 +30,18 @@ class Prompt:
     has_control_text: bool
     """The row's text contained the text of a control token, which stayed plain text."""
     first_segment: int | None = field(default=None, kw_only=True)
-    """Number of tokens of the first text of a pair, by the tokenizer; None: not a pair."""
+    """Number of tokens that the tokenizer assigns to the first text of a pair; None: no pair."""
     unpooled: int = field(default=0, kw_only=True)
     """Leading tokens that pooling leaves out."""
 
     @property
     def num_tokens_after(self) -> int:
-        """Number of given tokens computed after the prompt, such as completions to score."""
+        """Number of known tokens that follow the prompt, such as completions to score."""
         return 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        # Bytes: an array's own pickle takes seven times as long.
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        # Bytes, because pickling an array takes seven times as long.
         return _unpickled, (type(self), {**values, "token_ids": self.token_ids.tobytes()})
 
 
@@ -52,8 +49,8 @@ def _unpickled(kind: type[Prompt], values: dict[str, Any]) -> Prompt:
     return kind(**{**values, "token_ids": np.frombuffer(values["token_ids"], dtype=np.int32)})
 
 
-Rendered = RenderedText | Prompt | RowError
-"""A row's text, the prompt of a row that brings token ids, or an error."""
+Rendered = RenderedText | TokenIds | RowError
+"""A row's text, the token ids that it brings, or its error."""
 
 
 class PromptTooLongError(RowError):
@@ -68,64 +65,22 @@ class PromptTooLongError(RowError):
 
 
 class PromptBuilder:
-    """Builds prompts from rows, as ``PromptConfig`` says. Thread-safe."""
+    """Builds prompts from rows, as ``PromptConfig`` says. Thread-safe.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+        options: options of ``RowRenderer``, which also raises its errors.
+    """
 
     def __init__(
-        self,
-        config: PromptConfig,
-        tokenizer: Tokenizer,
-        *,
-        max_model_len: int,
-        columns: Sequence[str],
-        conversation_columns: Collection[str] = (),
-        chat_template_source: str | None = None,
-        vocab_size: int | None = None,
-        now: datetime | None = None,
-        final_message: FinalMessage = "auto",
-        variables_column: str | None = None,
+        self, config: PromptConfig, tokenizer: Tokenizer, *, max_model_len: int, **options: Any
     ) -> None:
-        """Resolve the source of the prompts.
-
-        Args:
-            max_model_len: most tokens of prompt and output together.
-            columns: of the data.
-            conversation_columns: columns that contain conversations, if known. A missing chat
-                template is then found here, and not for each row.
-            chat_template_source: content of the file that ``config.chat_template`` names.
-            vocab_size: token ids of rows are below it; default: the tokenizer's.
-            now: time for chat templates, the same for all rows; default: the time of this call.
-            final_message: what follows a conversation.
-            variables_column: a column with a row's own ``config.chat_template_kwargs``, which
-                override those of the job.
-
-        Raises:
-            UsageError: settings contradict each other or the columns.
-            DataError: a column is missing.
-            ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
-        """
-        for key, problem in conflicts(config):
-            raise UsageError(f"{key} {problem}")
         self._max_tokens = max_model_len - 1
         self._on_too_long = config.on_too_long
-        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._renderer = RowRenderer(config, tokenizer, **options)
         self._encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
-        self._renderer = None
-        if config.token_ids_column is not None:
-            require_column(config.token_ids_column, "prompt.token_ids_column", columns)
-            self.columns: tuple[str, ...] = (config.token_ids_column,)
-            """The input columns that ``build`` needs."""
-            return
-        self._renderer = RowRenderer(
-            config,
-            tokenizer,
-            columns=columns,
-            conversation_columns=conversation_columns,
-            chat_template_source=chat_template_source,
-            now=now or datetime.now(),
-            final_message=final_message,
-            variables_column=variables_column if variables_column in columns else None,
-        )
         self.columns = self._renderer.columns
+        """The input columns that ``build`` needs."""
 
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """Return a prompt or an error for each row, in order.
@@ -144,29 +99,28 @@ class PromptBuilder:
         return lambda: built
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        """Do the first half of ``build``: return the rows' texts, or their errors."""
-        return [or_error(self._render, row) for row in rows]
+        """Return the text, the token ids or the error of each row: the first half of ``build``."""
+        return [or_error(self._renderer.render, row) for row in rows]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        """Do the second half of ``build``."""
-        texts = [item for item in rendered if isinstance(item, RenderedText)]
-        encoded = iter(self._encoder.encode(texts))
-        return [
-            self._fitted(_prompt(item, next(encoded)) if isinstance(item, RenderedText) else item)
-            for item in rendered
-        ]
+        """Tokenize texts and check lengths: the second half of ``build``."""
+        encoded = iter(
+            self._encoder.encode([item for item in rendered if isinstance(item, RenderedText)])
+        )
+        prompts: list[Prompt | RowError] = []
+        for item in rendered:
+            ids = next(encoded) if isinstance(item, RenderedText) else item
+            if isinstance(ids, RowError):
+                prompts.append(ids)
+            elif isinstance(item, RenderedText):
+                prompt = Prompt(ids, item.restored, False, item.has_control_text)
+                prompts.append(self._fitted(prompt))
+            else:
+                prompts.append(self._fitted(Prompt(ids, None, False, False)))
+        return prompts
 
-    def _render(self, row: RowValues) -> RenderedText | Prompt:
-        if self._renderer is not None:
-            return self._renderer.render(row)
-        name = self.columns[0]
-        ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
-        return Prompt(ids, None, truncated=False, has_control_text=False)
-
-    def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
+    def _fitted(self, prompt: Prompt) -> Prompt | RowError:
         """Cut or refuse a prompt that leaves no room for an output token."""
-        if isinstance(prompt, RowError):
-            return prompt
         ids, most = prompt.token_ids, self._max_tokens
         if len(ids) == 0:
             return RowError("empty_prompt", "the prompt has no tokens")
@@ -205,32 +159,6 @@ class RawTexts:
         return self._tokenizer.encode_batch(
             texts, add_special_tokens=True, parse_special_tokens=True
         )
-
-
-def row_token_ids(value: object, where: str, vocab_size: int) -> TokenIds:
-    """Return a row's own token ids, int32.
-
-    Raises:
-        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for anything but ids.
-    """
-    if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
-        raise RowError("empty_prompt", f"{where} holds no token ids")
-    try:
-        ids = np.asarray(value)
-    except ValueError:  # lists of different lengths
-        ids = np.empty(0, dtype=np.object_)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RowError("unsupported_content", f"{where} is not a list of integers")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        reason = f"token ids must be 0 to {vocab_size - 1}"
-        raise RowError("unsupported_content", f"{where}: {reason}")
-    return ids.astype(np.int32)
-
-
-def _prompt(rendered: RenderedText, encoded: TokenIds | RowError) -> Prompt | RowError:
-    if isinstance(encoded, RowError):
-        return encoded
-    return Prompt(encoded, rendered.restored, False, rendered.has_control_text)
 
 
 def or_error(function: Callable[[_Argument], _Result], row: _Argument) -> _Result | RowError:

@@ -1,4 +1,4 @@
-"""A row to the text of its prompt: its source, then the chat template."""
+"""Renders the text of a row's prompt: reads the source, then applies the chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.chat import ChatTemplate, FinalMessage, Message
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
-from batchinfer.text.prompt_sources import checked_template, make_source, require_column
-from batchinfer.text.row_values import SYSTEM_ROLES, decoded, keys_in, map_texts, texts_in
-from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.text.prompt_sources import (
+    checked_template,
+    conflicts,
+    make_source,
+    require_column,
+)
+from batchinfer.text.row_values import (
+    SYSTEM_ROLES,
+    decoded,
+    keys_in,
+    map_texts,
+    row_token_ids,
+    texts_in,
+)
+from batchinfer.text.tokenizer import TokenIds, Tokenizer
 from batchinfer.text.tools.row_tools import RowToolsReader
 from batchinfer.text.tools.tool_format import Tools
 
-_GIVE_TEMPLATE = "Give prompt.chat_template the path of one, or take a model made for chat."
+_GIVE_TEMPLATE = "Set prompt.chat_template to the path of a template, or use a model made for chat."
 
 
 class RowRenderer:
@@ -25,6 +37,24 @@ class RowRenderer:
 
     A string becomes a user message if there is a chat template; otherwise it is the prompt. A
     conversation without a system message gets the job's system message.
+
+    Args:
+        columns: columns of the data.
+        conversation_columns: columns that contain conversations, if known. A missing chat template
+            is then an error of the job, not of each row.
+        chat_template_source: content of the file that ``config.chat_template`` names.
+        vocab_size: limit of rows' token ids; default: the tokenizer's.
+        now: time for chat templates, the same for all rows; default: the time of this call.
+        appended_column: column whose texts follow the rendered text. Their control-token texts get
+            marks as well.
+        final_message: what follows a conversation.
+        variables_column: column, if it is in the data, of a row's own
+            ``config.chat_template_kwargs``, which override those of the job.
+
+    Raises:
+        UsageError: settings contradict each other or the columns.
+        DataError: a column is missing.
+        ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
     """
 
     def __init__(
@@ -33,32 +63,37 @@ class RowRenderer:
         tokenizer: Tokenizer,
         *,
         columns: Sequence[str],
-        conversation_columns: Collection[str],
-        chat_template_source: str | None,
-        now: datetime,
-        beside: Collection[str] = (),
+        conversation_columns: Collection[str] = (),
+        chat_template_source: str | None = None,
+        vocab_size: int | None = None,
+        now: datetime | None = None,
+        appended_column: str | None = None,
         final_message: FinalMessage = "auto",
         variables_column: str | None = None,
     ) -> None:
-        """Arguments and errors are those of ``PromptBuilder``.
-
-        ``beside`` are columns whose texts are appended to the rendered text later. Their
-        control-token texts get marks as well.
-        """
+        for key, problem in conflicts(config):
+            raise UsageError(f"{key} {problem}")
+        self.vocab_size = vocab_size or tokenizer.vocab_size
+        """Limit of rows' token ids."""
+        self._ids_column = config.token_ids_column
+        if self._ids_column is not None:
+            require_column(self._ids_column, "prompt.token_ids_column", columns)
+            self.columns = tuple(filter(None, [self._ids_column, appended_column]))
+            """The input columns that ``render`` needs, and ``appended_column``."""
+            return
+        available = frozenset(columns)
         self._control = None if config.parse_special_tokens else tokenizer.control
         self._source = make_source(config, columns)
+        self._variables_column = variables_column if variables_column in available else None
         self._system = None
-        self._variables_column = variables_column
-        needed = self._source.columns | frozenset(beside)
-        if config.tools_column is not None:
-            needed |= {config.tools_column}
-        needed |= frozenset(filter(None, [variables_column]))
+        needed = {*self._source.columns, appended_column, config.tools_column, variables_column}
         if config.system is not None:
-            available = frozenset(columns)
             self._system = checked_template(config.system, "prompt.system", available)
             needed |= self._system.columns(available)
         self.columns = tuple(name for name in columns if name in needed)
-        self._chat = _chat_template(config, tokenizer, chat_template_source, now, final_message)
+        self._chat = _chat_template(
+            config, tokenizer, chat_template_source, now or datetime.now(), final_message
+        )
         self._tools = RowToolsReader(config)
         if self._tools.column is not None:
             require_column(self._tools.column, "prompt.tools_column", columns)
@@ -66,13 +101,17 @@ class RowRenderer:
             talks = config.messages is not None or needed & frozenset(conversation_columns)
             _refuse_chat_settings(config, talks=bool(talks))
 
-    def render(self, row: Mapping[str, object]) -> RenderedText:
-        """Return the row's text, with marks in place of its own control-token texts.
+    def render(self, row: Mapping[str, object]) -> RenderedText | TokenIds:
+        """Return the row's text, with marks in place of its own control-token texts, or the token
+        ids that it brings.
 
         Raises:
             RowError: ``empty_prompt``, ``invalid_utf8``, ``template_error``,
                 ``unsupported_content``, ``row_too_large``.
         """
+        if self._ids_column is not None:
+            where = f"column {self._ids_column}"
+            return row_token_ids(row.get(self._ids_column), where, self.vocab_size)
         values = {name: decoded(row[name], name) for name in self.columns if name in row}
         own = self._tools.of(values)
         tools = None if own is None else list(own.tools)
@@ -103,10 +142,8 @@ class RowRenderer:
             )
         if self._system is not None and messages[0]["role"] not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": self._system.render(values)}, *messages]
-        variables = None
-        if self._variables_column is not None:
-            variables = values.get(self._variables_column)
-        return self._chat.render(messages, tools, variables)
+        name = self._variables_column
+        return self._chat.render(messages, tools, None if name is None else values.get(name))
 
 
 def _chat_template(
@@ -125,7 +162,7 @@ def _chat_template(
     if config.has_tools and source is not None and "tools" not in source:
         raise UsageError(
             "prompt.tools: the chat template does not write tools, so the model would not see them",
-            hint="leave them out, or give prompt.chat_template a file that writes them",
+            hint="remove the tools, or set prompt.chat_template to a file that writes them",
         )
     if source is None:
         raise UsageError(f"prompt.chat_template: the file {config.chat_template} was not read")

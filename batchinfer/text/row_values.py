@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from batchinfer.errors import RowError
 from batchinfer.text.chat import Message
 from batchinfer.text.sandbox import MAX_TEXT_CHARS
+from batchinfer.text.tokenizer import TokenIds
 
 _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
@@ -80,6 +83,26 @@ def map_texts(function: Callable[[str], str], value: Any, *, keys: bool = False)
     if isinstance(value, list):
         return [map_texts(function, item, keys=keys) for item in value]
     return value
+
+
+def row_token_ids(value: object, where: str, vocab_size: int) -> TokenIds:
+    """Return a row's own token ids, int32.
+
+    Raises:
+        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for anything but ids.
+    """
+    if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
+        raise RowError("empty_prompt", f"{where} holds no token ids")
+    try:
+        ids = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        ids = np.empty(0, dtype=np.object_)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RowError("unsupported_content", f"{where} is not a list of integers")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        reason = f"token ids must be 0 to {vocab_size - 1}"
+        raise RowError("unsupported_content", f"{where}: {reason}")
+    return ids.astype(np.int32)
 
 
 def as_messages(value: list[Any], column: str) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Verdicts on finished samples: which ones pass, and which of those are kept."""
+"""Decides which finished samples pass the rules of ``accept``, and which of these to keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.text.structured.json_validator import JsonValidator, SchemaError
 
 
 class AcceptError(ValueError):
-    """An ``accept`` section that cannot be used; says why in one line."""
+    """An ``accept`` section that cannot be used; the message is the reason in one line."""
 
 
 class Verdict(Enum):
@@ -39,22 +39,22 @@ class RowVerdicts:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough samples are kept."""
+        """True if enough samples are kept."""
         return self.count(Verdict.ACCEPTED) >= self.wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts of a row's samples by verdict; zeros if the job judges none."""
+    """Number of a row's samples by verdict; zeros if the job judges no samples."""
 
     samples_tried: int = 0
-    """The sum of the others."""
+    """Sum of the other counts."""
     samples_accepted: int = 0
     samples_rejected: int = 0
     samples_duplicate: int = 0
-    """Passed, but has the text of a kept sample."""
+    """Samples that pass, but repeat the text of a kept sample."""
     samples_surplus: int = 0
-    """Drawn after the last kept sample, in the same step."""
+    """Samples drawn after the last kept sample, in the same step."""
 
 
 class Judge:
@@ -75,16 +75,18 @@ class Judge:
         """Add the verdicts on a row's next samples.
 
         Args:
-            samples: in order: text, number of tokens, and whether the text meets the row's own
+            samples: in order: text, number of tokens, and whether the text follows the row's own
                 parameters.
         """
-        for text, num_tokens, as_asked in samples:
-            row.verdicts.append(self._verdict(text, num_tokens, as_asked, row))
+        for text, num_tokens, follows_params in samples:
+            row.verdicts.append(self._verdict(text, num_tokens, follows_params, row))
 
-    def _verdict(self, text: str, num_tokens: int, as_asked: bool, row: RowVerdicts) -> Verdict:
+    def _verdict(
+        self, text: str, num_tokens: int, follows_params: bool, row: RowVerdicts
+    ) -> Verdict:
         if row.is_full:
             return Verdict.SURPLUS
-        if not as_asked or not self._passes(text, num_tokens):
+        if not follows_params or not self._passes(text, num_tokens):
             return Verdict.REJECTED
         if self._config.dedup and text in row.texts:
             return Verdict.DUPLICATE

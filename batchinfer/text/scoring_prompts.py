@@ -1,31 +1,30 @@
-"""Rows to prompts with completions to score.
+"""Builds prompts with completions to score.
 
 Prompt and completion are separated as in EleutherAI's lm-evaluation-harness
 (``_encode_pair`` in lm_eval/api/model.py), so that scores are comparable: whitespace at the end of
 the prompt belongs to the completion; prompt and completion are tokenized as one text; the
-completion's tokens are those beyond the number of tokens of the prompt alone. All completions of a
-row thus share the prompt's tokens. Before a prompt that is itself scored comes, as in
-``loglikelihood_rolling``, the beginning-of-sequence token (or the end-of-sequence token, if the
-model has no other), unless the prompt begins with it or comes from a chat template.
+completion's tokens follow as many tokens as the prompt has alone. So all completions of a row share
+the prompt's tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as
+in ``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless
+it comes from a chat template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError, UsageError
+from batchinfer.errors import RowError
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText, TextEncoder
-from batchinfer.text.prompt_sources import conflicts, require_column
-from batchinfer.text.prompts import Prompt, PromptTooLongError, RowValues, or_error, row_token_ids
+from batchinfer.text.prompt_sources import require_column
+from batchinfer.text.prompts import Prompt, PromptTooLongError, RowValues, or_error
 from batchinfer.text.render import RowRenderer
-from batchinfer.text.row_values import decoded
+from batchinfer.text.row_values import decoded, row_token_ids
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _EMPTY = "empty_completion"
@@ -46,10 +45,11 @@ class ScoredPrompt(Prompt):
 class ScoringBuilder:
     """Builds prompts with completions from rows. Thread-safe.
 
-    Arguments and errors are those of ``PromptBuilder``.
-
     Args:
         completions_column: column of the completions; None: prompts themselves are scored.
+        columns: columns of the data.
+        max_model_len: most tokens of a prompt and its longest completion together.
+        options: options of ``RowRenderer``, which also raises its errors.
     """
 
     def __init__(
@@ -58,41 +58,23 @@ class ScoringBuilder:
         tokenizer: Tokenizer,
         *,
         completions_column: str | None,
-        max_model_len: int,
         columns: Sequence[str],
-        conversation_columns: Collection[str] = (),
-        chat_template_source: str | None = None,
-        vocab_size: int | None = None,
-        now: datetime | None = None,
+        max_model_len: int,
+        **options: Any,
     ) -> None:
-        for key, problem in conflicts(config):
-            raise UsageError(f"{key} {problem}")
+        if completions_column is not None:
+            require_column(completions_column, "score.completions_column", columns)
         self._max_model_len = max_model_len
         self._on_too_long = config.on_too_long
-        self._vocab_size = vocab_size or tokenizer.vocab_size
         self._prefix_token_id = tokenizer.prefix_token_id
         self._control = None if config.parse_special_tokens else tokenizer.control
         self._encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
         self._completions = completions_column
-        if completions_column is not None:
-            require_column(completions_column, "score.completions_column", columns)
-        completions = () if completions_column is None else (completions_column,)
-        self._renderer = None
-        if config.token_ids_column is not None:
-            require_column(config.token_ids_column, "prompt.token_ids_column", columns)
-            self.columns: tuple[str, ...] = (config.token_ids_column, *completions)
-            """The input columns that ``build`` needs."""
-            return
         self._renderer = RowRenderer(
-            config,
-            tokenizer,
-            columns=columns,
-            conversation_columns=conversation_columns,
-            chat_template_source=chat_template_source,
-            now=now or datetime.now(),
-            beside=completions,
+            config, tokenizer, columns=columns, appended_column=completions_column, **options
         )
         self.columns = self._renderer.columns
+        """The input columns that ``build`` needs."""
 
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """Return a ``ScoredPrompt`` or an error for each row, in order.
@@ -115,16 +97,14 @@ class ScoringBuilder:
         ]
 
     def _draft(self, row: RowValues) -> _Draft:
-        if self._renderer is None:
-            name = self.columns[0]
-            ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
-            completions = self._read_completions(row)
-            if completions and isinstance(completions[0], str):
-                return _Draft([self._marked(text) for text in completions], ids)
-            return _Draft([], ids, completions)
         rendered = self._renderer.render(row)
         completions = self._read_completions(row)
-        if completions and isinstance(completions[0], str):
+        are_texts = bool(completions) and isinstance(completions[0], str)
+        if not isinstance(rendered, RenderedText):
+            if are_texts:
+                return _Draft([self._marked(text) for text in completions], rendered)
+            return _Draft([], rendered, completions)
+        if are_texts:
             mark = (lambda text: text) if rendered.marks is None else rendered.marks.mark
             texts = [rendered.text.rstrip(), *(rendered.text + mark(one) for one in completions)]
             return _Draft([replace(rendered, text=text) for text in texts], whole=rendered.restored)
@@ -163,7 +143,7 @@ class ScoringBuilder:
         if True in are_texts:
             raise RowError("unsupported_content", f"{where} holds texts and other values together")
         return tuple(
-            row_token_ids(item, f"{where}: completion {at}", self._vocab_size)
+            row_token_ids(item, f"{where}: completion {at}", self._renderer.vocab_size)
             for at, item in enumerate(items)
         )
 
@@ -208,7 +188,7 @@ class _Draft:
     completion_ids: tuple[TokenIds, ...] = ()
     """Token ids of the completions, if the row brings them."""
     prefix_token_id: int | None = None
-    """Token to put before a prompt of text."""
+    """Token to put before a text prompt that does not begin with it."""
     whole: str | None = None
     """The prompt's text with the whitespace at its end."""
 

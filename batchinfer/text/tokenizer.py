@@ -1,4 +1,4 @@
-"""Texts to token ids and back, with the same results as transformers' tokenizer."""
+"""Encodes and decodes texts, with the same results as transformers' tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TokenIds = npt.NDArray[np.int32]
 _Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
-"""Most characters in one call: the backend needs some 200 bytes for each."""
+"""Most characters in one call: the backend needs about 200 bytes for each."""
 _WORD_PIECE_SPACES = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
@@ -48,9 +48,9 @@ class Tokenizer:
             special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
             control_tokens: texts of the added tokens that steer the model. A row's text never
                 becomes one of them, unless the job parses special tokens.
-            clean_up_tokenization_spaces: as in transformers, where BPE ignores it too.
-            has_token_type_ids: ``token_type_ids`` are in transformers'
-                ``tokenizer.model_input_names``; otherwise both texts of a pair count to the first.
+            clean_up_tokenization_spaces: transformers' setting, which BPE ignores there too.
+            has_token_type_ids: transformers' ``tokenizer.model_input_names`` has ``token_type_ids``;
+                otherwise all tokens of a pair count as tokens of the first text.
         """
         self._backend = _private_copy(backend.to_str())
         self.chat_template = chat_template
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @functools.cached_property
     def has_byte_fallback(self) -> bool:
-        """Whether the decoder joins runs of ``<0xNN>`` tokens, as SentencePiece does."""
+        """True if the decoder joins runs of ``<0xNN>`` tokens, as SentencePiece does."""
         if self._backend.decoder is None:
             return False
         decoder = json.loads(self._backend.decoder.__getstate__())
@@ -139,7 +139,7 @@ class Tokenizer:
 
         Args:
             texts: valid Unicode (no lone surrogates).
-            add_special_tokens: add BOS and others where the tokenizer does, as ``tokenizer(text)``.
+            add_special_tokens: add BOS and other tokens, as ``tokenizer(text)`` does.
             parse_special_tokens: otherwise the text of a control token stays plain text.
         """
         return _encode(self._parsing(parse_special_tokens), texts, add_special_tokens)
@@ -147,8 +147,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
     ) -> list[tuple[TokenIds, int]]:
-        """Return each pair's token ids, joined as ``tokenizer(one, other)`` does, and the number of
-        those that belong to the first text. Arguments as in ``encode_batch``."""
+        """Return the token ids of each pair, joined as ``tokenizer(first, second)`` does, and the
+        number of ids of the first text. The arguments are the same as in ``encode_batch``."""
         return self._encode_pairs(self._parsing(parse_special_tokens), pairs)
 
     def cut_pair(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block, RecurrentState
-from batchinfer.engine.request import LARGEST_GROUP
+from batchinfer.engine.request import LARGEST_GROUP, Request
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import SamplingColumns
 
@@ -165,7 +165,15 @@ class SequenceTable:
     def total_limit(self, sequence: Sequence) -> int:
         """Tokens at which the sequence ends by length."""
         request = sequence.request
-        return min(request.num_prompt_tokens + request.params.max_tokens, self.max_model_len)
+        total = request.num_prompt_tokens + request.params.max_tokens
+        return min(total, self.most_tokens(request))
+
+    def most_tokens(self, request: Request) -> int:
+        """Limit of a request's prompt and output together.
+
+        The token that a pooling request draws is never computed, so it needs no position.
+        """
+        return self.max_model_len + request.pools
 
     def add(
         self, sequence: Sequence, blocks: list[Block], num_computed: int, num_shared: int

@@ -29,7 +29,7 @@ from batchinfer.llm.pooling.params import (
 )
 from batchinfer.llm.pooling.runner import Float32, Head, Output, PoolingRequest, PoolingRunner
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, one_for_each
-from batchinfer.text.pairs.joined import PairBuilder
+from batchinfer.text.pairs import PairBuilder
 from batchinfer.text.processes.pool import TextProcesses
 from batchinfer.text.prompts import Prompt
 
@@ -230,7 +230,6 @@ class PoolingCalls:
             pair_columns=_DATA,
             max_model_len=ANY_LENGTH if most is None else most,
             columns=_DATA,
-            leaves_room=False,
         )
         with self._calls.one_call("score"):
             rows = [dict(zip(_DATA, pair, strict=True)) for pair in pairs]

@@ -183,8 +183,7 @@ class PoolingRunner:
             raise ValueError(
                 f"truncate_prompt_tokens is {most}, more than max_model_len, which is {longest}"
             )
-        # A causal model's engine keeps room for a token that it samples.
-        return longest - self._context.shares_prefixes if most == -1 else most
+        return longest if most == -1 else most
 
     @cached_property
     def _frame(self) -> tuple[int, int]:

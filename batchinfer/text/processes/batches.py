@@ -16,7 +16,7 @@ _MAX_BYTES = 1 << 17
 
 @dataclass
 class Batch:
-    """Rows that are sent to a worker together."""
+    """Rows for one message to a worker."""
 
     indices: list[int] = field(default_factory=list)
     """Indices of the rows in the call."""
@@ -30,7 +30,7 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Split rows into about ``num_batches`` batches of at most 256 rows and 128 KiB.
 
-    A row that cannot be sent is left out; its error is stored in ``results`` at its index.
+    A row that cannot be sent is in no batch: its error goes to ``results`` at its index.
     """
     most_rows = min(max(_MIN_ROWS, -(-len(rows) // num_batches)), _MAX_ROWS)
     batch = Batch()

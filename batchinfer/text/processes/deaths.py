@@ -1,4 +1,4 @@
-"""Explains why a worker process died, and whether its row is certainly the cause."""
+"""Finds out why a worker process died, and whether its row is certainly the cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchinfer.text.processes.limits import Limits
 
-_MAX_TOLD_CHARS = 200
+_MAX_MESSAGE_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
 """Printed by Rust's runtime before it aborts."""
 _COMPUTES_S = 0.1
@@ -17,46 +17,46 @@ _KILLED = "another process killed it (SIGKILL), as the system does when it runs 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a worker process ended, from the system."""
+    """Facts from the operating system about the end of a worker process."""
 
     exit_code: int
     """Negative for a signal."""
     stderr: str
-    """The end of its stderr."""
+    """Last bytes that the process wrote to stderr."""
     cpu_seconds: float
-    """Processor time that it used in total."""
+    """Total processor time of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
     """Why a worker process died."""
 
-    what: str
-    """The predicate of a sentence whose subject is the template or the tokenizer."""
+    predicate: str
+    """Rest of a sentence that begins with "the template" or "the tokenizer"."""
     is_certain: bool = False
-    """Whether the row alone caused it, not earlier rows or the machine."""
+    """True if the row alone caused the death, not earlier rows or the machine."""
     is_bug: bool = False
-    """Whether it is a bug of this program, not caused by rows."""
+    """True if the cause is a bug in this program, not a row."""
     is_out_of_time: bool = False
-    """Whether it ran out of wall-clock time, which also passes while the process is paused."""
+    """True if the process ran out of wall-clock time, which also passes during a pause."""
     outside: str | None = None
-    """A cause outside the process, if it was stopped or kept from computing by one."""
+    """Cause outside the process, if something else stopped it or kept it from computing."""
 
 
-def death(limits: Limits, seconds: float, end: End, said: tuple[str, str] | None) -> Death:
+def death(limits: Limits, seconds: float, end: End, failure: tuple[str, str] | None) -> Death:
     """Explain why a worker process died.
 
     Args:
-        seconds: its limit of wall-clock time.
-        said: cause and text of its message ``failed``, if it sent one.
+        seconds: limit of wall-clock time for the process.
+        failure: cause and text of the process's message ``failed``, if it sent one.
     """
     memory = f"needed over {limits.memory_bytes >> 20} MiB of memory"
-    if said is not None:
-        cause, text = said
+    if failure is not None:
+        cause, text = failure
         if cause == "bug":
             return Death(text, is_bug=True)
-        told = {"memory": memory, "recursion": "is nested too deeply"}
-        return Death(told.get(cause, f"failed: {_one_line(text)}"))
+        known = {"memory": memory, "recursion": "is nested too deeply"}
+        return Death(known.get(cause, f"failed: {_one_line(text)}"))
     if end.exit_code == -signal.SIGPROF:
         return Death(f"took over {limits.cpu_seconds:g} s of processor time", is_certain=True)
     if end.exit_code == -signal.SIGALRM:
@@ -66,17 +66,17 @@ def death(limits: Limits, seconds: float, end: End, said: tuple[str, str] | None
     if end.exit_code == -signal.SIGKILL:
         return Death("was killed (SIGKILL)", outside=_KILLED)
     lines = end.stderr.strip().splitlines()
-    told_last = f": {_one_line(lines[-1])}" if lines else ""
-    return Death(f"ended its process ({_name(end.exit_code)}){told_last}")
+    last_line = f": {_one_line(lines[-1])}" if lines else ""
+    return Death(f"ended its process ({_name(end.exit_code)}){last_line}")
 
 
 def _out_of_time(seconds: float, cpu_seconds: float) -> Death:
-    what = f"took over {seconds:g} s"
+    predicate = f"took over {seconds:g} s"
     if cpu_seconds < _COMPUTES_S:
-        return Death(what, is_out_of_time=True)
-    # It did compute, yet reached no limit of processor time: the machine was too busy.
-    had = f"the machine let it compute for {cpu_seconds:.1f} s in {seconds:g} s"
-    return Death(what, is_out_of_time=True, outside=had)
+        return Death(predicate, is_out_of_time=True)
+    # The process computed without reaching its limit of processor time: the machine was too busy.
+    outside = f"the machine let it compute for {cpu_seconds:.1f} s in {seconds:g} s"
+    return Death(predicate, is_out_of_time=True, outside=outside)
 
 
 def _name(exit_code: int) -> str:
@@ -89,4 +89,4 @@ def _name(exit_code: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_MAX_TOLD_CHARS]
+    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]

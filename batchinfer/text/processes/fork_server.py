@@ -1,6 +1,6 @@
-"""The process that forks workers: it has the tokenizer loaded, one thread, and no torch.
+"""The process that forks workers: it loads the tokenizer, and has one thread and no torch.
 
-A fork takes milliseconds, whatever the tokenizer's size, and workers share its memory. The server
+A fork takes milliseconds, for a tokenizer of any size, and workers share its memory. The server
 runs no row itself, so it always notices when the process that started it has gone, and then kills
 its workers.
 """
@@ -20,10 +20,10 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""The first bytes that the server sends, to recognize a program that is not a Python."""
+"""The first bytes that the server sends, by which the parent recognizes a Python interpreter."""
 _LOOK_S = 1.0  # another child of the parent may keep the parent's end of the pipe open
 _STDERR_BYTES = 4096
-"""The end of a worker's stderr, which says what native code died of."""
+"""Number of last bytes of a worker's stderr to keep: they say why native code died."""
 _CRASHED = 70
 
 
@@ -52,10 +52,10 @@ class _ForkServer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._stderr: dict[int, int] = {}
-        """By worker's process id, the pipe to read its stderr from."""
+        """Pipe to read a worker's stderr from, by the worker's process id."""
 
     def run(self) -> None:
-        """Answer requests: None asks for a new worker, a process id how that worker ended."""
+        """Answer requests: None asks for a new worker; a process id asks how that worker ended."""
         parent = os.getppid()
         try:
             while os.getppid() == parent:
@@ -70,7 +70,7 @@ class _ForkServer:
                 os.kill(pid, signal.SIGKILL)
 
     def _fork(self) -> None:
-        """Fork a worker, and send its process id and connection, or the reason why it cannot."""
+        """Fork a worker; send its process id and connection, or the reason for a failure."""
         stderr, worker_stderr = os.pipe()
         theirs, ours = Pipe()
         with ours, theirs:
@@ -108,7 +108,7 @@ class _ForkServer:
         code = _CRASHED
         try:
             os.dup2(stderr, 2)
-            os.set_blocking(2, False)  # drops what does not fit into the pipe
+            os.set_blocking(2, False)  # text that does not fit into the pipe is dropped
             bound_memory(self._limits.memory_bytes)
             serve(connection, self._tokenizer, self._limits)
             code = 0

@@ -28,17 +28,17 @@ class Limits:
     cpu_seconds: float = 10.0
     """Processor time for a row that runs alone."""
     shared_cpu_seconds: float = 2.5
-    """Processor time for a batch of rows; if it takes more, its rows run one by one."""
+    """Processor time for a batch of rows. The rows of a batch that takes more run one by one."""
     seconds: float = 60.0
     """Wall-clock time for a row or a batch."""
     patient_seconds: float = 300.0
     """Wall-clock time for a row that runs again after it exceeded ``seconds``."""
     memory_bytes: int = 2**30
-    """Address space that it may add to its size at the start."""
+    """Address space that the process may add to its size at the start."""
 
 
 BOUNDS_MEMORY = sys.platform == "linux"
-"""Whether this system bounds a process's memory."""
+"""True if this system limits a process's memory."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -55,7 +55,7 @@ def leave_signals_to_parent() -> None:
 
 
 def bound_memory(added_bytes: int) -> None:
-    """Limit this process's address space to its size plus ``added_bytes``; no core files."""
+    """Limit this process's address space to its size plus ``added_bytes``; write no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not BOUNDS_MEMORY:
         return

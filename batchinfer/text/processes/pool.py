@@ -19,8 +19,8 @@ from batchinfer.text.processes.workers import Workers
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""More workers than one process can send rows to."""
-_BATCHES_PER_WORKER = 2  # of a call, so that no worker waits long for the last one
+"""Limit of workers: one process cannot send rows to more."""
+_BATCHES_PER_WORKER = 2  # of a call: no worker then waits long for another's last batch
 _LIMITS = Limits()
 
 _Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
@@ -73,8 +73,8 @@ class TextProcesses:
         """Start to make prompts.
 
         Returns:
-            A function that waits and returns a prompt or an error for each row, in order. It raises
-            ``DeviceError`` too, and ``StoppedError`` if ``stop`` was called.
+            A function that waits and returns a prompt or an error for each row, in order. The
+            function raises ``DeviceError``, and ``StoppedError`` after a call of ``stop``.
 
         Raises:
             DeviceError: no worker process could be started.
@@ -89,7 +89,7 @@ class TextProcesses:
         return partial(self._gather, results, pending, os.getpid())
 
     def stop(self) -> None:
-        """Interrupt other threads that wait for prompts; they get a ``StoppedError``."""
+        """Interrupt threads that wait for prompts; they raise ``StoppedError``."""
         self._is_stopped = True
         self._server.close()
 
@@ -138,7 +138,7 @@ class TextProcesses:
 
 def _release(server: ServerProcess, workers: Workers, threads: ThreadPoolExecutor) -> None:
     server.close()
-    if server.owner == os.getpid():  # in a forked copy, threads that held locks are gone
+    if server.owner == os.getpid():  # a forked copy does not have the threads that held locks
         workers.close()
         threads.shutdown(wait=False, cancel_futures=True)
 

@@ -36,9 +36,9 @@ _ENVIRONMENT = {  # one thread, because the server forks; workers use the other 
 _END_S = 2.0
 _LOOK_S = 0.1
 _ANSWER_S = 120.0
-"""A live server answers within this time on any machine."""
+"""Time within which a live server answers on any machine."""
 _STDERR_BYTES = 4096
-"""The end of the server's stderr, which says what it died of."""
+"""Number of last bytes of the server's stderr to read: they say why the server died."""
 
 
 class ForkRefusedError(Exception):
@@ -61,7 +61,7 @@ class ServerProcess:
         self.owner = os.getpid()
         self._closed_for: Exception | None = None
         self.has_failed = False
-        """Whether the server can no longer be used."""
+        """True if the server can no longer be used."""
         _require_interpreter()
         _occupy_standard_streams()
         self._stderr = _unnamed_file()  # a full pipe would stop the server
@@ -97,11 +97,11 @@ class ServerProcess:
                 raise self._failed(error) from error
 
     def fork(self) -> tuple[int, Connection]:
-        """Fork a worker; returns its process id and connection.
+        """Fork a worker; return its process id and connection.
 
         Raises:
             ForkRefusedError: the system allows no more processes.
-            DeviceError, StoppedError: as ``load``.
+            DeviceError, StoppedError: from ``load``.
         """
         with self._lock:
             pid = self._ask(None)
@@ -117,7 +117,7 @@ class ServerProcess:
         """Kill a worker if it still runs, and return how it ended.
 
         Raises:
-            DeviceError, StoppedError: as ``load``.
+            DeviceError, StoppedError: from ``load``.
         """
         with self._lock:
             end = End(*self._ask(pid))
@@ -128,7 +128,7 @@ class ServerProcess:
         """End the server and its workers immediately.
 
         Args:
-            reason: the reason that unfinished calls fail with; None: they raise ``StoppedError``.
+            reason: reason in the error of unfinished calls; None: they raise ``StoppedError``.
         """
         if self._closed_for is not None:
             return
@@ -184,7 +184,7 @@ class ServerProcess:
         self._stderr.close()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:  # then the ids of its workers still belong to them
+        if self._process.poll() is None:  # the process ids still belong to the workers
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -193,7 +193,7 @@ class ServerProcess:
             self._process.wait(_END_S)
 
     def _failed(self, error: Exception) -> Exception:
-        """End a server that is dead or misbehaves; returns the error that explains why."""
+        """End a server that is dead or misbehaves; return an error that explains why."""
         if self._closed_for is not None:
             return self._closed_for
         self.has_failed = True
@@ -217,23 +217,22 @@ class ServerProcess:
 
 
 def not_started(reason: str) -> DeviceError:
-    """The error if prompts cannot be made at all, with the reason."""
+    """Return the error of a process that cannot make prompts, with the reason."""
     return DeviceError(
         f"the process that renders and tokenizes prompts cannot run: {reason}",
-        hint=f"it is started as {sys.executable or '(sys.executable is empty)'} -c ...; that must "
-        "be a Python interpreter, and it needs memory and a free process (ulimit -u)",
+        hint=f"its command is {sys.executable or '(sys.executable is empty)'} -c ...: check that "
+        "this is a Python interpreter, and that memory and a process (ulimit -u) are free",
     )
 
 
 def _require_interpreter() -> None:
-    """Check that there is a Python interpreter to start; an application started in its place would
-    start over."""
+    """Check that this is a Python interpreter: a frozen application would start itself again."""
     if getattr(sys, "frozen", False):
         raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
     if not sys.executable:
         raise not_started(
             "Python is part of another program here, and does not know its interpreter; set "
-            "sys.executable to that of the same environment"
+            "sys.executable to the interpreter of the same environment"
         )
 
 
@@ -251,7 +250,7 @@ def _unnamed_file() -> IO[bytes]:
 
 
 def _paths() -> list[str]:
-    """``sys.path`` with absolute paths in place of names relative to the current folder."""
+    """Return ``sys.path`` with absolute paths: relative ones depend on the current folder."""
     return [
         os.path.abspath(path) if os.path.exists(path or os.curdir) else path for path in sys.path
     ]

@@ -1,4 +1,4 @@
-"""A worker process: makes prompts of the rows it receives; rows that exceed its limits kill it."""
+"""A worker process: it makes prompts of rows, and a row that exceeds its limits kills it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Builder(Protocol):
 
 
 BuilderFactory = Callable[..., Builder]
-"""Makes a builder, given ``tokenizer`` as a keyword argument. It must be picklable."""
+"""Picklable function that makes a builder; takes ``tokenizer`` as a keyword argument."""
 
 
 def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
     """Answer requests until the other end is closed, or until a row exceeds a limit.
 
     A request is a pickled ``BuilderFactory``, pickled rows and the seconds that they may take. A
-    batch of rows has less processor time than a row alone. A request without rows asks for the
+    batch of rows gets less processor time than a single row. A request without rows asks for the
     builder's columns.
 
     Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
@@ -74,7 +74,7 @@ class _Worker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._builders: dict[bytes, Builder] = {}
-        """The builders used last, by factory; the calls of one job alternate between a few."""
+        """Builders used last, by factory: the calls of one job alternate between a few."""
 
     def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
         try:

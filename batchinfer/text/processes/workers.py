@@ -1,4 +1,4 @@
-"""Lends the workers of one fork server to threads, and finds rows that kill workers.
+"""Lends the workers of one fork server to threads, and finds the rows that kill workers.
 
 A row is blamed for a worker's death only if nothing else can be the cause: if it took too much
 processor time, or if it was the worker's first row. Otherwise it runs again in a new worker.
@@ -20,7 +20,7 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""After this many outside causes for one row, no worker can run on this machine."""
+"""Number of outside causes for one row after which this machine counts as unable to run workers."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class _Worker:
     has_worked: bool = False
     is_dead: bool = False
     has_rendered: bool = False
-    """Whether its single row is rendered, so that a failure is the tokenizer's."""
+    """True once the worker's single row is rendered: the tokenizer then causes a failure."""
 
 
 class Workers:
@@ -62,7 +62,7 @@ class Workers:
         Raises:
             JobError: from the factory.
             ModelError: making the builder exceeds a worker's limits, because of its chat template.
-            DeviceError, StoppedError: as ``ServerProcess.fork``.
+            DeviceError, StoppedError: from ``ServerProcess.fork``.
         """
         answer = self._alone(factory, [])
         if isinstance(answer, RowError):
@@ -75,7 +75,7 @@ class Workers:
         A batch that kills its worker or takes too long runs again row by row.
 
         Raises:
-            DeviceError, StoppedError: as ``ServerProcess.fork``.
+            DeviceError, StoppedError: from ``ServerProcess.fork``.
         """
         if len(rows) > 1:
             with self._lent() as worker:
@@ -93,7 +93,7 @@ class Workers:
         return result
 
     def _alone(self, factory: bytes, rows: Sequence[bytes]) -> Any:
-        """Send one row, or none; returns the answer, or the error of a row that kills workers."""
+        """Send at most one row; return the answer, or the error of a row that kills workers."""
         seconds, num_outside, needs_new = self._limits.seconds, 0, False
         while True:
             with self._lent(needs_new) as worker:
@@ -108,14 +108,14 @@ class Workers:
                     raise not_started(f"{answer.outside}: {_MAX_OUTSIDE} times for one row")
             elif not is_hasty and (answer.is_certain or is_first):
                 if worker.has_rendered:
-                    return RowError("tokenizer_error", f"the tokenizer {answer.what}")
-                return RowError("template_error", f"the template {answer.what}")
+                    return RowError("tokenizer_error", f"the tokenizer {answer.predicate}")
+                return RowError("template_error", f"the template {answer.predicate}")
             if is_hasty:
                 seconds = self._limits.patient_seconds
             needs_new = True
 
     def _ask(self, worker: _Worker, factory: bytes, rows: Sequence[bytes], seconds: float) -> Any:
-        """Send a request to a worker; returns its answer, or how it died."""
+        """Send a request to a worker; return its answer, or the cause of its death."""
         worker.has_worked, worker.has_rendered = True, False
         kind, values = "", []
         try:
@@ -133,12 +133,14 @@ class Workers:
         worker.is_dead = True
         worker.connection.close()
         end = self._server.end(worker.pid)
-        died_of = death(self._limits, seconds, end, tuple(values) if kind == "failed" else None)
-        if died_of.is_bug:
-            raise RuntimeError(f"in a child process: {died_of.what}")
-        if died_of.outside is not None:
+        cause_of_death = death(
+            self._limits, seconds, end, tuple(values) if kind == "failed" else None
+        )
+        if cause_of_death.is_bug:
+            raise RuntimeError(f"in a child process: {cause_of_death.predicate}")
+        if cause_of_death.outside is not None:
             self._halve()
-        return died_of
+        return cause_of_death
 
     @contextmanager
     def _lent(self, needs_new: bool = False) -> Iterator[_Worker]:
@@ -178,7 +180,9 @@ class Workers:
     def _halve(self) -> None:
         """Continue with half of the remaining workers."""
         with self._changed:
-            self.most = max(1, self._num_living // 2)  # counts the dead one, which is still lent
+            self.most = max(
+                1, self._num_living // 2
+            )  # the count includes the dead worker, which is still lent
 
     def _end_surplus(self, most: int) -> None:
         """End idle workers until at most ``most`` workers are alive."""

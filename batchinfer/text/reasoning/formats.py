@@ -1,4 +1,4 @@
-"""Finds how a model marks its reasoning, from its chat template and its tokenizer.
+"""Finds the markers of a model's reasoning in its chat template and its tokenizer.
 
 Markers are those of vLLM's parsers (vllm/reasoning) and SGLang's
 (python/sglang/srt/parser/reasoning_parser.py).
@@ -39,42 +39,42 @@ PARSERS: Mapping[str, str | Mapping[str, str]] = {
     "openai_gptoss": "auto",
     "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
 }
-"""Values of ``asked`` for ``find_reasoning_format``, by vLLM's names (``--reasoning-parser``)."""
+"""Values of ``wanted`` for ``find_reasoning_format``, by vLLM's names (``--reasoning-parser``)."""
 
 
-def checked_reasoning(asked: object) -> str | Mapping[str, str]:
-    """Returns ``asked``; raises ValueError unless ``find_reasoning_format`` accepts it."""
-    if isinstance(asked, str) and asked in ("auto", "none"):
-        return asked
+def checked_reasoning(wanted: object) -> str | Mapping[str, str]:
+    """Return ``wanted``; raises ValueError unless ``find_reasoning_format`` accepts it."""
+    if isinstance(wanted, str) and wanted in ("auto", "none"):
+        return wanted
     if (
-        isinstance(asked, Mapping)
-        and set(asked) == {"start", "end"}
-        and all(isinstance(text, str) and text for text in asked.values())
+        isinstance(wanted, Mapping)
+        and set(wanted) == {"start", "end"}
+        and all(isinstance(text, str) and text for text in wanted.values())
     ):
-        return asked
+        return wanted
     raise ValueError(
-        f'reasoning is {format_value(asked)}; it must be "auto", "none" or '
+        f'reasoning is {format_value(wanted)}; it must be "auto", "none" or '
         '{"start": "<think>", "end": "</think>"}'
     )
 
 
 def find_reasoning_format(
-    asked: str | Mapping[str, str], tokenizer: Tokenizer, chat_template: str | None = None
+    wanted: str | Mapping[str, str], tokenizer: Tokenizer, chat_template: str | None = None
 ) -> ReasoningFormat | None:
-    """Returns how a model marks its reasoning.
+    """Return the format of a model's reasoning.
 
     Args:
-        asked: ``none``, ``auto`` (by the chat template, then by the tokenizer's tokens), or the
+        wanted: ``none``, ``auto`` (by the chat template, then by the tokenizer's tokens), or the
             markers: ``{start: text, end: text}``.
         chat_template: source of the template in use; None: the tokenizer's.
 
     Raises:
         UsageError: ``auto``, but there are no known markers.
     """
-    if asked == "none":
+    if wanted == "none":
         return None
-    if not isinstance(asked, str):
-        return MarkerFormat(tokenizer, asked["start"], asked["end"])
+    if not isinstance(wanted, str):
+        return MarkerFormat(tokenizer, wanted["start"], wanted["end"])
     found = _found(tokenizer, chat_template or tokenizer.chat_template or "")
     if found is None:
         raise UsageError(

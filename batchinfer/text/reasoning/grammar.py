@@ -1,4 +1,4 @@
-"""A grammar for answers that follow reasoning, which is free but may have a token budget.
+"""A grammar for answers that follow reasoning; the reasoning is free text with an optional budget.
 
 When the budget is used up, the tokens of the end marker are forced, as vLLM's
 ``ThinkingTokenBudgetLogitsProcessor`` does (vllm/v1/sample/logits_processor/builtin.py).
@@ -28,7 +28,7 @@ class ReasoningGrammar:
     """A constraint on samples that may reason before they answer.
 
     Args:
-        prompt_token_ids: decide whether a sample starts inside its reasoning.
+        prompt_token_ids: ids of the prompt, which may start or end the reasoning.
         answer: the grammar of the answer; None: any text.
         budget: most tokens of reasoning, without markers; None: any number.
         eos_token_ids: not allowed during reasoning if the answer has a grammar.
@@ -52,7 +52,7 @@ class ReasoningGrammar:
         self.masks = masks
 
     def begin(self) -> _State:
-        """Returns a matcher for a new sample."""
+        """Return a matcher for a new sample."""
         return _State(self)
 
 
@@ -80,7 +80,7 @@ class _State:
         return self._answer.matcher if self._answer is not None and is_asked else None
 
     def apply_to(self, mask: Mask) -> None:
-        """Allow tokens that the answer's grammar does not decide about."""
+        """Allow the tokens that the answer's grammar does not restrict."""
         if self._due:
             mask[:] = 0
             _allow(mask, self._due[0])
@@ -109,14 +109,14 @@ class _State:
                 forced = len(self._follow(token_id))
 
     def _answers(self, token_id: int) -> bool:
-        """Whether a token is part of the answer."""
+        """True if a token is part of the answer."""
         if not self._has_answered and not self._due and self._tracker.phase is Phase.BEFORE:
             starts = self._may_start() and token_id == self._start[0]
             self._has_answered = self._answer is not None and not starts
         return self._has_answered
 
     def _may_start(self) -> bool:
-        """Whether the sample may start to reason. A token that may also start the answer does."""
+        """True if the sample may start to reason; a token that fits the answer starts it."""
         if self._has_answered or self._answer is None or not self._start:
             return False
         if self._tracker.phase is not Phase.BEFORE:
@@ -124,19 +124,19 @@ class _State:
         return self._answer.matcher.validate_tokens([self._start[0]]) == 0
 
     def _follow(self, token_id: int) -> list[int]:
-        """Advance by a token before the answer; returns the tokens that must follow."""
+        """Advance by a token before the answer; return the tokens that must follow."""
         followed = [token_id]
         if self._due:
             followed += self._due[1:]
         elif self._may_start():
             followed += self._start[1:]
         self._due = ()
-        for one in followed:
-            self._tracker.take(one)
+        for token in followed:
+            self._tracker.take(token)
         if self._is_used_up():
             followed += self._end
-            for one in self._end:
-                self._tracker.take(one)
+            for token in self._end:
+                self._tracker.take(token)
         self._has_answered = self._tracker.phase is Phase.ANSWER
         return followed[1:]
 

@@ -48,7 +48,7 @@ class HarmonyTracker:
         self._tokenizer = tokenizer
         self._start, self._message, self._ends = start, message, ends
         self._head: list[int] | None = []
-        """Tokens of the current message's head; None in its body."""
+        """Tokens of the current message's head; None in the body."""
 
     def take(self, token_id: int) -> None:
         if token_id == self._start or (token_id in self._ends and self._head is None):
@@ -88,9 +88,9 @@ class HarmonyFormat:
         messages = list(self._messages(prompt_token_ids, sample.token_ids))
         if not messages:  # the sample has another format
             return Split(None, sample.text, 0)
-        thoughts = [one for one in messages if one.phase is Phase.THINKING]
-        answers = [one for one in messages if one.phase is Phase.ANSWER]
-        count = sum(one.after_token - one.first_token for one in thoughts)
+        thoughts = [message for message in messages if message.phase is Phase.THINKING]
+        answers = [message for message in messages if message.phase is Phase.ANSWER]
+        count = sum(message.after_token - message.first_token for message in thoughts)
         if thoughts and messages[-1] is thoughts[-1]:  # unfinished: count the end token
             count += sample.num_tokens - len(sample.token_ids)
         reasoning = _joined(sample, thoughts) if thoughts else None
@@ -98,13 +98,15 @@ class HarmonyFormat:
 
     def without_reasoning(self, prompt_token_ids: TokenIds, sample: SampleText) -> str:
         return "".join(
-            sample.text[sample.length_at(one.first_token) : sample.length_at(one.after_token)]
-            for one in self._messages(prompt_token_ids, sample.token_ids)
-            if one.phase is not Phase.THINKING
+            sample.text[
+                sample.length_at(message.first_token) : sample.length_at(message.after_token)
+            ]
+            for message in self._messages(prompt_token_ids, sample.token_ids)
+            if message.phase is not Phase.THINKING
         )
 
     def _messages(self, prompt: TokenIds, token_ids: TokenIds) -> Iterator[_Message]:
-        """Yields the messages that have a body; the first may have begun in the prompt."""
+        """Yield the messages that have a body; the first may have begun in the prompt."""
         opened = self._open_message(prompt)
         in_body = self._message in opened.tolist()
         head = opened[: opened.tolist().index(self._message)] if in_body else opened
@@ -121,7 +123,7 @@ class HarmonyFormat:
             yield _Message(self._text(head), first, body, len(tokens), len(tokens))
 
     def _open_message(self, prompt: TokenIds) -> TokenIds:
-        """Returns the tokens of a prompt's last message, after ``<|start|>``."""
+        """Return the tokens of a prompt's last message, after ``<|start|>``."""
         places = np.flatnonzero(prompt == self._start)
         return prompt[int(places[-1]) + 1 :] if len(places) else prompt[:0]
 
@@ -138,7 +140,7 @@ def _phase(head: str) -> Phase:
 
 def _joined(sample: SampleText, messages: list[_Message]) -> str:
     bodies = (
-        sample.text[sample.length_at(one.first_of_body) : sample.length_at(one.after_body)]
-        for one in messages
+        sample.text[sample.length_at(message.first_of_body) : sample.length_at(message.after_body)]
+        for message in messages
     )
     return "\n".join(body.strip() for body in bodies)

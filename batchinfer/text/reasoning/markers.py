@@ -1,8 +1,8 @@
 """Reasoning between a start and an end marker, like ``<think>`` and ``</think>``.
 
-A marker that is an added token is found by its id, even where special tokens are left out of the
-text, and text of a row cannot imitate it. Other markers are found in the text, as tokens may extend
-beyond them.
+A marker that is an added token is found by its id, even if the text omits special tokens. The text
+of a row cannot imitate it. Other markers are found in the text, because tokens may extend beyond
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchinfer.text.reasoning.reasoning_format import Phase, SampleText, Split
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _PROMPT_TAIL = 64
-"""Tokens at the end of a prompt that are searched for the text of a marker."""
+"""Number of tokens at the end of a prompt in which to search for the text of a marker."""
 _SPACES = 8
 """Most whitespace tokens that a template writes after a marker."""
 
@@ -39,7 +39,7 @@ class TokenMarker:
         self.token_ids = (token_id,)
 
     def find(self, sample: SampleText, after: Place | None) -> Place | None:
-        """Returns the first place in a sample, or the first after another marker."""
+        """Return the first place in a sample, or the first after another marker."""
         places = np.flatnonzero(sample.token_ids == self.token_ids[0])
         places = places[places >= (0 if after is None else after.after_token)]
         if not len(places):
@@ -48,12 +48,12 @@ class TokenMarker:
         return Place(sample.length_at(at), sample.length_at(at + 1), at, at + 1)
 
     def end_in_prompt(self, token_ids: TokenIds) -> int:
-        """Returns the number of tokens up to the end of the last marker in a prompt, or 0."""
+        """Return the number of tokens up to the end of the last marker in a prompt, or 0."""
         places = np.flatnonzero(token_ids == self.token_ids[0])
         return int(places[-1]) + 1 if len(places) else 0
 
     def watcher(self) -> Callable[[int], bool]:
-        """Returns a function that takes a sample's tokens and says which completes the marker."""
+        """Return a function of a sample's next token: True if the token completes the marker."""
         return lambda token_id: token_id == self.token_ids[0]
 
 
@@ -105,7 +105,7 @@ class MarkerTracker:
         if self.phase is Phase.BEFORE and self._starts(token_id):
             self.phase = Phase.THINKING
         elif self.phase is not Phase.ANSWER:
-            if self._ends(token_id):  # even without a start marker
+            if self._ends(token_id):  # a start marker may be missing
                 self.phase = Phase.ANSWER
             elif self.phase is Phase.THINKING:
                 self.num_thinking += 1
@@ -115,8 +115,8 @@ class MarkerFormat:
     """Reasoning between two markers; the prompt may contain the first, or both.
 
     As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end marker
-    without a start ends reasoning that began with the sample. Unlike there, a sample without
-    markers is reasoning only if the prompt started it.
+    without a start ends reasoning that began with the sample. Unlike in vLLM, a sample
+    without markers is reasoning only if the prompt started the reasoning.
 
     Args:
         label: text after the start marker that is not part of the reasoning.

@@ -1,4 +1,4 @@
-"""The interface of reasoning formats, and the text of a sample that they split."""
+"""Defines the interface of reasoning formats, and the text of a sample that they split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 
 class SampleText:
-    """The text of a sample as ``output_text`` gives it, and positions in it by tokens.
+    """The text of a sample, equal to that of ``output_text``, and the text positions of its tokens.
 
     Args:
         keeps_special: keep special tokens in the text, even if ``params`` skip them.
@@ -48,11 +48,11 @@ class SampleText:
         self.text = text
 
     def length_at(self, num_tokens: int) -> int:
-        """Returns how many characters the first tokens have."""
+        """Return the number of characters of the first ``num_tokens`` tokens."""
         return min(len(self._decode(num_tokens)), len(self.text))
 
     def tokens_until(self, length: int) -> int:
-        """Returns how many first tokens the first characters need."""
+        """Return the number of leading tokens that hold the first ``length`` characters."""
         wanted = self.text[:length]
         holds: Callable[[int], bool] = lambda n: self._decode(n).startswith(wanted)  # noqa: E731
         return bisect_left(range(len(self.token_ids)), True, key=holds)
@@ -62,13 +62,13 @@ class SampleText:
 
 
 class Phase(Enum):
-    """The state of a sample after some of its tokens."""
+    """Phase of a sample after some of its tokens."""
 
     BEFORE = "before"
-    """Neither reasoning nor answer has begun; either may."""
+    """Neither the reasoning nor the answer has begun."""
     THINKING = "thinking"
     BETWEEN = "between"
-    """In neither, but in the head of a message or in a tool call."""
+    """In the head of a message or in a tool call."""
     ANSWER = "answer"
 
 
@@ -77,11 +77,11 @@ class Split:
     """A sample's reasoning and its answer."""
 
     reasoning: str | None
-    """Without markers and surrounding whitespace; None if the model did not reason."""
+    """Reasoning without markers and surrounding whitespace; None if the model did not reason."""
     text: str
-    """The answer; after reasoning, without leading whitespace."""
+    """Answer; without leading whitespace if it follows reasoning."""
     num_reasoning_tokens: int
-    """Tokens of the reasoning, including its markers."""
+    """Number of tokens of the reasoning, including its markers."""
 
 
 class ReasoningTracker(Protocol):
@@ -94,7 +94,7 @@ class ReasoningTracker(Protocol):
 
     @property
     def num_thinking(self) -> int:
-        """Tokens of reasoning so far, without markers."""
+        """Number of tokens of reasoning so far, without markers."""
         ...
 
     def take(self, token_id: int) -> None:
@@ -103,7 +103,7 @@ class ReasoningTracker(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """How a model marks its reasoning, for one tokenizer."""
+    """The markers of a model's reasoning, for one tokenizer."""
 
     @property
     def start_token_ids(self) -> Sequence[int]:
@@ -116,13 +116,13 @@ class ReasoningFormat(Protocol):
         ...
 
     def tracker(self, prompt_token_ids: TokenIds) -> ReasoningTracker:
-        """Returns a tracker for a sample of a prompt, which may start or end the reasoning."""
+        """Return a tracker for a sample of a prompt, which may start or end the reasoning."""
         ...
 
     def split(self, prompt_token_ids: TokenIds, sample: SampleText) -> Split:
-        """Returns a sample's reasoning and its answer."""
+        """Return a sample's reasoning and its answer."""
         ...
 
     def without_reasoning(self, prompt_token_ids: TokenIds, sample: SampleText) -> str:
-        """Returns the text without reasoning, but with tool calls and their markers."""
+        """Return the text without reasoning, but with tool calls and their markers."""
         ...

@@ -33,11 +33,11 @@ _RULE = ("name", "defines")
 
 
 class GbnfError(ValueError):
-    """A grammar is invalid; the message says why and in which line."""
+    """An invalid grammar; the message has the reason and the line."""
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar defines its rules with ``::=``, which Lark does not have."""
+    """True if a grammar defines its rules with ``::=``, which Lark does not have."""
     return "::=" in _IN_STRINGS.sub("", grammar)
 
 
@@ -49,7 +49,7 @@ class _Token:
 
 
 def lark_of(grammar: str) -> str:
-    """Returns a GBNF grammar in Lark, token by token: rules have nearly the same syntax in both.
+    """Return a GBNF grammar in Lark, token by token: rules have nearly the same syntax in both.
 
     Raises:
         GbnfError: it is not valid GBNF.
@@ -58,7 +58,7 @@ def lark_of(grammar: str) -> str:
     defined = [one.text for one, after in pairwise(tokens) if (one.kind, after.kind) == _RULE]
     names = {name: _lark_name(name, at) for at, name in enumerate(defined)}
     out, groups, seen = list[str](), list[int](), set[str]()
-    item: int | None = None  # index in ``out`` of what a repeat would apply to
+    item: int | None = None  # index in ``out`` of the item that a repeat applies to
     at = 0
     while at < len(tokens):
         token = tokens[at]
@@ -134,7 +134,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
 
 
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
-    """Yields the characters of a string or class, and whether each was escaped."""
+    """Yield the characters of a string or class, and whether each was escaped."""
     at = 0
     while at < len(text):
         match = _ESCAPE.match(text, at)
@@ -152,7 +152,7 @@ def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
 
 
 def _class_expression(token: _Token) -> str:
-    """Returns a character class as a regular expression of Lark."""
+    """Return a character class as a regular expression of Lark."""
     inside = token.text[1:-1]
     negated = inside.startswith("^")
     characters = list(_characters(inside[negated:], token.line))
@@ -167,5 +167,5 @@ def _class_expression(token: _Token) -> str:
 
 
 def _lark_name(name: str, number: int) -> str:
-    """Returns a valid and unique name for a rule in Lark."""
+    """Return a valid and unique name for a rule in Lark."""
     return f"r{number}_{re.sub(r'[^A-Za-z0-9]', '_', name).lower()}"

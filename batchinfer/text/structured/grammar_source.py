@@ -1,4 +1,4 @@
-"""Turns ``structured_outputs`` into llguidance's form of grammars."""
+"""Converts ``structured_outputs`` to llguidance's form of grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Source = Callable[[], str]
-"""Returns a grammar in llguidance's form, or raises GrammarError."""
+"""Return a grammar in llguidance's form, or raises GrammarError."""
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Default between the parts of JSON: as json.dumps writes it, with and without an indent. JSON
@@ -34,13 +34,13 @@ _HINT = "with unsupported: check, finished texts are judged by the whole schema"
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled, or not for this model; says why in one line."""
+    """A grammar that does not compile for this model; the message is the reason in one line."""
 
 
 def sources(
     structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
 ) -> Iterator[Source]:
-    """Yields the grammar to use; with ``unsupported: check`` also others that each allow more.
+    """Yield the grammar to use; with ``unsupported: check``, then grammars that each allow more.
 
     Args:
         structured_outputs: in its normal form.
@@ -115,7 +115,7 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """Returns a grammar in Lark, from one in Lark or GBNF."""
+    """Return a grammar in Lark, from one in Lark or GBNF."""
     if is_gbnf(grammar):
         try:
             return lark_of(grammar)
@@ -130,7 +130,7 @@ def _lark(grammar: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Returns llguidance's message without the details for its own developers."""
+    """Return llguidance's message in one line, without details for llguidance's developers."""
     lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
     of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if of_expression:

@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that no grammar has, with the values that have no effect."""
+"""Keywords that no grammar supports, with values that have no effect."""
 _UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -53,7 +53,7 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     )
 )
-"""Keywords that no grammar has. Each only restricts, so that dropping it allows more texts."""
+"""Keywords that no grammar supports. Each only restricts, so dropping it allows more texts."""
 _APART = (
     ("pattern", "format", "minLength", "maxLength"),
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -63,7 +63,7 @@ _APART = (
 
 
 def exact_schema(schema: Any) -> Any:
-    """Returns a schema that allows the same texts, in keywords that llguidance understands.
+    """Return a schema that allows the same texts, in keywords that llguidance understands.
 
     Counts like ``2.0`` become whole numbers, classes in patterns become ASCII classes, and keywords
     without meaning are dropped. Formats become patterns; unknown formats are annotations, as JSON
@@ -76,7 +76,7 @@ def exact_schema(schema: Any) -> Any:
 
 
 def inexact_numbers(schema: Any) -> list[int]:
-    """Returns the numbers in a schema that grammars would change, as they convert to doubles."""
+    """Return the numbers in a schema that a grammar would change by converting them to doubles."""
     found = list[int]()
 
     def collect(keywords: Keywords) -> Keywords:
@@ -89,7 +89,7 @@ def inexact_numbers(schema: Any) -> list[int]:
 
 
 def widened_schema(schema: Any) -> Any:
-    """Returns a schema with keywords that a grammar can have; allows all that ``schema`` does.
+    """Return a schema that a grammar supports and that allows every text that ``schema`` allows.
 
     Drops ``not``, ``if`` and others with the schemas in them, in which dropping a keyword would
     restrict. ``oneOf`` becomes ``anyOf``. Also drops broken references and numbers that a grammar
@@ -99,7 +99,7 @@ def widened_schema(schema: Any) -> Any:
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """Returns a widened schema without keywords that do not compile; allows all that it did.
+    """Return a widened schema without keywords that do not compile; allows all that it did.
 
     Args:
         compiles: whether keywords compile by themselves.
@@ -124,13 +124,13 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
 
 
 def outermost_type(schema: Any) -> Any:
-    """Returns a schema with only the type, if ``schema`` has one."""
+    """Return a schema with only the type, if ``schema`` has one."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     return {} if kind is None else {"type": kind}
 
 
 def _rewritten(schema: Any, change: Callable[[Keywords], Keywords]) -> Any:
-    """Applies ``change`` to a schema and all schemas in it, the innermost first."""
+    """Apply ``change`` to a schema and all schemas in it, the innermost first."""
     if isinstance(schema, list):
         return [_rewritten(item, change) for item in schema]
     if not isinstance(schema, dict):

@@ -12,12 +12,12 @@ from batchinfer.text.structured.schema_work import GROWING, num_steps
 MAX_BACKTRACKS = 1_000_000
 """Limit of backtracking for a pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Most schemas to visit for one text, which takes half a second to a few."""
+"""Limit of schemas to visit for one text; this many visits take half a second to a few."""
 _MAX_MESSAGE = 200
 
 
 class SchemaError(ValueError):
-    """A schema cannot be used for validation; says why in one line."""
+    """A schema that cannot be used for validation; the message is the reason in one line."""
 
 
 class JsonValidator:
@@ -58,14 +58,14 @@ class JsonValidator:
             raise SchemaError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
 
     def allows(self, text: str) -> bool:
-        """Whether a text is JSON that the schema allows."""
+        """True if a text is JSON that the schema allows."""
         try:
             return bool(self._validator.is_valid(self._value(text)))
         except (ValueError, RecursionError):
             return False
 
     def problem(self, text: str) -> str:
-        """Returns in one line why a text is not allowed."""
+        """Return the reason, in one line, why a text is not allowed."""
         try:
             error = next(self._validator.iter_errors(self._value(text)), None)
         except _TooMuchWorkError as too_much:
@@ -92,7 +92,7 @@ class _TooMuchWorkError(ValueError):
 
 
 def _no_json(constant: str) -> Any:
-    """Refuses NaN and Infinity, which Python accepts."""
+    """Refuse NaN and Infinity, which Python accepts."""
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.int32]
 _FEW_CORES = 4
-"""Up to this many, one thread makes all masks: the threads of the model's linear layers still spin
-and would delay others. On 2 cores several threads took up to 1.8 times as long."""
+"""Number of cores up to which one thread makes all masks: the threads of the model's linear layers
+still spin and would delay further threads. On 2 cores, several threads took up to 1.8 times as
+long."""
 
 
 class MaskedState(Protocol):
-    """A state whose masks are made here."""
+    """A grammar state for which this module makes masks."""
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """Makes the mask; None if no grammar restricts the next token."""
+        """Matcher that makes the mask; None if no grammar restricts the next token."""
         ...
 
     def apply_to(self, mask: Mask) -> None:
-        """Changes the matcher's mask in place, [words]; it is all zeros without a matcher."""
+        """Change the matcher's mask in place, [words]; without a matcher, it is all zeros."""
         ...
 
 
@@ -42,7 +43,7 @@ class TokenMasks:
         self.num_words = num_words(num_tokens)
 
     def __call__(self, states: Sequence[GrammarState]) -> Mask:
-        """Returns masks [len(states), words]; the states are ``MaskedState``."""
+        """Return masks [len(states), words]; the states are ``MaskedState``."""
         masks = np.zeros((len(states), self.num_words), dtype=np.int32)
         masked: list[MaskedState] = list(states)  # type: ignore[arg-type]
         found = [(state.matcher, at) for at, state in enumerate(masked)]
@@ -70,5 +71,5 @@ class TokenMasks:
 
 
 def num_words(num_tokens: int) -> int:
-    """Returns the number of words, of 32 tokens each, in a mask."""
+    """Return the number of words, of 32 tokens each, in a mask."""
     return -(-num_tokens // 32)

@@ -1,4 +1,5 @@
-"""Bounds the work of validating a value by a JSON schema, which references can make exponential.
+"""Computes a bound of the work to validate a value by a JSON schema, which references can make
+exponential.
 
 Forty schemas that each refer to the next twice mean 10^12 visits; so do a few that refer to
 themselves twice for each level of a value.
@@ -24,7 +25,7 @@ GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
 
 
 def num_steps(schema: Any, value: Any) -> int:
-    """Returns an upper bound of the visits of schemas while a value is validated."""
+    """Return an upper bound of the visits of schemas while a value is validated."""
     named = dict(_named(schema))
     counts: dict[tuple[int, int], int] = {}
 
@@ -45,7 +46,7 @@ def num_steps(schema: Any, value: Any) -> int:
 def _parts(
     place: dict[str, Any], value: Any, root: Any, named: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields the schemas in a schema, with the parts of the value that they apply to."""
+    """Yield the schemas in a schema, with the parts of the value that they apply to."""
     fields = value if isinstance(value, dict) else {}
     items = value if isinstance(value, list) else []
     for key, held in place.items():
@@ -66,7 +67,7 @@ def _parts(
 
 
 def _named(place: Any) -> Iterator[tuple[str, Any]]:
-    """Yields schemas with their anchors and ids."""
+    """Yield schemas with their anchors and ids."""
     if isinstance(place, dict):
         for key in _NAMES:
             if isinstance(name := place.get(key), str):
@@ -77,7 +78,7 @@ def _named(place: Any) -> Iterator[tuple[str, Any]]:
 
 
 def target(reference: str, root: Any, named: dict[str, Any]) -> Any:
-    """Returns the target of a reference in a schema, or None.
+    """Return the target of a reference in a schema, or None.
 
     Args:
         named: schemas by anchors and by the last parts of ids.

@@ -38,18 +38,18 @@ class Parameter:
     name: str
     is_required: bool
     schema: Mapping[str, Any]
-    """Includes the definitions that it may refer to."""
+    """JSON schema of the value, with the definitions that it may refer to."""
     rule: str
-    """Name of the rule of its value as JSON."""
+    """Name of the rule for the value as JSON."""
 
     @property
     def is_text(self) -> bool:
-        """Whether its value is any string; grammars of plain text ignore pattern and length."""
+        """True if the value is any string; grammars of plain text ignore pattern and length."""
         return self.schema.get("type") == "string" and not {"enum", "const"} & set(self.schema)
 
     @property
     def texts(self) -> list[str] | None:
-        """The strings that its value can be, if its schema lists them, or None."""
+        """The possible values, if the schema lists strings; else None."""
         values = [self.schema["const"]] if "const" in self.schema else self.schema.get("enum")
         if isinstance(values, list) and all(isinstance(value, str) for value in values):
             return values
@@ -57,7 +57,7 @@ class Parameter:
 
 
 def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
-    """Returns a grammar whose rule ``call`` is a JSON object of a tool's name and arguments.
+    """Return a grammar whose rule ``call`` is a JSON object of a tool's name and arguments.
 
     Args:
         names: the keys of name and arguments.
@@ -82,7 +82,7 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
 
 
 def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> str:
-    """Returns a grammar whose rule ``call`` is a tool's name and its arguments as a JSON object.
+    """Return a grammar whose rule ``call`` is a tool's name and its arguments as a JSON object.
 
     Args:
         body: the other rules.
@@ -99,7 +99,7 @@ def named_grammar(tools: Tools, body: str, call: Callable[[str, str], str]) -> s
 def parameter_grammar(
     tools: Tools, body: str, call: Callable[[str, list[Parameter]], str]
 ) -> str | None:
-    """Returns a grammar whose rule ``call`` is a tool's name and its parameters; None if a schema
+    """Return a grammar whose rule ``call`` is a tool's name and its parameters; None if a schema
     does not list these.
 
     Args:
@@ -117,23 +117,23 @@ def parameter_grammar(
 
 
 def quoted(text: str) -> str:
-    """Returns a string of the grammar."""
+    """Return a string of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def marker(tokenizer: Tokenizer, text: str) -> str:
-    """Returns a marker as the grammar's token if it is an added token, else as a string."""
+    """Return a marker as the grammar's token if it is an added token, else as a string."""
     token_id = tokenizer.added_token_id(text)
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
 def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
-    """Returns several markers."""
+    """Return several markers."""
     return [marker(tokenizer, text) for text in texts]
 
 
 def text_until(tokenizer: Tokenizer, rule: str, end: str, before: str = "") -> str:
-    """Returns the rule ``rule`` of any text that ends with a marker.
+    """Return the rule ``rule`` of any text that ends with a marker.
 
     Args:
         before: text that precedes the marker.
@@ -150,7 +150,7 @@ def _grammar(num_tools: int, body: str, rules: list[str]) -> str:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, which allows others only if it says so."""
+    """Return the schema of a tool's arguments; plain schemas allow no further arguments."""
     parameters = tool["function"].get("parameters", {})
     schema: dict[str, Any] = widened_schema(exact_schema(parameters))
     if set(schema) <= _OF_PLAIN_OBJECTS:

@@ -68,23 +68,23 @@ that looks like another."""
 
 
 def find_tool_format(
-    asked: str, tokenizer: Tokenizer, chat_template: str | None = None
+    wanted: str, tokenizer: Tokenizer, chat_template: str | None = None
 ) -> ToolFormat | None:
-    """Returns the format of a model's tool calls.
+    """Return the format of a model's tool calls.
 
     Args:
-        asked: ``none``, ``auto`` or a name in ``FORMATS``.
+        wanted: ``none``, ``auto`` or a name in ``FORMATS``.
         chat_template: source of the template in use; None: the tokenizer's.
 
     Raises:
         UsageError: the name is unknown, or ``auto`` finds no known format.
     """
-    if asked == "none":
+    if wanted == "none":
         return None
-    if asked != "auto" and asked not in FORMATS:
+    if wanted != "auto" and wanted not in FORMATS:
         raise UsageError(f"tool_parser must be one of auto, none, {', '.join(FORMATS)}")
-    if asked != "auto":
-        return FORMATS[asked]
+    if wanted != "auto":
+        return FORMATS[wanted]
     template = chat_template or tokenizer.chat_template or ""
     matches = (name for signs, name in _SIGNS if all(sign in template for sign in signs))
     if (name := next(matches, None)) is not None:

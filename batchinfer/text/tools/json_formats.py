@@ -33,7 +33,7 @@ _DECODER = json.JSONDecoder()
 
 
 def call_of(value: object) -> ToolCall | None:
-    """Returns the call in a JSON object; None if it is malformed."""
+    """Return the call in a JSON object; None if it is malformed."""
     if not isinstance(value, Mapping):
         return None
     name = value.get("name")

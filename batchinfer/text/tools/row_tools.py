@@ -1,4 +1,4 @@
-"""Reads and checks the tools of a row, and makes the grammar of an answer that must call them."""
+"""Reads and checks the tools of a row, and makes the grammar of an answer that must call a tool."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class RowTools:
-    """The tools that a row may call, and whether it must."""
+    """Tools that a row may call, and its ``tool_choice``."""
 
     tools: Tools
     choice: Choice = "auto"
     several: bool = True
-    """Whether it may call more than one at a time."""
+    """True if an answer may have several calls."""
 
     @property
     def key(self) -> str:
@@ -36,7 +36,7 @@ class RowTools:
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """Returns a grammar (Lark) of the answer; None if it is free.
+        """Return a grammar (Lark) of the answer; None if it is free.
 
         Raises:
             ValueError: calls of that format have no grammar.
@@ -57,7 +57,7 @@ class RowTools:
 
 
 def checked_choice(value: object, tools: Tools) -> Choice:
-    """Returns a valid ``tool_choice``; raises ValueError if it is invalid or names no tool."""
+    """Return a valid ``tool_choice``; raises ValueError if it is invalid or names no tool."""
     if value in ("auto", "none", "required"):
         return str(value)
     function = value.get("function") if isinstance(value, Mapping) else None
@@ -75,7 +75,7 @@ def checked_choice(value: object, tools: Tools) -> Choice:
 
 
 def checked_tools(value: object) -> Tools:
-    """Returns the definitions of tools.
+    """Return the definitions of tools.
 
     Args:
         value: a list of OpenAI's definitions, or its JSON text; null fields are dropped.
@@ -115,7 +115,7 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a cell as JSON data: strings decoded, null fields dropped."""
+    """Return a cell as JSON data: strings decoded, null fields dropped."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Mapping):
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def row_tools(value: object, choice: object, where: str) -> RowTools | None:
-    """Returns the tools of a row; None if it has none or may not call any.
+    """Return the tools of a row; None without tools, or with the choice ``none``.
 
     Raises:
         RowError: ``unsupported_content``.
@@ -152,7 +152,7 @@ class RowToolsReader:
         self._all = row_tools(config.tools, config.tool_choice, "prompt.tools")
 
     def of(self, row: Mapping[str, object]) -> RowTools | None:
-        """Returns the tools of a row; None if it has none or may not call any.
+        """Return the tools of a row; None without tools, or with the choice ``none``.
 
         Raises:
             RowError: ``unsupported_content``: its column has invalid tools.

@@ -67,7 +67,7 @@ class TagFormat(ToolFormat):
         return ParsedCalls(text.partition(begin)[0].strip(), tuple(calls)) if calls else None
 
     def _read(self, written: str, body: str, end: str, tools: Tools) -> ToolCall | None:
-        """Returns a call; None if it is cut off: only the last end marker may be missing."""
+        """Return a call; None if it is cut off: only the last end marker may be missing."""
         name = written.strip()
         if not end and not body.rstrip().endswith(self._parameter_end):
             return None
@@ -101,7 +101,7 @@ class TagFormat(ToolFormat):
 
 
 def _choices(parameter: Parameter) -> str:
-    """Returns the rule of a value that is one of several strings, or JSON."""
+    """Return the rule of a value that is one of several strings, or JSON."""
     if parameter.texts is None:
         return parameter.rule
     return f"({' | '.join(map(quoted, parameter.texts))})"

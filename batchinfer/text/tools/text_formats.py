@@ -86,7 +86,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
-    """Returns a call whose arguments are named literals; None for other expressions."""
+    """Return a call whose arguments are named literals; None for other expressions."""
     if not isinstance(node, ast.Call) or node.args:
         return None
     try:
@@ -104,7 +104,7 @@ def _python_call(node: ast.expr) -> ToolCall | None:
 
 
 def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
-    """Returns the rule of a call with its values as JSON, in the order of the parameters."""
+    """Return the rule of a call with its values as JSON, in the order of the parameters."""
     written = [f"{quoted(f'{one.name}=')} {one.rule}" for one in parameters]
     firsts = []
     for at, one in enumerate(parameters):  # those that can come first

@@ -1,4 +1,4 @@
-"""Tool calls, and the interface of their formats."""
+"""Defines tool calls and the interface of their formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolCall:
     """A JSON object."""
 
     def as_openai(self, place: int) -> dict[str, Any]:
-        """Returns the call in OpenAI's form.
+        """Return the call in OpenAI's form.
 
         Args:
             place: index among the calls of all samples of a row, so that equal calls get other ids.
@@ -39,23 +39,23 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """The parts of a text."""
+    """The content and the tool calls of a text."""
 
     content: str
-    """The text besides the calls."""
+    """The text without the calls."""
     calls: tuple[ToolCall, ...]
 
 
 class ToolFormat(ABC):
-    """How a model writes tool calls."""
+    """A model's format of tool calls."""
 
     spans_thinking = False
-    """Whether the grammar covers the whole sample, including reasoning."""
+    """True if the grammar covers the whole sample, reasoning included."""
 
     @abstractmethod
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        """Returns the calls in a text, which has its special tokens; None if there is none, or a
-        malformed one.
+        """Return the calls in a text with special tokens; None without calls, or if one is
+        malformed.
 
         Args:
             tools: the types of their parameters decide how to read values written as plain text.
@@ -63,7 +63,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        """Returns a grammar (Lark) of calls of these tools; None if the format has none.
+        """Return a grammar (Lark) of calls of these tools; None if the format has none.
 
         Args:
             several: whether more than one call is allowed.
@@ -71,8 +71,11 @@ class ToolFormat(ABC):
 
 
 def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | None:
-    """Returns what ``tool_format`` finds in a text; None also for calls that are not valid JSON:
-    nested too deeply, with numbers JSON does not have, or with halves of surrogate pairs."""
+    """Return the calls that ``tool_format`` finds in a text.
+
+    Return None for calls that are not valid JSON: nested too deeply, with numbers that JSON does
+    not have, or with halves of surrogate pairs.
+    """
     try:
         found = tool_format.parse(text, tools)
         for call in () if found is None else found.calls:
@@ -88,7 +91,7 @@ def _no_number(word: str) -> None:
 
 
 def json_arguments(value: object) -> str | None:
-    """Returns arguments as JSON text, from an object or its JSON text; None for other values."""
+    """Return arguments as JSON text, from an object or its JSON text; None for other values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -100,7 +103,7 @@ def json_arguments(value: object) -> str | None:
 
 
 def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Returns the schema of a tool's parameters, which may be empty."""
+    """Return the schema of a tool's parameters, which may be empty."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -110,9 +113,9 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
-    """Yields the texts between markers, which repeat in order, until one is missing.
+    """Yield the texts between markers, which repeat in order, until one is missing.
 
-    Takes linear time for any text, as models that loop repeat markers by the thousand.
+    Takes linear time for any text, because models that loop repeat markers by the thousand.
     """
     at = text.find(markers[0])
     while at >= 0:
@@ -128,7 +131,7 @@ def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
 
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a parameter that is written as plain text: a string if its type says so,
+    """Return the value of a parameter that is written as plain text: a string if its type says so,
     else the parsed JSON if it is valid."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None

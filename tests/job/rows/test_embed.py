@@ -33,6 +33,7 @@ from tests.job.rows.jobs import rows_of, summary_of
 from tests.models import make_text_model
 
 SAME = 0.99999
+TEXT = "seventeen letters"
 PROMPTS = [
     "is it so?",
     "x",
@@ -90,6 +91,21 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, model: Path) -> 
         assert np.linalg.norm(row["embedding"]) == pytest.approx(1, abs=1e-5)
     summary = summary_of(tmp_path)
     assert summary["tokens"]["output"] == 0
+
+
+@pytest.mark.parametrize(("max_model_len", "status"), [(17, "ok"), (16, "error")])
+def test_text_may_have_max_model_len_tokens(
+    tmp_path: Path, model: Path, max_model_len: int, status: str
+) -> None:
+    spec = job(tmp_path, model, [TEXT, "x"])
+    size = {"max_model_len": max_model_len}
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update=size)})
+    assert run_job(spec, quiet=True) in (ExitCode.OK, ExitCode.TOO_MANY_ROW_ERRORS)
+    row = rows_of(tmp_path)[0]
+    assert row["status"] == status
+    if status == "ok":
+        assert row["num_prompt_tokens"] == max_model_len
+        assert cosine(row["embedding"], hidden_state(model, TEXT)) > SAME
 
 
 def with_modules(folder: Path, model: Path, *, pooling: str = "lasttoken") -> torch.nn.Linear:

@@ -22,11 +22,14 @@ from batchinfer.pooling.classifier import (
     Classifier,
     asks_questions,
     read_classifier,
-    reads_whole_texts,
 )
 from batchinfer.text.grammar import GrammarCompiler
-from batchinfer.text.pairs.joined import PairBuilder
-from batchinfer.text.pairs.questions import QuestionBuilder, with_both_columns, with_question
+from batchinfer.text.pairs import (
+    PairBuilder,
+    QuestionBuilder,
+    with_both_columns,
+    with_question,
+)
 from batchinfer.text.processes.worker import BuilderFactory
 
 if TYPE_CHECKING:
@@ -77,13 +80,12 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
 
 def _prompt_builder(job: JobSpec) -> BuilderFactory:
     config = _config(job)
-    leaves_room = not reads_whole_texts(job.model.name, job.model.revision)
     if config.query_column is None or config.document_column is None:
-        return partial(plain_prompts, leaves_room=leaves_room)
+        return plain_prompts
     columns = (config.query_column, config.document_column)
     if _asks_questions(job):
         return partial(QuestionBuilder, pair_columns=columns)
-    return partial(PairBuilder, pair_columns=columns, leaves_room=leaves_room)
+    return partial(PairBuilder, pair_columns=columns)
 
 
 def _check_columns(job: JobSpec, source: Source) -> None:

@@ -99,7 +99,6 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
     prefix = modules.prompts[asked] if asked else ""
     return partial(
         plain_prompts,
-        leaves_room=not embedder.reads_whole_texts,
         prefix=prefix,
         pools_prefix=modules.pools_prompt,
         most_tokens=modules.max_seq_length,

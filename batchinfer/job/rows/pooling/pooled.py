@@ -78,7 +78,6 @@ def plain_prompts(
     config: PromptConfig,
     tokenizer: Tokenizer,
     *,
-    leaves_room: bool = True,
     prefix: str = "",
     pools_prefix: bool = True,
     most_tokens: int | None = None,
@@ -88,7 +87,6 @@ def plain_prompts(
     ``messages``.
 
     Args:
-        leaves_room: as ``FramedPromptBuilder``.
         prefix: put before texts.
         pools_prefix: whether the tokens of the prefix are pooled too.
         most_tokens: of a prompt; None: as many as the model takes.
@@ -97,10 +95,9 @@ def plain_prompts(
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
     if config.chat_template == "auto" and config.messages is None and is_text:
         config = replace(config, chat_template="none")
-    if most_tokens is not None:  # plus the drawn token, if there is one
-        room = most_tokens + leaves_room
-        others["max_model_len"] = min(others["max_model_len"], room)
-    prompts = FramedPromptBuilder(config, tokenizer, leaves_room=leaves_room, **others)
+    if most_tokens is not None:
+        others["max_model_len"] = min(others["max_model_len"], most_tokens)
+    prompts = FramedPromptBuilder(config, tokenizer, **others)
     if not prefix:
         return prompts
     unpooled = 0 if pools_prefix else _num_prefix_tokens(tokenizer, prefix)
