@@ -1,4 +1,4 @@
-"""The words of a report: its headline, key figures and captions."""
+"""Writes the texts of a report: its headline, key figures and captions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AROUND_ROWS = {
 }
 """Phases before the first row and after the last, other than loading."""
 _NOTICEABLE = 0.01
-"""A smaller share is not mentioned."""
+"""Smallest share to mention."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Outcome:
     """A headline, which begins with the outcome."""
 
     word: str
-    """Such as ``Finished``."""
+    """Outcome, such as ``Finished``."""
     rest: str
     """The rest of the sentence."""
     tone: str
     """``good``, ``bad`` or ``used``."""
-    then: str = ""
-    """What to do, or what happens next."""
+    advice: str = ""
+    """Advice to the user, or the next event."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def outcome(data: ReportData) -> Outcome:
     if data.state in ("stopped", "failed"):
         left = counted(data.rows_total - data.rows_done, "row")
         subject = "The" if data.state == "stopped" else "Once the problem below is fixed, the"
-        kept = "finished rows and drawn tokens stay" if data.draws else "finished rows stay"
-        then = f"{subject} same command goes on with the {left} left; {kept}.{failed}"
-        return Outcome(data.state.capitalize(), f" after {_done(data)}", "bad", then)
+        kept = "it keeps finished rows and drawn tokens" if data.draws else "it keeps finished rows"
+        advice = f"{subject} same command continues with the remaining {left}; {kept}.{failed}"
+        return Outcome(data.state.capitalize(), f" after {_done(data)}", "bad", advice)
     return _ended(data)
 
 
 def progress(data: ReportData) -> list[Piece]:
-    """Return the progress bar: how many rows are answered, failed, running and left."""
+    """Return the progress bar: the shares of answered, failed, running and remaining rows."""
     whole = max(1, data.rows_total)
     begun = max(0.0, (data.share or 0.0) - data.rows_done / whole)
     good, failed = data.rows_done - data.rows_failed, data.rows_failed
@@ -118,14 +118,14 @@ def _good(data: ReportData) -> str:
 
 
 def _done(data: ReportData) -> str:
-    """Such as ``5 of 10 rows (50%)``."""
+    """Say how many rows are done, such as ``5 of 10 rows (50%)``."""
     share = data.rows_done / data.rows_total if data.rows_total else 0.0
     rows = counted(data.rows_total, "row")
     return f"{data.rows_done:,} of {rows} ({whole_percent(share)})"
 
 
 def _work(data: ReportData) -> str:
-    """The share of the work done, if unfinished rows make it larger than that of finished rows."""
+    """Say the share of the work done, if it differs from the share of finished rows."""
     done = data.rows_done / data.rows_total if data.rows_total else 0.0
     if data.share is None or whole_percent(data.share) == whole_percent(done):
         return ""
@@ -141,7 +141,7 @@ def _left(data: ReportData) -> str:
 
 
 def memory(data: ReportData) -> str:
-    """Say in one sentence what paging and sharing did to memory; "" if nothing ran."""
+    """Compare the memory in use with contiguous allocation, in one sentence; "" if nothing ran."""
     peak = data.timeline.peak
     if not (data.has_pool and peak.running and peak.pool_bytes):
         return ""
@@ -170,7 +170,7 @@ def pool(data: ReportData) -> str:
         return ""
     blocks, block_bytes = data.kv["num_blocks"], data.kv["bytes_per_block"]
     if not blocks:
-        return "no KV pool: the model reads texts whole"
+        return "no KV pool, because the model reads whole texts"
     return (
         f"a pool of {size(blocks * block_bytes)}{_on_one_worker(data)}: {blocks:,} blocks of "
         f"{data.kv['block_size']} tokens, {size(block_bytes)} each"
@@ -237,13 +237,13 @@ def time_slices(data: ReportData) -> list[Slice]:
     between = max(span - prompt - answer, 0.0)
     rest = max(data.total_s - data.load_s - max(span, prompt + answer), 0.0)
     steps = [
-        ("Steps with prompts in them", prompt, "shared", "answers go on beside them"),
-        ("Steps of answers alone", answer, "used", ""),
+        ("Steps with prompts in them", prompt, "shared", "answers continue in the same steps"),
+        ("Steps with answers only", answer, "used", ""),
     ]
     parts = [
         ("Loading the model", data.load_s, "idle", _waits(data, data.load_s)),
         *(steps if data.draws else [("Steps", prompt + answer, "shared", "")]),
-        ("Between steps", between, "waste", "waiting for rows, or for this program itself"),
+        ("Between steps", between, "waste", "waiting for rows, or other work of this program"),
         ("Before and after", rest, "rest", _waits(data, rest, around=True)),
     ]
     return [Slice(label, s, duration(s), color, note) for label, s, color, note in parts if s]
@@ -253,7 +253,7 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
     """Name the longest phases of loading, or of the time ``around`` the rows.
 
     Args:
-        within_s: time that they are part of. Longer phases were before the run, and are left out.
+        within_s: time that contains the phases. A longer phase ended before it, and is omitted.
     """
     names = [name for name in data.phases if (name in _AROUND_ROWS) == around]
     longest = sorted(names, key=lambda name: -data.phases[name])[:_MOST_WAITS]
@@ -262,47 +262,45 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
 
 
 def prompt_slices(data: ReportData) -> list[Slice]:
-    """Return the prompt tokens that were computed, and that were found in the pool."""
+    """Return the numbers of prompt tokens computed, and found in the pool."""
     cached = data.lengths.sums["cached_tokens"]
     computed = data.lengths.sums["prompt_tokens"] - cached
     return [
         Slice("Computed", computed, f"{computed:,}", "used"),
-        Slice(
-            "Found in the pool", cached, f"{cached:,}", "shared", "another row had computed them"
-        ),
+        Slice("Found in the pool", cached, f"{cached:,}", "shared", "computed for another row"),
     ]
 
 
 def memory_slices(data: ReportData) -> list[Slice]:
-    """Return the memory that was held, and that sharing saved, in bytes."""
+    """Return the memory held, and the memory saved by sharing, in bytes."""
     used = float(data.timeline.mean("kv_blocks_used").mean())
     saved = max(float(data.timeline.mean("kv_logical_blocks").mean()) - used, 0.0)
     return [
         Slice("Held", used, size(used), "used"),
-        Slice("Not needed", saved, size(saved), "saved", "held once for several"),
+        Slice("Not needed", saved, size(saved), "saved", "one copy serves several rows"),
     ]
 
 
 def sharing_caption(data: ReportData) -> str:
-    """Say how many prompt tokens were reused, of those that rows have in common."""
+    """Say how many prompt tokens were reused, and how many tokens rows have in common."""
     if not data.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
-    caption = f"{percent(data.prefix_hit_rate)} of the prompt tokens did not have to be computed"
+    caption = f"{percent(data.prefix_hit_rate)} of the prompt tokens were found in the pool"
     if data.planned_rate > data.prefix_hit_rate:  # otherwise all of them were found
-        caption += f", of {percent(data.planned_rate)} that rows have in common"
+        caption += f"; rows have {percent(data.planned_rate)} of the tokens in common"
     if equal := data.lengths.sums["deduplicated"]:
         caption += f". {counted(equal, 'row')} copied the answers of equal rows"
-    caption += ". Rows that begin alike, and the samples of a row, hold the same blocks"
+    caption += ". Rows with a common beginning, and the samples of a row, hold the same blocks"
     copies = data.timeline.totals.cow_copies
-    copied = f"; {counted(copies, 'block')} had to be copied when they parted" if copies else ""
+    copied = f"; {counted(copies, 'block')} were copied where texts diverged" if copies else ""
     return f"{caption}{copied}."
 
 
 def pressure_caption(data: ReportData) -> str:
-    """Say how many rows ran side by side, and what happened when memory was short."""
+    """Say how many rows ran at a time, and what happened when memory ran short."""
     sums = data.lengths.sums
     caption = (
-        f"On average {data.timeline.totals.mean('mean_running'):,.0f} ran side by side"
+        f"On average {data.timeline.totals.mean('mean_running'):,.0f} ran at a time"
         f"{_on_one_worker(data)}, at most {data.timeline.peak.running:,}.{together(data)}"
     )
     if sums["preemptions"]:
@@ -315,14 +313,14 @@ def pressure_caption(data: ReportData) -> str:
             if sums[name]
         ]
         times = counted(sums["preemptions"], "time")
-        caption += f" {times} one gave up its memory to let others end"
+        caption += f" {times} a running row gave up its memory so that other rows could finish"
         caption += f": {', '.join(costs)}." if costs else "."
     elif data.has_pool:
         caption += " None had to give up its memory."
     if data.out_of_memory:
         caption += (
-            f" In {counted(data.out_of_memory, 'step')} the device had no memory left, and the "
-            "step was cut smaller."
+            f" In {counted(data.out_of_memory, 'step')} the device ran out of memory, and the "
+            "program made the step smaller."
         )
     return caption
 
@@ -332,9 +330,9 @@ def lanes_caption(data: ReportData) -> str:
     died = sum("died" in lane.state for lane in data.lanes)
     caption = (
         f"{counted(len(data.lanes), 'worker')} over {duration(data.timeline.span_s)}, from the "
-        "first engine's start to the last step; times in which none ran are left out"
+        "first engine's start to the last step; times without a worker are omitted"
     )
-    return caption + (f". {died:,} died, and others went on with their rows." if died else ".")
+    return caption + (f". {died:,} died, and other workers continued their rows." if died else ".")
 
 
 def latencies(data: ReportData) -> list[tuple[str, ...]]:
@@ -343,7 +341,7 @@ def latencies(data: ReportData) -> list[tuple[str, ...]]:
         "queue_ms": "In the queue",
         "prefill_ms": "Prompt",
         **({"decode_ms": "Answer"} if data.draws else {}),
-        "latency_ms": "All in all",
+        "latency_ms": "Total",
     }
     return [
         (label, *(_latency(data.lengths.time_s(name, share)) for share in (0.5, 0.95, 1.0)))
@@ -356,10 +354,10 @@ def _latency(seconds: float) -> str:
 
 
 def together(data: ReportData) -> str:
-    """Say that charts add up several workers, if there are several."""
+    """Say that charts add up several workers; "" for one worker."""
     return " The chart adds up all workers." if data.lanes else ""
 
 
 def _on_one_worker(data: ReportData) -> str:
-    """Say that a number of one step is of one worker, if there are several."""
+    """Say that a number is of one worker; "" if there is only one."""
     return " on one worker" if data.lanes else ""

@@ -14,7 +14,7 @@ from batchinfer.report.timeline import Timeline
 from batchinfer.report.units import amount
 
 _ON_ONE_SCALE = 1.5
-"""The size of the pool is drawn if it is at most this many times the largest other value."""
+"""Largest ratio of the pool's size to the highest value at which the chart shows the pool."""
 
 
 def all_series(data: ReportData) -> Mapping[str, Series]:
@@ -34,13 +34,13 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 
 def memory(timeline: Timeline) -> Series:
-    """Memory that running rows took, over what they would have taken."""
+    """Memory that running rows took, would take without sharing, and would take if reserved."""
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [
         Layer("contiguous", "reserved: prompt and longest answer", reserved),
         Layer("logical", "paged alone: nothing shared", mean("kv_logical_blocks")),
-        Layer("used", "paged and shared: what they took", mean("kv_blocks_used")),
+        Layer("used", "paged and shared: memory in use", mean("kv_blocks_used")),
         *_pool_line(timeline, float(reserved.max(initial=0))),
     ]
     name = "the memory that running rows take"
@@ -51,13 +51,13 @@ def held_by_rows(timeline: Timeline) -> Series:
     """Blocks that running rows hold, by how many rows hold them, and what sharing saves."""
     used, waste = timeline.mean("kv_blocks_used"), timeline.mean("waste_blocks")
     saved = np.maximum(timeline.mean("kv_logical_blocks") - used, 0)
-    # Shared blocks are nearly always full; the empty slots of others count as waste.
+    # Shared blocks are nearly always full; empty slots of other blocks count as waste.
     shared = np.minimum(timeline.mean("kv_blocks_shared"), used - waste)
     layers = [
         Layer("used", "used by one row", used - shared - waste),
         Layer("waste", "empty slots", waste),
         Layer("shared", "used by several", shared),
-        Layer("saved", "not needed: those are shared", saved),
+        Layer("saved", "not needed: saved by sharing", saved),
     ]
     return Series("the blocks that running rows hold", timeline.edges_s, layers, "bytes", size)
 
@@ -67,10 +67,10 @@ def whole_pool(timeline: Timeline) -> Series:
     used, kept = timeline.mean("kv_blocks_used"), timeline.mean("kv_blocks_cached")
     layers = [
         Layer("used", "held by running rows", used),
-        Layer("cached", "kept for rows to come", kept),
+        Layer("cached", "kept for later rows", kept),
         *_pool_line(timeline, float((used + kept).max(initial=0))),
     ]
-    return Series("what the pool's blocks hold", timeline.edges_s, layers, "bytes", size)
+    return Series("the blocks of the pool", timeline.edges_s, layers, "bytes", size)
 
 
 def running(timeline: Timeline, unit: str) -> Series:
@@ -78,7 +78,7 @@ def running(timeline: Timeline, unit: str) -> Series:
     layers = [Layer("used", "running", timeline.mean("num_running"))]
     swapped = timeline.mean("num_swapped")
     if swapped.any():
-        layers.append(Layer("swapped", "set aside: blocks on the host", swapped))
+        layers.append(Layer("swapped", "swapped: blocks on the host", swapped))
     return Series(f"{unit} that run", timeline.edges_s, layers, unit, partial(amount, unit=unit))
 
 

@@ -1,4 +1,4 @@
-"""A few rows of a job, and a few that failed; reads little, however large the job."""
+"""Finds a few rows of a job, and a few failed rows; reads little of a large job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_examples(
     """Return rows from the beginning of a few finished parts, spread over the job.
 
     Args:
-        task: the job's; None: this version does not know it.
+        task: the job's task; None: this version does not know the task.
     """
     if not records or task is None:
         return []
@@ -55,10 +55,10 @@ def find_failures(
     done: FinishedRows,
     ids: str | None,
 ) -> list[Failure]:
-    """Return failed rows by code, with examples; reads a part only for an example it may give.
+    """Return failed rows by code, with examples; read a part only if it may add an example.
 
     Args:
-        ids: the output column of ids; None: there is none.
+        ids: output column of ids; None: the output has no ids.
     """
     examples: dict[str, list[tuple[str, str]]] = defaultdict(list)
 
@@ -101,7 +101,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    # The prompt says what a row is about, whether it was kept or generated.
+    # The prompt shows what a row is about, in an input or in a generated column.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
     columns = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
     with suppress(*UNREADABLE):
@@ -111,7 +111,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
 
 
 def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
-    """Choose kept columns. Texts and conversations come first: they say what a row is about."""
+    """Choose kept columns. Texts and conversations come first: they show what a row is about."""
     kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}
@@ -134,7 +134,7 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
 
 
 def _input_text(value: pa.Array) -> str:
-    """The text of one row's value: a row may hold half a gigabyte."""
+    """Return the text of one row's value, without reading a value of half a gigabyte."""
     if pa.types.is_dictionary(value.type):
         value = value.dictionary_decode()
     if not _is_text(value.type) and value.nbytes > _MOST_BYTES:

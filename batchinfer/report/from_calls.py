@@ -1,4 +1,4 @@
-"""A log of an ``LLM``'s calls, and the data of a report about them."""
+"""Logs an ``LLM``'s calls, and makes the data of a report about them."""
 
 from __future__ import annotations
 

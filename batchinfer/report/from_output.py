@@ -1,4 +1,4 @@
-"""The data of a report about a job, from its output directory; the job may still run."""
+"""Reads the data of a report from an output directory; the job may still run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def from_output(out: OutputDir, now: float) -> ReportData:
     """
     plan = plan_of(out)
     status = read_status(out, now)
-    segments = out.files.entries(out.segments)  # before the records: rows move from here to there
+    segments = out.files.entries(out.segments)  # first, because rows move from segments to parts
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])
     runs = list(runs_of(out))
@@ -105,7 +105,7 @@ def _state(status: Status, max_error_rate: float, merged: bool) -> str:
 
 
 def _update(status: Status) -> str:
-    """Say how far the next generation is, if there is one."""
+    """Say how far an update is; "" without one."""
     line = None if status.update is None else status.update.line
     return "" if line is None else f"{line.label}: {line.value}{line.note}"
 

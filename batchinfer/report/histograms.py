@@ -1,4 +1,4 @@
-"""Histograms over rows, whose size does not grow with the number of rows."""
+"""Counts rows in histograms, whose size does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Fewer bars are padded with empty ones on both sides."""
+"""Limits of the number of bars; empty bars on both sides fill up a small number."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
 """Slots of times per factor of ten, which makes times accurate to about a percent."""
@@ -93,7 +93,7 @@ class Lengths:
         return Bars(starts, width, summed, median, most)
 
     def time_s(self, name: str, share: float) -> float:
-        """Return the time in seconds that this share of the rows did not exceed."""
+        """Return a quantile of times in seconds: this share of the rows took at most that time."""
         cumulative = np.cumsum(self._times[name])
         slot = int(np.searchsorted(cumulative, cumulative[-1] * share))
         if not cumulative[-1] or slot == 0:

@@ -1,4 +1,4 @@
-"""Workers that ran side by side, as lanes over time: when each loaded, computed, waited, died."""
+"""Makes a lane over time for each parallel worker: loading, computing, waiting, death."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENT, _LOADS, _WAITS, _COMPUTES, _DIES = range(5)
 _COLORS = ("rule", "idle", "waste", "used", "again")
 _KEY = {"used": "computed", "waste": "waited", "idle": "loaded the model", "again": "died"}
 _DEATH_SLICES = 2
-"""Slices of time that a death covers; one would hardly be visible."""
+"""Number of slices of time that mark a death; one slice would hardly be visible."""
 
 
 class Piece(NamedTuple):
@@ -38,17 +38,17 @@ class Lane:
     pieces: Sequence[Piece]
     rows: int
     busy: float
-    """Share of the time with a model in which it computed."""
+    """Share of the time with a loaded model in which the worker computed."""
     state: str
-    """In words, such as ``ended``."""
+    """State in words, such as ``ended``."""
 
 
 def lanes_of(runs: Sequence[Run], timeline: Timeline, living: Set[str]) -> list[Lane]:
-    """Return a lane for each writer that ran beside others, in the order of their starts.
+    """Return a lane for each parallel writer, in the order of their starts.
 
     Args:
-        runs: all runs of an output, in order. Runs that wrote alone have no lane.
-        living: writers whose last run goes on.
+        runs: all runs of an output, in order. A run that was the only writer has no lane.
+        living: writers whose last run still runs.
     """
     if not timeline.span_s:
         return []
@@ -62,7 +62,7 @@ def lanes_of(runs: Sequence[Run], timeline: Timeline, living: Set[str]) -> list[
 
 
 def key(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
-    """Return the colors in some lanes, and their meanings."""
+    """Return the colors in the lanes, and their meanings."""
     drawn = {piece.color for lane in lanes for piece in lane.pieces}
     return [(color, meaning) for color, meaning in _KEY.items() if color in drawn]
 

@@ -39,8 +39,8 @@ PAGE = {
     "good": ("#1a7a52", "#55c393"),
     "rest": ("#96566c", "#cf8fa3"),
 }
-"""Colors of the page besides those of charts, light and dark. Text has a contrast of at least 4.5
-with its background (WCAG 2.2, success criterion 1.4.3)."""
+"""Colors of the page in the light and dark theme; ``CHART`` has the colors of charts. Text has a
+contrast of at least 4.5 with its background (WCAG 2.2, success criterion 1.4.3)."""
 _MOST_RUNS, _MOST_CODES, _MOST_LANES = 20, 12, 40
 
 
@@ -81,7 +81,7 @@ def _contents(data: ReportData, job: Mapping[str, Any]) -> Iterator[tuple[str, s
         ("errors", "Errors", data.failures),
         ("memory", "Memory", has_steps and data.has_pool),
         ("pool", "Pool", has_steps and data.has_pool),
-        ("side-by-side", "Side by side", has_steps),
+        ("at-a-time", "At a time", has_steps),
         ("speed", "Tokens per second", has_steps),
         ("sharing", "Sharing", data.has_pool and data.lengths.sums["prompt_tokens"]),
         ("lengths", "Lengths", data.lengths.rows),
@@ -120,13 +120,13 @@ def _histograms(data: ReportData) -> Iterator[dict[str, Any]]:
             f"Rows by {what}. Half have at most {bars.median:,}, the longest has {bars.most:,}"
         )
         beyond = bars.most >= bars.starts[-1] + bars.width
-        caption += "; those beyond the scale are in the last bar." if beyond else "."
+        caption += "; the last bar includes longer rows." if beyond else "."
         svg = Markup(histogram(bars, color, title.lower()))
         yield {"title": title, "caption": caption, "svg": svg, "unit": "rows, by tokens"}
 
 
 def _with_values(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the job's sections with the keys that have a value."""
+    """Return the job's sections, without keys that have no value."""
     kept = {
         section: {name: value for name, value in keys.items() if value not in (None, [], {}, "")}
         for section, keys in job.items()
@@ -163,14 +163,15 @@ def _environment() -> Environment:
 
 
 def _pieces(slices: Sequence[captions.Slice]) -> list[lanes.Piece]:
-    whole = sum(one.amount for one in slices) or 1.0
+    whole = sum(part.amount for part in slices) or 1.0
     return [
-        lanes.Piece(one.color, one.amount / whole, f"{one.label}: {one.value}") for one in slices
+        lanes.Piece(part.color, part.amount / whole, f"{part.label}: {part.value}")
+        for part in slices
     ]
 
 
 def _with_options(text: str) -> Markup:
-    """Set the command-line options in this program's own words as code that does not wrap."""
+    """Mark command-line options in this program's texts as code that does not wrap."""
     return Markup(re.sub(r"--[a-z-]+", r'<span class="code whole">\g<0></span>', str(escape(text))))
 
 
@@ -180,5 +181,5 @@ def _sanitized(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """Return a key's value as a job file has it."""
+    """Return a key's value as in a job file."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The numbers and texts that a report shows, of a job's output or of calls from Python."""
+"""Defines the data that a report shows, from a job's output or from calls in Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Example:
     """Columns and values."""
     answer: str | None
     facts: str
-    """Its tokens, and how it ended."""
+    """Number of tokens of the row, and its finish reasons."""
     error: tuple[str, str] | None = None
     """Code and message."""
 
@@ -32,7 +32,7 @@ class Failure:
     code: str
     rows: int
     examples: Sequence[tuple[str, str]] = ()
-    """A row, by its number and id, and its message."""
+    """Names of rows (number and id) with their messages."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RunFacts:
     load_s: float
     total_s: float
     saved_at: float
-    """When it ended, or last wrote, in seconds since 1970."""
+    """Time of the run's end or last write, in seconds since 1970."""
     end: str
     """``ended``, ``failed`` or ``not ended``."""
 
@@ -67,53 +67,53 @@ class ReportData:
     """``running``, ``stopped``, ``failed``, ``finished``, ``finished with too many errors``, or,
     for calls from Python, ``so far``."""
     when: str
-    """The time of that state, and how far an update is."""
+    """Time of the state, and the progress of an update."""
     model: str
     device: str
     rows_total: int
     rows_done: int
     rows_failed: int
     total_s: float
-    """Summed over all runs, also where several ran at a time."""
+    """Seconds of all runs, added up also for parallel runs."""
     load_s: float
     engine_s: float
-    """Time in which an engine ran."""
+    """Seconds in which at least one engine ran."""
     wall_s: float
-    """Time in which any run was under way."""
+    """Seconds in which at least one run was active."""
     timeline: Timeline
     lengths: Lengths
     kv: Mapping[str, int]
     """``block_size``, ``num_blocks``, ``bytes_per_block``; empty if nothing ran."""
     unit: str = "row"
-    """What runs side by side: a ``row``, or a ``sequence`` if rows have several."""
+    """Name of what the charts count: ``row``, or ``sequence`` if a row has several."""
     draws: bool = True
-    """Whether rows draw tokens; otherwise their prompts are only read."""
+    """True if rows draw tokens; otherwise the model only reads their prompts."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each named wait, summed over all runs."""
     out_of_memory: int = 0
     rows_reused: int = 0
-    """How many of ``rows_done`` were copied from other outputs."""
+    """Number of rows copied from other outputs; part of ``rows_done``."""
     max_error_rate: float = 0.0
     share: float | None = None
-    """Share of the work that is done, for a job that runs: running rows count by their tokens."""
+    """Share of the work done by a running job; running rows count by their tokens."""
     eta_s: float | None = None
     eta_is_most: bool = False
     phase: str = ""
-    """What the run waits for while no rows run."""
+    """Name of the wait, while no rows run."""
     error: str = ""
-    """Why the latest run failed."""
+    """Error of the latest run."""
     failures: Sequence[Failure] = ()
     examples: Sequence[Example] = ()
     runs: Sequence[RunFacts] = ()
     lanes: Sequence[Lane] = ()
-    """Workers that ran side by side."""
+    """Parallel workers."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """The sections of the job, with their keys and values."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_pool(self) -> bool:
-        """Whether the model has a KV pool; an encoder has none."""
+        """True if the model has a KV pool; an encoder has none."""
         return bool(self.kv.get("num_blocks"))
 
     @property

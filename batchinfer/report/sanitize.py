@@ -1,4 +1,4 @@
-"""Untrusted text made safe for the page: it can say anything, and do nothing."""
+"""Makes untrusted text safe for the page: the page shows the text, and no part of it acts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 _MOST_MARKS = 3
-"""Combining marks on one character. More would cover the lines above and below."""
+"""Limit of combining marks on one character. More marks would cover the lines above and below."""
 _KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need the joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")

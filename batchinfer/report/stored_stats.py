@@ -29,7 +29,7 @@ UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
 def batches(
     out: OutputDir, path: PurePath, columns: Sequence[str], rows: int = _BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of some columns of a Parquet file, as far as it can be read."""
+    """Yield batches of some columns of a Parquet file; stop where the file is damaged."""
     try:
         with out.files.open(path) as file:
             reader = pq.ParquetFile(file, pre_buffer=False)
@@ -41,11 +41,11 @@ def batches(
 def read_timeline(
     out: OutputDir, files: Sequence[PurePath], runs: Sequence[Run], merged: bool
 ) -> Timeline:
-    """Return the steps of all runs, one after another or side by side, as they ran.
+    """Return the steps of all runs, in sequence or in parallel, as the runs were.
 
     Args:
-        files: of steps, in order.
-        merged: whether ``files`` also hold the last steps of each run.
+        files: files of steps, in order.
+        merged: True if ``files`` also hold the last steps of each run.
     """
     last = [] if merged else [run.unsampled for run in runs if run.unsampled is not None]
 
@@ -74,10 +74,10 @@ def read_timeline(
 
 
 def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
-    """Return when each run's clock began, in seconds since the first; times without runs count 0.
+    """Return the start of each run's clock, in seconds since the first; times without runs count 0.
 
     Args:
-        ends: when the runs' last steps ended, on their own clocks.
+        ends: end of each run's last step, on the run's clock.
     """
     began = {run.run_id: run.saved_at - run.engine_s for run in runs if writer_of(run.run_id)}
     offsets: dict[str, float] = {}
@@ -114,7 +114,7 @@ class FinishedRows:
 def read_lengths(
     out: OutputDir, files: Iterable[PurePath], segments: Iterable[PurePath], done: FinishedRows
 ) -> Lengths:
-    """Return lengths and times of rows: ``files`` are of finished parts, segments of other rows."""
+    """Return lengths and times of rows; ``files`` hold finished parts, ``segments`` other rows."""
     lengths = Lengths()
     for path in files:
         for batch in batches(out, path, REQUEST_COLUMNS):
@@ -139,7 +139,7 @@ def _by_run(
 
 
 def _columns(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, Float]:
-    """Return columns by name; zeros for one that did not exist yet when the job ran."""
+    """Return columns by name; zeros for a column that outputs of older versions do not have."""
     return {
         name: batch.column(name).to_numpy(zero_copy_only=False).astype(np.float64)
         if name in batch.schema.names

@@ -44,7 +44,7 @@ Shape = tuple[int, int]
 WIDE: Shape = (1090, 300)
 NARROW: Shape = (440, 240)
 TOOLTIPS = 48
-"""Spans of time that have a tooltip each."""
+"""Number of spans of time, each with a tooltip."""
 _TOP, _RIGHT, _BOTTOM = 12, 22, 30
 _LEFT, _CHARACTER = 28, 6.5
 """Room left of the labels, and the width of one of their characters. Labels are a sixth larger on a
@@ -75,7 +75,7 @@ def chart_rules() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """One series of a chart; ``label`` may explain its name after a colon."""
+    """A series of a chart; a ``label`` may have an explanation after a colon."""
 
     color: str
     label: str
@@ -107,7 +107,7 @@ class _Plot:
     """The coordinates and axes of a chart.
 
     Args:
-        last: of the horizontal axis, which begins at ``first``.
+        first, last: ends of the horizontal axis.
         most: the largest value; the vertical axis begins at 0.
         y_label: formats a value of the vertical axis.
         least_step: between labels of the vertical axis.
@@ -238,7 +238,7 @@ def _tokens(first: int, last: int) -> str:
 
 
 def _stacked(layers: Sequence[Layer]) -> list[Layer]:
-    """Put layers on top of each other; the highest comes first, so that it is drawn behind."""
+    """Stack the layers; the highest comes first, so that it is drawn behind the rest."""
     areas = [layer for layer in layers if not layer.is_line]
     tops = np.cumsum([np.maximum(layer.values, 0) for layer in areas], axis=0)
     stack = [replace(layer, values=top) for layer, top in zip(areas, tops, strict=True)]

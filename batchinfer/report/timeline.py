@@ -1,8 +1,8 @@
-"""Steps over time, reduced to a few hundred points.
+"""Reduces steps over time to a few hundred points.
 
 A step's states hold from the end of the step before it to its own end, and what it computed is
-spread evenly over that time. Each point is the exact mean of its slice of time, however many steps
-there are, and memory does not grow with their number.
+spread evenly over that time. Each point is the exact mean of its slice of time, and memory does
+not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Float = npt.NDArray[np.float64]
 
 POINTS = 240
-"""Points of a chart; more would not be visible."""
+"""Number of points of a chart; more points would not be visible."""
 STATES = (
     "num_running",
     "num_waiting",
@@ -50,7 +50,7 @@ class Totals:
 
     steps: int = 0
     prompt_ms: float = 0.0
-    """Time of steps that computed prompt tokens, perhaps among others."""
+    """Time of steps that computed prompt tokens."""
     answer_ms: float = 0.0
     """Time of the other steps."""
     answer_tokens: int = 0
@@ -70,7 +70,7 @@ class Timeline:
     """Collects steps.
 
     Args:
-        span_s: when the last step ends; all steps end at times from 0 to this.
+        span_s: end of the last step; all steps end between 0 and this time.
     """
 
     def __init__(self, span_s: float) -> None:
@@ -79,7 +79,7 @@ class Timeline:
         self.peak = Peak()
         self.peak_utilization = 0.0
         self.began_s: dict[str, float] = {}
-        """When each run's clock began, by the run's id."""
+        """Start of each run's clock, by the run's id."""
         self.busy_s: dict[str, Float] = defaultdict(lambda: np.zeros(POINTS))
         """Seconds of each slice of time in which a run's steps computed, by the run's id."""
         self.edges_s: Float = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)
@@ -99,8 +99,8 @@ class Timeline:
 
         Args:
             steps: ``COLUMNS`` by name, each [steps].
-            began_s: when the step before them ended, on the run's clock.
-            offset_s: when the run's clock began, on this timeline's clock.
+            began_s: end of the previous step, on the run's clock.
+            offset_s: start of the run's clock, on this timeline's clock.
             block_size: tokens in a block.
             block_bytes: bytes in a block; counts of blocks become bytes.
         """

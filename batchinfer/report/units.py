@@ -1,4 +1,4 @@
-"""Numbers and times in words, with their units."""
+"""Formats numbers and times with their units."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def amount(count: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share, a small one to a tenth of a percent; only nothing is 0%, only all is 100%."""
+    """Format a share; below 10%, to a tenth. Only zero is 0%, and only the whole is 100%."""
     if 0 < share < 0.0005:
         return "under 0.1%"
     if 0.9945 < share < 1:

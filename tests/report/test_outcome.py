@@ -79,15 +79,17 @@ def test_headline_begins_with_the_outcome(
 
 
 def test_headline_says_what_to_do() -> None:
-    then = {
-        state: outcome(replace(some_data(), state=state, **HALF)).then
+    advice = {
+        state: outcome(replace(some_data(), state=state, **HALF)).advice
         for state in ("stopped", "failed", "finished with too many errors", "finished")
     }
-    goes_on = "same command goes on with the 1 row left; finished rows and drawn tokens stay."
-    assert then["stopped"] == f"The {goes_on} 3 rows failed."
-    assert then["failed"] == f"Once the problem below is fixed, the {goes_on} 3 rows failed."
-    assert "--retry-errors" in then["finished with too many errors"]
-    assert then["finished"] == ""
+    continues = (
+        "same command continues with the remaining 1 row; it keeps finished rows and drawn tokens."
+    )
+    assert advice["stopped"] == f"The {continues} 3 rows failed."
+    assert advice["failed"] == f"Once the problem below is fixed, the {continues} 3 rows failed."
+    assert "--retry-errors" in advice["finished with too many errors"]
+    assert advice["finished"] == ""
 
 
 def test_work_on_unfinished_rows_is_separate_from_finished_rows() -> None:
@@ -95,8 +97,8 @@ def test_work_on_unfinished_rows_is_separate_from_finished_rows() -> None:
     found = outcome(replace(running, rows_failed=1, share=0.23))
     assert f"{found.word}{found.rest}" == "Running: 50 of 2,048 rows (2%)"
     work = "23% of the work is done, unfinished rows included."
-    assert found.then == f"{work} 1 row failed."
-    assert outcome(replace(running, rows_failed=0, share=0.025)).then == ""
+    assert found.advice == f"{work} 1 row failed."
+    assert outcome(replace(running, rows_failed=0, share=0.025)).advice == ""
 
 
 def test_progress_bar_shows_answered_failed_running_and_other_rows() -> None:

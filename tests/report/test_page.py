@@ -191,7 +191,7 @@ def test_common_prefixes_are_mentioned_if_not_all_were_found(cached: int, is_sai
     data = replace(some_data(), lengths=Lengths())
     sums = {"prompt_tokens": 1000, "cached_tokens": cached, "distinct_tokens": 600}
     data.lengths.sums.update(sums)
-    assert (", of 40% that rows have in common" in sharing_caption(data)) == is_said
+    assert ("; rows have 40% of the tokens in common" in sharing_caption(data)) == is_said
 
 
 def test_phases_are_listed_with_the_time_that_they_are_part_of() -> None:

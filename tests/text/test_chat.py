@@ -122,19 +122,19 @@ def chat_template(source: str, **kwargs: Any) -> ChatTemplate:
     )
 
 
-def test_the_time_is_that_of_the_job() -> None:
+def test_strftime_now_gives_the_time_of_the_job() -> None:
     template = chat_template("{{ strftime_now('%d %b %Y') }}")
 
     assert template.render(ASKED) == "20 Nov 2026"
 
 
-def test_what_is_set_in_a_generation_block_stays_there() -> None:
+def test_generation_block_has_its_own_scope() -> None:
     source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
 
     assert chat_template(source).render(ASKED) == "21"
 
 
-def test_keywords_win_over_special_tokens() -> None:
+def test_chat_template_kwargs_override_special_tokens() -> None:
     assert chat_template("{{ bos_token }}{{ tools }}").render(ASKED) == "<s>None"
     assert chat_template("{{ bos_token }}", bos_token="<b>").render(ASKED) == "<b>"
 
@@ -156,7 +156,7 @@ def test_an_undefined_name_is_empty_as_in_transformers() -> None:
         ("{% set ns = namespace() %}{% set ns._private = 1 %}", "_"),
     ],
 )
-def test_a_failing_template_is_a_row_error(source: str, reason: str) -> None:
+def test_failing_chat_template_is_a_row_error(source: str, reason: str) -> None:
     with pytest.raises(RowError, match=f"the model's chat template: .*{reason}") as caught:
         chat_template(source).render(ASKED)
 
@@ -164,7 +164,7 @@ def test_a_failing_template_is_a_row_error(source: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ messages.__class__ }}"])
-def test_an_invalid_template_is_the_models_mistake(source: str) -> None:
+def test_invalid_chat_template_is_a_model_error(source: str) -> None:
     with pytest.raises(ModelError, match="the model's chat template"):
         chat_template(source)
 

@@ -77,7 +77,7 @@ def instances(schema: Any, count: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", HARD_SCHEMAS)
-def test_a_grammar_is_made_of_a_schema_that_allows_more(name: str) -> None:
+def test_widened_schema_allows_more_texts(name: str) -> None:
     schema = HARD_SCHEMAS[name]
     exact = exact_schema(schema)
     widened = widened_schema(exact)
@@ -92,7 +92,7 @@ def test_a_grammar_is_made_of_a_schema_that_allows_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARD_SCHEMAS)
-def test_what_is_spelt_out_allows_no_more(name: str) -> None:
+def test_exact_schema_allows_the_same_texts(name: str) -> None:
     schema = HARD_SCHEMAS[name]
     if "format" in str(schema):  # those that are annotations
         return
@@ -101,7 +101,7 @@ def test_what_is_spelt_out_allows_no_more(name: str) -> None:
         assert original.allows(text) == exact.allows(text)
 
 
-def test_every_schema_can_be_checked_that_grammars_refuse() -> None:
+def test_schemas_without_exact_grammar_compile_with_unsupported_check() -> None:
     refused = 0
     for schema in HARD_SCHEMAS.values():
         check_structured_outputs(asked(json=schema, unsupported="check"))
@@ -130,20 +130,20 @@ def test_every_schema_can_be_checked_that_grammars_refuse() -> None:
         (True, "1"),
     ],
 )
-def test_a_schema_says_the_same_in_other_words(schema: Any, text: str) -> None:
+def test_exact_schema_rewrites_keywords(schema: Any, text: str) -> None:
     assert takes(schema, text)
     assert JsonValidator(json.dumps(schema)).allows(text)
 
 
-def test_zero_is_zero_however_it_is_written() -> None:
-    """The grammar writes a constant in the shortest way; who checks takes it in any."""
+def test_constant_zero_may_be_written_in_any_form() -> None:
+    """The grammar writes the shortest form; the validator accepts every form."""
     for constant in (0, 0.0):
         assert takes({"const": constant}, "0")
         for text in ("0", "0.0", "-0", "0e3"):
             assert JsonValidator(json.dumps({"const": constant})).allows(text)
 
 
-def test_names_of_properties_are_no_keywords() -> None:
+def test_property_names_are_not_keywords() -> None:
     names = ("not", "if", "format", "pattern", "enum", "const", "default", "uniqueItems", "$ref")
     schema = {
         "type": "object",
@@ -174,7 +174,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_formats_go_by_calendar_and_by_rule(name: str) -> None:
+def test_format_patterns_follow_calendar_and_rfcs(name: str) -> None:
     """The grammar and who checks agree."""
     schema = {"type": "string", "format": name}
     judge = JsonValidator(json.dumps(schema), check_formats=True)
@@ -187,14 +187,14 @@ def test_formats_go_by_calendar_and_by_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RIGHT, "ipv4", "ipv6", "uuid", "duration", "uri"])
-def test_what_is_made_of_a_format_has_it(name: str) -> None:
+def test_generated_texts_have_their_format(name: str) -> None:
     schema = {"type": "string", "format": name}
     judge = JsonValidator(json.dumps(schema), check_formats=True)
     texts = [text_of(grammar_of(schema), byte_tokenizer(), 0, seed) for seed in range(60)]
     assert all(judge.allows(text) for text in texts if text is not None)
 
 
-def test_every_29_of_february_is_judged() -> None:
+def test_date_format_accepts_february_29_only_in_leap_years() -> None:
     judge = JsonValidator('{"format": "date"}', check_formats=True)
     grammar = grammar_of({"type": "string", "format": "date"})
     for year in np.random.default_rng(0).integers(0, 10_000, 300).tolist():
@@ -210,14 +210,14 @@ def test_every_29_of_february_is_judged() -> None:
         {"type": "integer", "minimum": 2**53 + 1},
     ],
 )
-def test_a_number_that_a_grammar_would_change_is_not_left_to_it(schema: Any) -> None:
+def test_numbers_beyond_double_precision_are_not_in_the_grammar(schema: Any) -> None:
     with pytest.raises(GrammarError, match=r"no grammar keeps \d+ exactly; with unsupported"):
         grammar_of(schema)
     grammar_of(schema, unsupported="check")
 
 
 @pytest.mark.parametrize("keyword", ["not", "if", "contains", "uniqueItems", "dependentRequired"])
-def test_a_refusal_names_the_way_out(keyword: str) -> None:
+def test_unsupported_schema_error_suggests_unsupported_check(keyword: str) -> None:
     value = {"uniqueItems": True, "dependentRequired": {"a": ["b"]}}.get(keyword, {"const": 1})
     with pytest.raises(GrammarError, match=f"{keyword}.*; with unsupported: check, finished texts"):
         grammar_of({keyword: value})
@@ -235,7 +235,7 @@ def test_a_refusal_names_the_way_out(keyword: str) -> None:
         {"not": {"pattern": "("}},
     ],
 )
-def test_a_schema_that_is_wrong_is_not_checked(schema: Any) -> None:
+def test_invalid_schema_is_refused_with_unsupported_check(schema: Any) -> None:
     with pytest.raises(GrammarError, match="schema is wrong"):
         grammar_of(schema, unsupported="check")
 
@@ -243,12 +243,12 @@ def test_a_schema_that_is_wrong_is_not_checked(schema: Any) -> None:
 @pytest.mark.parametrize(
     "schema", [False, {"enum": [], "not": {}}, {"type": "integer", "minimum": 5, "maximum": 2}]
 )
-def test_what_nothing_can_meet_is_told(schema: Any) -> None:
+def test_unsatisfiable_schema_is_an_error(schema: Any) -> None:
     with pytest.raises(GrammarError, match=r"no text fits|Unsatisfiable schema"):
         grammar_of(schema, unsupported="check")
 
 
-def test_the_key_goes_with_schemas_alone() -> None:
+def test_unsupported_key_needs_a_schema() -> None:
     assert asked(json={}, unsupported="refuse") == asked(json={})
     assert asked(json={}, unsupported="check")["unsupported"] == "check"
     schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": {}}}
@@ -271,7 +271,7 @@ def test_the_key_goes_with_schemas_alone() -> None:
         ({"type": "null"}, f'"{"x" * 999}"', "...x"),
     ],
 )
-def test_a_problem_is_told_in_a_line(schema: Any, text: str, problem: str) -> None:
+def test_validation_problem_is_one_line(schema: Any, text: str, problem: str) -> None:
     found = JsonValidator(json.dumps(schema), check_formats=True).problem(text)
     assert found.startswith(problem)
     assert "\n" not in found
@@ -304,14 +304,14 @@ def unevaluated(depth: int) -> dict[str, Any]:
         unevaluated(40),
     ],
 )
-def test_judging_that_would_take_years_ends(schema: Any) -> None:
+def test_validation_of_exponential_schemas_is_bounded(schema: Any) -> None:
     judge = JsonValidator(json.dumps(schema))
     text = '{"x": {"x": {"x": 1}}}'
     assert not judge.allows(text)
     assert judge.problem(text) == "checking it takes over 10,000,000 steps"
 
 
-def test_references_that_come_round_are_judged() -> None:
+def test_cyclic_references_are_validated() -> None:
     node = {"properties": {name: {"$ref": "#"} for name in ("left", "right")}, "required": ["v"]}
     tree: dict[str, Any] = {"v": 0}
     for _ in range(12):

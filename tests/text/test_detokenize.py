@@ -32,7 +32,7 @@ def check_every_step(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool) 
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("text", TEXTS)
-def test_steps_of_a_text(tokenizer: Tokenizer, text: str, skip: bool) -> None:
+def test_incremental_text_of_a_sentence(tokenizer: Tokenizer, text: str, skip: bool) -> None:
     ids = tokenizer.encode_batch([text], add_special_tokens=True, parse_special_tokens=True)[0]
 
     check_every_step(tokenizer, ids.tolist(), skip=skip)
@@ -40,7 +40,9 @@ def test_steps_of_a_text(tokenizer: Tokenizer, text: str, skip: bool) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(data=st.data(), skip=st.booleans())
-def test_steps_of_random_tokens(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_incremental_text_of_random_tokens(
+    tokenizer: Tokenizer, data: st.DataObject, skip: bool
+) -> None:
     ids = st.integers(0, tokenizer.vocab_size + 2)  # some have no token
 
     check_every_step(tokenizer, data.draw(st.lists(ids, max_size=60)), skip=skip)
@@ -48,7 +50,9 @@ def test_steps_of_random_tokens(tokenizer: Tokenizer, data: st.DataObject, skip:
 
 @settings(deadline=None, max_examples=50)
 @given(data=st.data())
-def test_steps_of_bytes_spaces_and_specials(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_incremental_text_of_bytes_spaces_and_special_tokens(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
     """Where decoders look back: bytes of characters, lone spaces, special tokens between."""
     texts = ["🙂", "é", "京", "\ufffd", " ", "   ", " hello"]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False, parse_special_tokens=False)
@@ -82,7 +86,9 @@ def _two_stripped_spaces(backend: Backend) -> None:
 )
 @settings(deadline=None, max_examples=20)
 @given(ids=st.lists(st.integers(0, 9), max_size=30))
-def test_steps_with_other_decoders(set_decoder: Callable[[Backend], None], ids: list[int]) -> None:
+def test_incremental_text_with_other_decoders(
+    set_decoder: Callable[[Backend], None], ids: list[int]
+) -> None:
     words = ["a", "b</w>", "##c", "▁d", "▁", "</w>", "e", ".", "▁▁f", "'s"]
     vocab = {word: index for index, word in enumerate(words)}
     backend = Backend(models.WordLevel(vocab, unk_token="a"))
@@ -153,7 +159,7 @@ def test_the_last_token_of_a_character_has_all_of_it(tokenizer: Tokenizer, befor
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
-def test_texts_of_tokens_make_up_the_text(chatml: Tokenizer, text: str) -> None:
+def test_token_texts_join_to_the_whole_text(chatml: Tokenizer, text: str) -> None:
     ids = chatml.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)[0]
     expected = chatml.decode(ids, skip_special_tokens=False)
 

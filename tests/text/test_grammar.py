@@ -80,7 +80,7 @@ def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, text: str)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_whatever_is_drawn_is_valid(name: str) -> None:
+def test_texts_sampled_with_a_grammar_are_valid(name: str) -> None:
     grammar = BYTES.compile(asked(json=SCHEMAS[name]))
     texts = [text_of(grammar, byte_tokenizer(), 0, seed) for seed in range(12)]
     ended = [json.loads(text) for text in texts if text is not None]
@@ -89,7 +89,7 @@ def test_whatever_is_drawn_is_valid(name: str) -> None:
         jsonschema.validate(value, SCHEMAS[name])
 
 
-def test_real_tokenizers_too(tokenizer: Tokenizer) -> None:
+def test_grammars_compile_for_real_tokenizers(tokenizer: Tokenizer) -> None:
     eos = 2 if tokenizer.special_tokens["eos_token"] in ("<|im_end|>", "</s>") else 0
     compiler = GrammarCompiler(tokenizer, frozenset({eos}), tokenizer.vocab_size + 40)
     pattern = r"[A-Z][a-z]{2,5} (é|東京|🙂), \d{2}"
@@ -115,7 +115,7 @@ PATTERNS = [r"\d{3}", r"[\d\s]{4}", r"\s\S", r"\w\W", r"[^\s]{2}", r"[^\S]", r"[
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_what_is_made_for_a_pattern_passes_whoever_checks_it(pattern: str) -> None:
+def test_texts_for_a_pattern_match_it_in_other_regex_engines(pattern: str) -> None:
     """RE2, which ``accept.regex`` is matched by, and ECMAScript, whose a schema's patterns are."""
     whole = f"^(?:{pattern})$"
     schema = {"type": "string", "pattern": whole}
@@ -151,7 +151,7 @@ def test_a_property_may_have_the_name_of_a_key_of_schemas(key: str, name: str) -
     assert exact_schema({key: {name: {"pattern": r"\d"}}}) == spelt
 
 
-def test_a_lark_grammar_may_recur() -> None:
+def test_lark_grammar_may_be_recursive() -> None:
     grammar = BYTES.compile(asked(grammar='start: "(" start ")" | "x"'))
     assert accepts(grammar, byte_tokenizer(), 0, "((x))")
     assert not accepts(grammar, byte_tokenizer(), 0, "((x)")
@@ -178,14 +178,14 @@ def test_an_indent_is_allowed() -> None:
     assert accepts(grammar, byte_tokenizer(), 0, text)
 
 
-def test_what_must_follow_is_told() -> None:
+def test_take_returns_forced_tokens() -> None:
     grammar = BYTES.compile(asked(choice=["yes", "no"]))
     state = grammar.begin()
     first, *others = ids_of(byte_tokenizer(), "yes")
     assert state.take(first) == [*others, 0]
 
 
-def test_ends_are_allowed_where_the_text_is_complete() -> None:
+def test_end_token_is_allowed_only_after_a_complete_text() -> None:
     compiler = GrammarCompiler(byte_tokenizer(), frozenset({0, 256}), 300)
     grammar = compiler.compile(asked(regex="a+"))
     state = grammar.begin()
@@ -195,7 +195,7 @@ def test_ends_are_allowed_where_the_text_is_complete() -> None:
     assert grammar.masks([state]).shape == (1, -(-300 // 32))
 
 
-def test_states_are_apart() -> None:
+def test_forked_grammar_states_are_independent() -> None:
     grammar, other = BYTES.compile(asked(regex="ab|cd")), BYTES.compile(asked(regex="x+"))
     states = [grammar.begin(), grammar.begin(), other.begin()]
     first = allowed(grammar, states[0])
@@ -207,7 +207,7 @@ def test_states_are_apart() -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_compiled_is_told_in_a_line(name: str) -> None:
+def test_grammar_compile_error_is_one_line(name: str) -> None:
     began = time.process_time()
     for compile_it in (check_structured_outputs, BYTES.compile):
         with pytest.raises(ValueError, match=r".") as caught:
@@ -217,7 +217,7 @@ def test_what_cannot_be_compiled_is_told_in_a_line(name: str) -> None:
     assert time.process_time() - began < 120  # of hours, if nothing bounded it
 
 
-def test_work_is_bounded_while_a_text_is_made() -> None:
+def test_grammar_work_per_step_is_bounded() -> None:
     grammar = BYTES.compile(asked(regex="[ab]{9}(a{1000}){1000}"))
     state = grammar.begin()
     for _ in range(9):
@@ -235,7 +235,7 @@ def test_llguidance_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cores", [1, 64])
-def test_masks_are_the_same_however_many_cores_there_are(
+def test_token_masks_do_not_depend_on_the_number_of_cores(
     cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchinfer.text.structured.masks.available_cpus", lambda: cores)

@@ -25,7 +25,7 @@ HI = ({"role": "user", "content": "hi"},)
         ({"token_ids_column": "ids", "parse_special_tokens": True}, ["parse_special_tokens"]),
     ],
 )
-def test_each_is_named(config: dict[str, Any], keys: list[str]) -> None:
+def test_prompt_conflicts_name_each_key(config: dict[str, Any], keys: list[str]) -> None:
     assert [key for key, _ in conflicts(PromptConfig(**config))] == [f"prompt.{k}" for k in keys]
 
 
@@ -38,5 +38,5 @@ def test_each_is_named(config: dict[str, Any], keys: list[str]) -> None:
         {"token_ids_column": "ids", "chat_template": "none"},
     ],
 )
-def test_these_go_together(config: dict[str, Any]) -> None:
+def test_valid_prompt_settings_have_no_conflicts(config: dict[str, Any]) -> None:
     assert not list(conflicts(PromptConfig(**config)))

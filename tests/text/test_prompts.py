@@ -263,7 +263,7 @@ STRICT = CHATML + "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?
 
 class TestBadRows:
     @pytest.mark.parametrize(("value", "code"), BAD_ROWS)
-    def test_a_bad_row_has_its_code_and_harms_no_other(
+    def test_bad_row_has_its_error_code_and_other_rows_succeed(
         self, chatml: Tokenizer, value: object, code: str
     ) -> None:
         made = PromptBuilder(
@@ -347,7 +347,7 @@ class TestBadRows:
         assert isinstance(error, RowError)
         assert error.code == "unsupported_content"
 
-    def test_odd_text_is_no_error(self, chatml: Tokenizer) -> None:
+    def test_unusual_text_is_not_an_error(self, chatml: Tokenizer) -> None:
         texts = ["a" + "\u0301" * 200_000, "\x00", " x" * 200_000, "<" * 200_000]
         made = builder(chatml, max_model_len=10**7)
 
@@ -411,7 +411,7 @@ class TestRefusedBeforeAnyRow:
         with pytest.raises(DataError, match=f'{key}: the data has no column "x".*: prompt'):
             builder(chatml, **{key: "x"})
 
-    def test_a_model_without_chat_template_cannot_talk(
+    def test_conversation_column_needs_a_chat_template(
         self, chatml_without_template: Tokenizer
     ) -> None:
         with pytest.raises(ModelError, match=r"(?s)tokenizer has none.*prompt\.chat_template"):

@@ -42,7 +42,9 @@ def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
         ({"schema": {"format": "date"}}, ['"no date"', '"\\ud800"'], [A, R]),
     ],
 )
-def test_what_passes(config: dict[str, Any], texts: list[str], expected: list[Verdict]) -> None:
+def test_accept_rules_judge_samples(
+    config: dict[str, Any], texts: list[str], expected: list[Verdict]
+) -> None:
     assert verdicts(texts, **config) == expected
 
 
@@ -50,13 +52,13 @@ SLOW = "a" * 60 + "b"
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(a|aa)+$", r"^(\w*)*$"])
-def test_a_search_takes_time_by_the_length_of_the_text_alone(pattern: str) -> None:
+def test_accept_regex_takes_linear_time(pattern: str) -> None:
     long = "a" * 1_000_000
     assert verdicts([f"{long}!", long, SLOW + "!"], regex=pattern) == [R, A, R]
 
 
 @pytest.mark.parametrize("pattern", ["^(a|aa)+$", r"^(?=(a|aa)+$)", r"^(a|b|ab)*\1$(?!x)"])
-def test_a_pattern_of_a_schema_that_would_take_years_ends(pattern: str) -> None:
+def test_backtracking_of_schema_patterns_is_bounded(pattern: str) -> None:
     for schema in ({"pattern": pattern}, {"propertyNames": {"pattern": pattern}}):
         judged = verdicts([json.dumps(SLOW), json.dumps({SLOW: 1}), '{"aa": 1}'], schema=schema)
         assert judged == ([R, A, A] if "pattern" in schema else [A, R, A])
@@ -65,7 +67,7 @@ def test_a_pattern_of_a_schema_that_would_take_years_ends(pattern: str) -> None:
 
 
 @given(st.lists(st.sampled_from("abcd")), st.integers(1, 5), st.booleans())
-def test_the_first_that_pass_are_kept(texts: list[str], wanted: int, dedup: bool) -> None:
+def test_first_accepted_samples_are_kept(texts: list[str], wanted: int, dedup: bool) -> None:
     found = verdicts(texts, wanted, regex="[abc]", dedup=dedup)
     passing = [at for at, text in enumerate(texts) if text != "d"]
     if dedup:
@@ -89,7 +91,7 @@ def test_the_first_that_pass_are_kept(texts: list[str], wanted: int, dedup: bool
         {"properties": {"a": {"items": {"$ref": "http://127.0.0.1:9/other.json"}}}},
     ],
 )
-def test_a_schema_that_is_wrong(schema: dict[str, Any]) -> None:
+def test_invalid_accept_schema_is_an_error(schema: dict[str, Any]) -> None:
     with pytest.raises(AcceptError, match="schema is wrong"):
         Judge(AcceptConfig(schema=schema))
 
@@ -116,6 +118,6 @@ def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"min_tokens": -1}, "min_tokens is -1"),
     ],
 )
-def test_a_field_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
+def test_accept_config_names_a_field_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AcceptConfig(**fields)

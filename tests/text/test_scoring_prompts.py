@@ -59,7 +59,7 @@ def harness(encode: Any, context: str, continuation: str) -> tuple[list[int], li
     contexts=st.lists(TEXT.filter(str.strip), min_size=1, max_size=3),
     completions=st.lists(TEXT, min_size=1, max_size=4),
 )
-def test_the_boundary_is_that_of_the_harness(
+def test_completion_boundary_equals_lm_evaluation_harness(
     chatml: Tokenizer, contexts: list[str], completions: list[str]
 ) -> None:
     def encode(text: str) -> list[int]:
@@ -119,7 +119,7 @@ def test_control_tokens_in_completions_stay_text(chatml: Tokenizer) -> None:
         (RowError("row_too_large", "so it is"), "row_too_large", "so it is"),
     ],
 )
-def test_a_bad_row_says_what_is_wrong(
+def test_bad_completions_are_row_errors(
     chatml: Tokenizer, choices: object, code: str, message: str
 ) -> None:
     good = {"prompt": b"hello", "choices": [b"world"]}
@@ -162,7 +162,7 @@ def test_token_ids_are_taken_as_they_are(chatml: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("on_too_long", "kept"), [("truncate_left", [3, 4, 5]), ("truncate_right", [1, 2, 3])]
 )
-def test_the_longest_completion_has_room(
+def test_prompt_is_cut_to_fit_the_longest_completion(
     chatml: Tokenizer, on_too_long: Any, kept: list[int]
 ) -> None:
     row = {"ids": [1, 2, 3, 4, 5], "choices": [[6, 7], [8]]}
@@ -179,7 +179,7 @@ def test_the_longest_completion_has_room(
 
 
 class TestPromptsThemselves:
-    def test_a_text_is_put_behind_what_texts_begin_with(self, chatml: Tokenizer) -> None:
+    def test_scored_text_starts_with_the_prefix_token(self, chatml: Tokenizer) -> None:
         prompt = one(builder(chatml, None), prompt="hello world ")
         (ids,) = chatml.encode_batch(
             ["hello world "], add_special_tokens=True, parse_special_tokens=True
@@ -187,11 +187,11 @@ class TestPromptsThemselves:
         assert prompt.token_ids.tolist() == [chatml.prefix_token_id, *ids.tolist()]
         assert prompt.completions == ()
 
-    def test_a_tokenizers_own_beginning_is_not_doubled(self, sentencepiece: Tokenizer) -> None:
+    def test_prefix_token_is_not_doubled(self, sentencepiece: Tokenizer) -> None:
         prompt = one(builder(sentencepiece, None), prompt="hello")
         assert prompt.token_ids.tolist().count(sentencepiece.bos_token_id) == 1
 
-    def test_a_chat_begins_as_its_template_says(self, chatml: Tokenizer) -> None:
+    def test_scored_chat_gets_no_prefix_token(self, chatml: Tokenizer) -> None:
         prompt = one(builder(chatml, None, chat_template="auto"), prompt="hello")
         assert chatml.chat_template == CHATML
         assert chatml.token(int(prompt.token_ids[0])) == "<|im_start|>"

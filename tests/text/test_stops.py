@@ -74,7 +74,7 @@ def test_the_text_ends_before_the_stop_string(
     assert text_until_stop(tokenizer, text, *stop) == kept
 
 
-def test_it_is_kept_if_asked(tokenizer: Tokenizer) -> None:
+def test_include_stop_str_in_output_keeps_the_stop_string(tokenizer: Tokenizer) -> None:
     assert text_until_stop(tokenizer, "one. two. three", ".", include=True) == "one."
 
 
@@ -86,7 +86,7 @@ def test_the_match_that_ends_first_counts(chatml: Tokenizer) -> None:
     assert match == StopMatch("cde", 2)
 
 
-def test_it_stops_with_the_token_that_completes_it(chatml: Tokenizer) -> None:
+def test_sample_stops_at_the_token_that_completes_a_stop_string(chatml: Tokenizer) -> None:
     ids = encode(chatml, "hello 🙂 more")
     smile = encode(chatml, "hello 🙂")
 
@@ -104,7 +104,7 @@ def test_a_match_before_min_tokens_never_counts(chatml: Tokenizer) -> None:
     assert feed(checker(chatml, "b.c"), ids, min_tokens=6) == (7, None)
 
 
-def test_nor_does_it_while_a_longer_stop_string_is_looked_for(chatml: Tokenizer) -> None:
+def test_match_before_min_tokens_stays_ignored_with_a_longer_stop_string(chatml: Tokenizer) -> None:
     ids = encode(chatml, "a.bcd")
 
     assert feed(checker(chatml, ".", "a long one"), ids, min_tokens=3) == (5, None)
@@ -117,7 +117,7 @@ def test_a_character_completed_after_min_tokens_counts(chatml: Tokenizer) -> Non
     assert feed(checker(chatml, "🤖"), ids, min_tokens=len(ids)) == (len(ids), StopMatch("🤖", 0))
 
 
-def test_special_tokens_are_no_text_when_skipped(chatml: Tokenizer) -> None:
+def test_skipped_special_tokens_do_not_match_stop_strings(chatml: Tokenizer) -> None:
     ids = encode(chatml, "st<|im_start|>op")
 
     assert feed(checker(chatml, "stop"), ids) == (len(ids), StopMatch("stop", 0))
@@ -161,7 +161,7 @@ def test_matches_equal_a_search_of_the_whole_text(
     assert found == naive(tokenizer, ids, stop, include, min_tokens)
 
 
-def test_no_stop_strings_need_no_checker(chatml: Tokenizer) -> None:
+def test_no_stop_checker_without_stop_strings(chatml: Tokenizer) -> None:
     assert make_stop_checker_factory(chatml, SamplingParams()) is None
 
 
@@ -176,7 +176,7 @@ def test_each_sample_has_its_own_checker(chatml: Tokenizer) -> None:
     assert first.on_token(b, may_stop=True) == StopMatch("ab", 0)
 
 
-def test_the_end_token_has_no_text(chatml: Tokenizer) -> None:
+def test_end_token_is_not_in_the_output_text(chatml: Tokenizer) -> None:
     ids = encode(chatml, "hello.<|im_end|>")
 
     hidden, shown = SamplingParams(), SamplingParams(skip_special_tokens=False)

@@ -44,7 +44,7 @@ def render(source: str) -> str:
         ("{% for w in words %}{% if w == 'b' %}{% break %}{% endif %}{{ w }}{% endfor %}", "a"),
     ],
 )
-def test_templates_render_as_in_jinja(source: str, text: str) -> None:
+def test_row_templates_render_like_jinja(source: str, text: str) -> None:
     assert render(source) == text
 
 

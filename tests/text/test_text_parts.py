@@ -133,7 +133,7 @@ def test_contents_are_as_the_template_takes_them(source: str, expected: ContentF
         assert template.render(as_messages(talk, "messages")) == wanted
 
 
-def test_roles_differ() -> None:
+def test_content_format_may_depend_on_the_role() -> None:
     template = chat_template(STYLES["of the user alone"][0])
 
     roles = {role: template.content_format(role) for role in ("system", "user", "assistant")}

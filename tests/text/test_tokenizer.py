@@ -127,7 +127,7 @@ def _tokenizer_of(backend: Backend, control: set[str]) -> Tokenizer:
     )
 
 
-def test_a_control_token_in_the_vocabulary_of_whole_words_is_out_of_reach() -> None:
+def test_word_level_text_never_becomes_a_control_token() -> None:
     backend = Backend(models.WordLevel({"<unk>": 0, "<s>": 1, "hello": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["<unk>", "<s>"])
@@ -141,7 +141,7 @@ def test_a_control_token_in_the_vocabulary_of_whole_words_is_out_of_reach() -> N
     assert tokenizer.num_control_ids(ids[0]) == 0  # the unknown token steers nothing
 
 
-def test_a_control_piece_of_a_unigram_vocabulary_is_out_of_reach() -> None:
+def test_unigram_text_never_becomes_a_control_token() -> None:
     vocab = [("<unk>", 0.0), ("</s>", 0.0), ("<", -2.0), ("/", -2.0), ("s", -2.0), (">", -2.0)]
     backend = Backend(models.Unigram(vocab, unk_id=0))
     backend.add_special_tokens(["<unk>", "</s>"])
@@ -152,7 +152,7 @@ def test_a_control_piece_of_a_unigram_vocabulary_is_out_of_reach() -> None:
     assert ids[0].tolist() == [2, 3, 4, 5]
 
 
-def test_merges_that_make_a_control_token_are_out_of_reach() -> None:
+def test_merges_never_make_a_control_token() -> None:
     vocab = {"<": 0, "s": 1, ">": 2, "<s": 3, "<s>": 4}
     backend = Backend(models.BPE(vocab, [("<", "s"), ("<s", ">")]))
     backend.add_tokens([AddedToken("<s>", special=True)])

@@ -1,4 +1,4 @@
-"""Prompts made in child processes are those made here; what kills a child is a row's error."""
+"""Workers build the same prompts as this process; a row that kills a worker is an error row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SOON_S = 5.0
 
 
 def described(result: Prompt | RowError) -> tuple[Any, ...]:
-    """All there is to a result."""
+    """Return all facts of a result."""
     if isinstance(result, PromptTooLongError):
         return result.code, result.message, result.num_tokens
     if isinstance(result, RowError):
@@ -52,7 +52,7 @@ def described(result: Prompt | RowError) -> tuple[Any, ...]:
 
 
 def random_rows(random: Random, count: int) -> list[dict[str, object]]:
-    """Rows with texts of all kinds, some of them no rows at all."""
+    """Return rows with texts of all kinds, and some invalid values."""
     odd: list[object] = [None, b"\xff", "\ud800", b"", 7, RowError("template_error", "unreadable")]
     rows: list[dict[str, object]] = []
     for _ in range(count):
@@ -63,7 +63,7 @@ def random_rows(random: Random, count: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_prompts_are_those_made_in_this_process(
+def test_workers_build_the_same_prompts_as_this_process(
     tokenizer: Tokenizer, make_processes: MakeProcesses, seed: int
 ) -> None:
     random = Random(seed)
@@ -79,7 +79,7 @@ def test_prompts_are_those_made_in_this_process(
     ]
 
 
-def test_prompts_to_score_are_those_made_in_this_process(
+def test_workers_build_the_same_scoring_prompts_as_this_process(
     tokenizer: Tokenizer, make_processes: MakeProcesses
 ) -> None:
     recipe = partial(
@@ -110,7 +110,7 @@ def test_prompts_to_score_are_those_made_in_this_process(
     ],
     ids=["endless", "large", "panics", "slow", "aborts"],
 )
-def test_a_row_that_kills_its_child_has_an_error_and_the_others_are_right(
+def test_row_that_kills_its_worker_gets_an_error_and_other_rows_succeed(
     template: str,
     tokenizer: Tokenizer,
     text: str,
@@ -133,7 +133,7 @@ def test_a_row_that_kills_its_child_has_an_error_and_the_others_are_right(
     ]
 
 
-def test_an_error_does_not_depend_on_the_rows_beside_it(make_processes: MakeProcesses) -> None:
+def test_row_error_does_not_depend_on_other_rows(make_processes: MakeProcesses) -> None:
     prompts = prompts_of(make_processes(byte_level()), "{{ text * (text | length) ** 6 }}")
     texts = [b"a" * length for length in (1, 40, 2, 30, 3, 50, 1)]
 
@@ -144,17 +144,17 @@ def test_an_error_does_not_depend_on_the_rows_beside_it(make_processes: MakeProc
     assert [len(result) for result in alone] == [7, 2, 7, 2, 7, 2, 7]
 
 
-def test_a_child_that_somebody_else_kills_costs_no_row(make_processes: MakeProcesses) -> None:
+def test_kill_of_a_worker_from_outside_loses_no_row(make_processes: MakeProcesses) -> None:
     prompts = prompts_of(make_processes(byte_level()))
     rows = [{"text": b"row %d" % at} for at in range(2000)]
     prompts.build(rows)
-    for child in _children_of_the_spawner():
+    for child in _workers():
         child.kill()
 
     assert all(isinstance(result, Prompt) for result in prompts.build(rows))
 
 
-def test_no_row_is_to_blame_for_children_that_somebody_else_kills(
+def test_repeated_kills_from_outside_raise_device_error(
     make_processes: MakeProcesses,
 ) -> None:
     prompts = make_processes(byte_level(), most=1).prompts(Killed)
@@ -163,16 +163,16 @@ def test_no_row_is_to_blame_for_children_that_somebody_else_kills(
         prompts.build([{"ids": 1}] * 3)
 
 
-def test_after_a_child_is_killed_half_as_many_go_on(make_processes: MakeProcesses) -> None:
+def test_kill_of_a_worker_halves_the_number_of_workers(make_processes: MakeProcesses) -> None:
     prompts = prompts_of(make_processes(byte_level(), most=4))
     rows = [{"text": b"row %d" % at} for at in range(200)]
     prompts.build(rows)
-    children = _children_of_the_spawner()
+    children = _workers()
     children[1].kill()
 
     made = prompts.build(rows * 3)
 
-    assert (len(children), len(_children_of_the_spawner())) == (4, 2)
+    assert (len(children), len(_workers())) == (4, 2)
     assert [getattr(result, "text", None) for result in made] == [
         str(row["text"], "utf-8") for row in rows * 3
     ]
@@ -180,7 +180,7 @@ def test_after_a_child_is_killed_half_as_many_go_on(make_processes: MakeProcesse
 
 @pytest.mark.long
 @pytest.mark.parametrize(("times", "code"), [(1, "done"), (99, "template_error")])
-def test_a_row_that_waits_is_to_blame_if_it_waits_for_longer_by_itself(
+def test_row_that_waits_too_long_alone_gets_an_error(
     make_processes: MakeProcesses, tmp_path: Path, times: int, code: str
 ) -> None:
     limits = Limits(seconds=2, patient_seconds=6)
@@ -194,7 +194,7 @@ def test_a_row_that_waits_is_to_blame_if_it_waits_for_longer_by_itself(
     assert error.message in ("", "the template took over 6 s")
 
 
-def test_no_row_is_to_blame_for_a_machine_that_does_not_let_it_compute(
+def test_machine_that_is_too_busy_raises_device_error(
     make_processes: MakeProcesses,
 ) -> None:
     limits = Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4, seconds=1, patient_seconds=1)
@@ -204,10 +204,10 @@ def test_no_row_is_to_blame_for_a_machine_that_does_not_let_it_compute(
         prompts.build([{"ids": 1}])
 
 
-def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) -> None:
+def test_dead_fork_server_raises_device_error(make_processes: MakeProcesses) -> None:
     prompts = prompts_of(make_processes(byte_level(), most=1))
-    spawner = _spawner()
-    for process in (*spawner.children(), spawner):
+    server = _fork_server()
+    for process in (*server.children(), server):
         process.kill()
 
     with pytest.raises(DeviceError, match=r"cannot run: it ended \(exit code -9\)"):
@@ -215,11 +215,11 @@ def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) 
     assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
 
 
-def test_a_spawner_that_does_not_answer_is_an_error_and_the_next_call_has_another(
+def test_silent_fork_server_raises_device_error_and_is_replaced(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()))
-    below = [_spawner(), *_children_of_the_spawner()]
+    below = [_fork_server(), *_workers()]
     below[0].suspend()
 
     with monkeypatch.context() as patch:
@@ -232,12 +232,12 @@ def test_a_spawner_that_does_not_answer_is_an_error_and_the_next_call_has_anothe
     assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
 
 
-def test_stopping_ends_the_wait_for_a_spawner_that_does_not_answer(
+def test_stop_ends_the_wait_for_a_silent_fork_server(
     make_processes: MakeProcesses,
 ) -> None:
     processes = make_processes(byte_level())
     prompts = prompts_of(processes)
-    _spawner().suspend()
+    _fork_server().suspend()
     threading.Timer(0.2, processes.stop).start()
 
     with pytest.raises(StoppedError):
@@ -251,7 +251,7 @@ def test_stopping_ends_the_wait_for_a_spawner_that_does_not_answer(
         ("frozen", True, "is a frozen application"),
     ],
 )
-def test_where_there_is_no_python_to_start_the_error_says_so(
+def test_missing_python_interpreter_raises_device_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
 ) -> None:
     monkeypatch.setattr(sys, name, value, raising=False)
@@ -269,7 +269,7 @@ def test_where_there_is_no_python_to_start_the_error_says_so(
     ],
     ids=["silent", "speaks", "ends"],
 )
-def test_another_program_in_place_of_python_is_an_error_that_names_it(
+def test_executable_that_is_not_python_is_named_in_the_error(
     make_processes: MakeProcesses,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -283,11 +283,11 @@ def test_another_program_in_place_of_python_is_an_error_that_names_it(
     if "answered" in message:
         monkeypatch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
 
-    with pytest.raises(DeviceError, match=f"(?s){message}.*started as {app} -c"):
+    with pytest.raises(DeviceError, match=f"(?s){message}.*its command is {app} -c"):
         make_processes(byte_level())
 
 
-def test_a_spawner_that_cannot_be_started_is_an_error_that_says_so(
+def test_missing_executable_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -296,7 +296,7 @@ def test_a_spawner_that_cannot_be_started_is_an_error_that_says_so(
         TextProcesses()
 
 
-def test_a_spawner_that_ends_while_it_starts_is_an_error_that_says_why(
+def test_error_of_a_fork_server_that_fails_to_start_has_the_reason(
     monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
 ) -> None:
     monkeypatch.setattr(
@@ -307,21 +307,23 @@ def test_a_spawner_that_ends_while_it_starts_is_an_error_that_says_why(
         prompts_of(make_processes(byte_level()))
 
 
-def test_a_spawner_that_writes_much_starts_and_tells_what_it_ended_of(
+def test_fork_server_with_a_long_stderr_starts_and_reports_its_last_line(
     monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
 ) -> None:
-    boot = "import sys; sys.stderr.write('told ' * 10**5 + chr(10)); raise ValueError('spawner')"
+    boot = "import sys; sys.stderr.write('text ' * 10**5 + chr(10)); raise ValueError('server')"
     monkeypatch.setattr("batchinfer.text.processes.server_process._BOOT", boot)
-    until = threading.Timer(60, lambda: _spawner().kill())
+    until = threading.Timer(60, lambda: _fork_server().kill())
     until.daemon = True
     until.start()
 
-    with pytest.raises(DeviceError, match="ValueError: spawner"):
+    with pytest.raises(DeviceError, match="ValueError: server"):
         prompts_of(make_processes(byte_level()))
     until.cancel()
 
 
-def test_what_the_builder_refuses_is_raised_here(make_processes: MakeProcesses) -> None:
+def test_job_error_of_a_prompt_builder_is_raised_in_this_process(
+    make_processes: MakeProcesses,
+) -> None:
     processes = make_processes(byte_level())
 
     with pytest.raises(UsageError, match="reads title, not in the data"):
@@ -332,7 +334,7 @@ def test_what_the_builder_refuses_is_raised_here(make_processes: MakeProcesses) 
         processes.prompts(talks)
 
 
-def test_a_row_that_is_too_large_is_never_sent(
+def test_row_that_is_too_large_is_not_sent_to_a_worker(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()))
@@ -346,7 +348,7 @@ def test_a_row_that_is_too_large_is_never_sent(
     assert codes == [None, "row_too_large", None, "row_too_large"]
 
 
-def test_stopping_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcesses) -> None:
+def test_stop_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level(), Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4))
     prompts = prompts_of(processes, ENDLESS + "{{ text }}")
     threading.Timer(0.2, processes.stop).start()
@@ -359,7 +361,7 @@ def test_stopping_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcess
     assert time.monotonic() - began < _SOON_S
 
 
-def test_nothing_is_left_when_the_process_is_killed(make_processes: MakeProcesses) -> None:
+def test_kill_of_this_process_ends_its_workers(make_processes: MakeProcesses) -> None:
     code = (
         "from tests.text.processes.test_pool import hang; "
         "from batchinfer.text.processes.pool import TextProcesses; hang(TextProcesses)"
@@ -386,7 +388,7 @@ def hang(make: Callable[..., TextProcesses]) -> None:
     prompts.build([{"text": b"a"}])
 
 
-def test_after_an_interrupt_prompts_are_made_as_before(
+def test_prompts_can_be_built_after_an_interrupt(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()), "{% if text == 'bad' %}" + LARGE + DONE)
@@ -412,7 +414,7 @@ def test_after_an_interrupt_prompts_are_made_as_before(
     assert getattr(made[-1], "code", None) == "template_error"
 
 
-def test_calls_under_way_at_an_interrupt_fail(
+def test_interrupt_fails_unfinished_calls(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = make_processes(byte_level(), Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4))
@@ -431,7 +433,7 @@ def test_calls_under_way_at_an_interrupt_fail(
         finish()
 
 
-def test_where_no_more_workers_can_be_forked_one_makes_all_prompts(
+def test_one_worker_builds_all_prompts_if_the_system_refuses_to_fork(
     make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(make_processes(byte_level(), most=2))  # forks one
@@ -447,7 +449,7 @@ def test_where_no_more_workers_can_be_forked_one_makes_all_prompts(
         prompts_of(make_processes(byte_level()))
 
 
-def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProcesses) -> None:
+def test_bug_in_a_worker_fails_only_its_call(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level(), most=1)
     prompts, faulty = prompts_of(processes), processes.prompts(Faulty)
     finish_faulty = faulty.start([{"ids": 1}])
@@ -458,7 +460,7 @@ def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProc
         finish_faulty()
 
 
-def test_closed_standard_streams_are_not_where_children_are_spoken_to() -> None:
+def test_workers_do_not_use_closed_standard_streams() -> None:
     code = "from tests.text.processes.test_pool import print_astray; print_astray()"
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
 
@@ -476,7 +478,7 @@ def print_astray() -> None:
     sys.exit(7 if isinstance(made, Prompt) else 1)
 
 
-def test_a_forked_process_has_its_own_and_ends() -> None:
+def test_forked_process_starts_its_own_workers_and_exits() -> None:
     code = "from tests.text.processes.test_pool import use_on_both_sides as use; use()"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -503,16 +505,16 @@ def use_on_both_sides() -> None:
     print("parent" if pid else "forked", "is right", flush=True)
 
 
-def _spawner() -> psutil.Process:
+def _fork_server() -> psutil.Process:
     """The one just started: engines of other tests may have theirs."""
-    spawners = (
+    servers = (
         child for child in psutil.Process().children() if "fork_server" in " ".join(child.cmdline())
     )
-    return max(spawners, key=psutil.Process.create_time)
+    return max(servers, key=psutil.Process.create_time)
 
 
-def _children_of_the_spawner() -> list[psutil.Process]:
-    return _spawner().children()
+def _workers() -> list[psutil.Process]:
+    return _fork_server().children()
 
 
 def _busy(processes: list[psutil.Process]) -> list[psutil.Process]:
