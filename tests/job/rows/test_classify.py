@@ -98,13 +98,13 @@ def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path
 
 def test_long_pairs_are_cut_as_transformers_does(tmp_path: Path, text_model: Path) -> None:
     model = make_classifier(tmp_path / "model", text_model, num_labels=1)
-    query, kept = "a query", 511 - 2 - len("a query")
+    query, kept = "a query", 512 - 2 - len("a query")
     documents = ["word " * 200, "x" * (kept + 1), "y" * kept]
     more = PAIRS + "prompt: {on_too_long: truncate_right}\n"
     rows = run(tmp_path, model, {"q": [query] * 3, "d": documents}, more)
     assert [row["truncated"] for row in rows] == [True, True, False]
     for row, document in zip(rows, documents, strict=True):
-        assert row["num_prompt_tokens"] == 511
+        assert row["num_prompt_tokens"] == 512
         expected = float(logits(model, query, document[:kept]).sigmoid())
         assert row["score"] == pytest.approx(expected, abs=1e-4)
 
