@@ -99,7 +99,7 @@ def test_keys_without_a_value_are_left_out() -> None:
     text = " ".join(Tree(page(replace(KINDS["without rows"](), job=job))).text)
     assert "revision" not in text
     assert "scale" not in text
-    assert "2 keys with the values" in text
+    assert "2 keys with their values" in text
 
 
 def test_hostile_texts_stay_text() -> None:
