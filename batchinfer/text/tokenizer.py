@@ -49,8 +49,8 @@ class Tokenizer:
             control_tokens: texts of the added tokens that steer the model. A row's text never
                 becomes one of them, unless the job parses special tokens.
             clean_up_tokenization_spaces: transformers' setting, which BPE ignores there too.
-            has_token_type_ids: transformers' ``tokenizer.model_input_names`` has ``token_type_ids``;
-                otherwise all tokens of a pair count as tokens of the first text.
+            has_token_type_ids: True if transformers' ``tokenizer.model_input_names`` has
+                ``token_type_ids``; otherwise all tokens of a pair count as the first text's.
         """
         self._backend = _private_copy(backend.to_str())
         self.chat_template = chat_template
