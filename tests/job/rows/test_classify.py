@@ -205,7 +205,7 @@ def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
     text = (tmp_path / "job.yaml").read_text()
     changed = text.replace("task: classify", "sampling: {max_tokens: 3}")
     assert spec.task == "classify"
-    with pytest.raises(JobError, match="writes no text; with task: classify it can be run"):
+    with pytest.raises(JobError, match="writes no text; set task: classify to run it"):
         run_job(load_job(write_job(tmp_path, changed)), quiet=True)
     config = json.loads((model / "config.json").read_bytes())
     config["id2label"].pop("1")

@@ -261,5 +261,5 @@ def test_a_body_without_a_head_writes_no_text(tmp_path: Path, model: Path) -> No
     text = (tmp_path / "job.yaml").read_text()
     changed = text.replace("task: embed", "sampling: {max_tokens: 3}")
     assert spec.task == "embed"
-    with pytest.raises(JobError, match="no output head and writes no text; with task: embed"):
+    with pytest.raises(JobError, match="head and writes no text; set task: embed"):
         run_job(load_job(write_job(tmp_path, changed)), quiet=True)
