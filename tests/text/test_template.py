@@ -6,9 +6,8 @@ import jinja2
 import pytest
 
 from batchinfer.errors import RowError, UsageError
-from batchinfer.text.prompt_sources import checked_template
+from batchinfer.text.prompt_sources import RowTemplate, checked_template
 from batchinfer.text.sandbox import MAX_TEXT_CHARS, PromptEnvironment
-from batchinfer.text.template import RowTemplate
 
 ROW = {"x": "hello {{ y }}", "words": ["a", "b"], "n": 3}
 

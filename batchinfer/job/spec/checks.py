@@ -19,9 +19,8 @@ from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.grammar import check_structured_outputs
-from batchinfer.text.prompt_sources import conflicts
+from batchinfer.text.prompt_sources import RowTemplate, conflicts
 from batchinfer.text.sample_filter import Judge
-from batchinfer.text.template import RowTemplate
 
 _LONGEST = 300
 """Most characters of an error's message."""
