@@ -1,4 +1,4 @@
-"""Arrow columns with text that may be invalid UTF-8: read without harm, written valid."""
+"""Reads Arrow columns whose text may be invalid UTF-8, and replaces invalid text in output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BYTES_TYPE = {
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
-"""Bytes of the longest text that a row may hold, at four bytes a character."""
+"""Size of the longest text that a row may hold, at four bytes per character."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows of ``batch`` as dicts, with all texts, nested ones too, as bytes.
+    """Convert the rows of ``batch`` to dicts. Strings become bytes, also inside lists and structs.
 
-    Times are Python's, without nanoseconds. A value with a time that Python cannot hold is a
-    ``RowError``, and so is a text that is too large for any use, which is not copied.
+    Times become Python objects and lose their nanoseconds. A ``RowError`` replaces a value with a
+    time that Python cannot hold, and a text over the size limit, which is not copied.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -37,17 +37,17 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def python_values(column: pa.Array) -> list[Any]:
-    """Values of ``column``, unchanged: all texts, nested ones too, as bytes, times as numbers."""
+    """Convert ``column`` to Python values without loss: strings to bytes, times to integers."""
     return _cast(column, _as_bytes_and_numbers).to_pylist()  # type: ignore[no-any-return]
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of this type are texts or bytes, which may be UTF-8."""
+    """True for types of strings and of bytes, which may hold UTF-8."""
     return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
 def is_conversation(kind: pa.DataType) -> bool:
-    """Whether values of this type are lists of messages: role and content."""
+    """True for lists of structs that have the fields ``role`` and ``content``."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     message = kind.value_type
@@ -55,10 +55,10 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that indices point into their dictionaries, which a damaged file may break.
+    """Check that all dictionary indices are in range. In a damaged file they may not be.
 
     Raises:
-        OSError: one does not.
+        OSError: an index is out of range.
     """
     if pa.types.is_dictionary(column.type):
         first, last = pc.min_max(column.indices).as_py().values()
@@ -72,7 +72,7 @@ def check_indices(column: pa.Array) -> None:
 
 
 def with_valid_text(column: pa.Array) -> pa.Array:
-    """``column`` with U+FFFD in place of invalid UTF-8; the same array if it is valid."""
+    """Replace invalid UTF-8 in ``column`` with U+FFFD; return the same array if all is valid."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
@@ -81,7 +81,7 @@ def with_valid_text(column: pa.Array) -> pa.Array:
 
 
 def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A type with its innermost types replaced as ``leaf`` says."""
+    """Rebuild a nested type with ``leaf`` applied to its innermost types."""
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(with_leaves(field.type, leaf)) for field in kind])
     if pa.types.is_map(kind):
@@ -96,7 +96,7 @@ def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
 
 
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
-    """``column`` with its innermost types cast as ``leaf`` says."""
+    """Cast ``column`` to its type after ``leaf`` was applied to the innermost types."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     wanted = with_leaves(column.type, leaf)
@@ -104,7 +104,7 @@ def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Ar
 
 
 def _python_texts(column: pa.Array, name: str) -> list[Any]:
-    """Values of a column; an error for a text that is too large, or a time that Python lacks."""
+    """Values of a column, with errors for texts over the limit and times outside Python's range."""
     if column.type in _HAVE_LENGTHS and column.nbytes > _MOST_BYTES:
         is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
         small = iter(column.filter(pc.invert(is_large)).to_pylist())
@@ -120,7 +120,7 @@ def _python_time(value: pa.Scalar, name: str) -> Any:
     try:
         return value.as_py()
     except _NO_PYTHON_TIME:
-        why = "its year is not one of 1 to 9999, or its time zone is unknown"
+        why = "its year is outside 1 to 9999, or its time zone is unknown"
         return RowError("template_error", f"column {name} holds a time that cannot be read: {why}")
 
 
@@ -144,12 +144,12 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
 
 
 def _replace_invalid(column: pa.Array) -> pa.Array:
-    """Rebuild a column with invalid text value by value, which is slow."""
+    """Rebuild a column value by value, which is slow."""
     return pa.array([_decoded(v, column.type) for v in python_values(column)], column.type)
 
 
 def _decoded(value: Any, kind: pa.DataType) -> Any:
-    """``value`` with its bytes decoded where ``kind`` has texts."""
+    """Decode the bytes in ``value`` wherever ``kind`` has strings."""
     if value is None:
         return None
     if pa.types.is_dictionary(kind):

@@ -1,4 +1,4 @@
-"""The prompt dataset: files read in order as one table, in bounded memory."""
+"""The input dataset: reads its files in order as one table, in bounded memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _FORMATS: Mapping[str, Callable[[], Format]] = {
     "arrow": ArrowFormat,
     "openai-batch": OpenAIFormat,
 }
-"""Formats of files by ``input.format``."""
+"""File formats by the value of ``input.format``."""
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Pieces = Iterator[tuple[int, _Piece]]
@@ -57,43 +57,43 @@ _Pieces = Iterator[tuple[int, _Piece]]
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a dataset, read one after the other."""
+    """The files of a dataset, and the rows that the job selects from them."""
 
     files: tuple[InputFile, ...]
     schema: pa.Schema
     num_rows: int
-    """Selected rows: those that meet ``filter``, at most ``limit``."""
+    """Number of selected rows: rows that meet ``filter``, at most ``limit``."""
     format: Format
     file_columns: Mapping[str, FileColumns] = field(default_factory=dict)
-    """By path."""
+    """Columns of each file, by path."""
     selection: RowIds | None = None
-    """Ids of the selected rows, which keep the ids they have in the whole; None: the first ones."""
+    """Row ids of the selected rows. None selects the first ``num_rows`` rows."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """Columns that differ from file to file: they are in ``schema`` and cannot be read."""
+    """Columns whose types differ between files. ``schema`` has them, but they cannot be read."""
     version: int | None = None
-    """Version of the table that the files belong to; None: they are not a table."""
+    """Version of the Delta or Iceberg table; None if the files do not form a table."""
     bad_ids: BadIds | None = None
-    """Rows that are errors because of their ids; None: ids were not checked."""
+    """Rows with a missing or duplicate id; None if the ids were not checked."""
 
     @property
     def rows_there(self) -> range:
-        """A range of row ids that holds all selected rows."""
+        """Smallest range from 0 that is known to contain all selected rows."""
         if self.selection is None:
             return range(self.num_rows)
         return range(sum(file.num_rows for file in self.files))
 
     def count(self, rows: range) -> int:
-        """Number of selected rows in ``rows``."""
+        """Count the selected rows in ``rows``."""
         return len(rows) if self.selection is None else len(in_range(self.selection, rows))
 
     def row_ids(self, rows: range) -> RowIds:
-        """The selected rows in ``rows``."""
+        """Return the ids of the selected rows in ``rows``."""
         if self.selection is None:
             return np.arange(rows.start, rows.stop)
         return in_range(self.selection, rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
-        """The first row id of each part, and the end of the last part; None without a filter."""
+        """Return the first row id of each part, and the end of the last; None without a filter."""
         if self.selection is None:
             return None
         if not len(self.selection):
@@ -115,56 +115,56 @@ class Source:
                 )
 
     def require_alike(self, columns: Iterable[str], *, only_kept: bool = False) -> None:
-        """Check that columns are the same in all files, or united.
+        """Check that all files have ``columns`` with types that can be read together.
 
         Args:
-            only_kept: only ``input.keep_columns`` names them.
+            only_kept: only ``input.keep_columns`` names the columns.
 
         Raises:
-            DataError: one differs; shows two files.
+            DataError: a column differs between two files, which the message names.
         """
         for name in columns:
             if name in self.differences:
                 raise self.differences[name].error(only_kept=only_kept)
 
     def check_unchanged(self) -> None:
-        """Check that every file is still the one that was opened.
+        """Check that no file has changed since it was opened.
 
         Raises:
-            DataError: one was changed or removed.
+            DataError: a file was changed or removed.
         """
         for file in self.files:
             try:
                 check_unchanged(file)
             except OSError as error:
                 raise DataError(
-                    f"{file.path} cannot be read any more: {error.strerror or error}",
-                    hint="put it back, then run again: finished rows are kept",
+                    f"{file.path} can no longer be read: {error.strerror or error}",
+                    hint="restore the file, then run again: finished rows are kept",
                 ) from None
 
     def scan(
         self, columns: Sequence[str], ranges: Iterable[range]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Read ``columns`` of the rows in ``ranges``, once through the files.
+        """Read ``columns`` of the selected rows in ``ranges``, in one pass over the files.
 
         Args:
             columns: names of top-level columns; batches have them in this order.
-            ranges: row ids to read, ascending and disjoint; rows not selected are left out.
+            ranges: row ids to read, ascending and disjoint.
 
         Yields:
-            The row id of a batch's first row, and the batch: at most ``BATCH_ROWS`` consecutive
-            rows of one range.
+            The row id of the batch's first row, and the batch. A batch holds at most
+            ``BATCH_ROWS`` consecutive rows of one range.
 
         Raises:
-            DataError: names the file and the place in it that cannot be read.
+            DataError: a file cannot be read; the message names the file and the place in it.
         """
         return self._read(self.format.batches, columns, ranges)
 
     def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
-        """Read ``columns`` of the rows in ``ranges`` as Python values, once through the files.
+        """Read ``columns`` of the rows in ``ranges`` as Python values, in one pass over the files.
 
-        Texts are ``str`` or UTF-8 bytes. A value or a row that cannot be read is a ``RowError``,
-        and so is a row of ``bad_ids``.
+        Texts are ``str`` or UTF-8 bytes. A ``RowError`` replaces a value or a row that cannot be
+        read, and each row of ``bad_ids``.
         """
         pieces = self._read(self.format.rows, columns, ranges)
         return pieces if self.bad_ids is None else map(self.bad_ids.mark, pieces)
@@ -172,15 +172,15 @@ class Source:
     def batches(
         self, columns: Sequence[str], parts: Sequence[Part], ranges: Iterable[range] | None = None
     ) -> Iterator[tuple[list[int], list[Row]]]:
-        """Read rows as ``rows`` does, in full batches even if the rows are scattered.
+        """Read rows as ``rows`` does, but in full batches even if the rows are scattered.
 
         Args:
-            parts: parts that hold the rows, in order.
-            ranges: only these rows, in order, each range in one part; None: all of the parts.
+            parts: the parts that contain the rows, in order.
+            ranges: row ids to read, in order, each range within one part; None reads all parts.
 
         Yields:
-            Row ids and rows, all of one part: ``BATCH_ROWS`` or a few more, or the rest of the
-            part.
+            Row ids and rows. All rows of a batch belong to one part. A batch has ``BATCH_ROWS``
+            rows or a few more; the last batch of a part may have fewer.
         """
         ranges = [part.rows for part in parts] if ranges is None else list(ranges)
         first_rows = [part.rows.start for part in parts]
@@ -219,7 +219,7 @@ class Source:
             first_row += file.num_rows
 
     def _selected(self, first_row: int, piece: _Piece) -> _Pieces[_Piece]:
-        """Runs of selected rows in a piece of the dataset, each with its first row's id."""
+        """Split a piece into runs of selected rows, each with the id of its first row."""
         if self.selection is None:
             yield first_row, piece
             return
@@ -235,22 +235,23 @@ def open_source(
     mode: SchemaMode = "strict",
     version: int | None = None,
 ) -> Source:
-    """Find the files behind ``path`` and check that they can be read together.
+    """Find the files of ``path`` and check that they can be read together.
 
     Args:
-        path: a file, a glob, a directory (searched for the names of data files), or a list of
-            these, local or in an object store. Folders in it that are named key=value are columns.
-        limit: use only this many rows, of those that meet the condition.
+        path: a file, a glob, a directory, or a list of these, local or in an object store. In a
+            directory, files with the suffixes of data files are read, and folders named key=value
+            add columns.
+        limit: most rows to select, after the filter; None selects all.
         format_name: ``input.format``.
-        condition: ``input.filter``; this function reads the files to find the rows that meet it.
+        condition: ``input.filter``. The files are read once to find the rows that meet it.
         mode: ``input.schema``.
-        version: of a table; None: the latest.
+        version: version of a Delta or Iceberg table; None: the latest.
 
     Raises:
-        DataError: there is no file, a file cannot be read, or files differ in the columns that
+        DataError: no file was found, a file cannot be read, or files differ in the columns that
             the condition reads.
         StorageError: an object store does not answer.
-        UsageError: ``auto``, and the names stand for two formats; a wrong condition.
+        UsageError: the file names belong to two formats, or the condition is invalid.
     """
     paths = [path] if isinstance(path, str) else path
     kind = table_format(paths, format_name)
@@ -274,11 +275,11 @@ def _open_files(
     mode: SchemaMode,
     table_schema: pa.Schema | None = None,
 ) -> Source:
-    """All rows of some files.
+    """Open files as a dataset of all their rows.
 
     Args:
-        folders: each file's columns from its folders.
-        table_schema: the columns, whatever the files hold.
+        folders: columns and values from folder names, by path of the file.
+        table_schema: schema of the dataset; None: derive it from the files.
     """
     files: list[InputFile] = []
     schemas: dict[str, pa.Schema] = {}
@@ -308,7 +309,7 @@ def _open_files(
 
 
 def _select(whole: Source, limit: int | None, condition: str | None) -> Source:
-    """Limit a dataset to the first rows that meet a condition."""
+    """Limit a dataset to the first ``limit`` rows that meet a condition."""
     if condition is None:
         total = whole.num_rows
         return replace(whole, num_rows=total if limit is None else min(total, limit))

@@ -1,4 +1,4 @@
-"""The files that ``input.path`` means, and their format."""
+"""Finds the files of ``input.path`` and their format."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "csv": tuple(name + packed for name in (".csv", ".tsv") for packed in _COMPRESSED),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
 }
-"""Suffixes of the files of each format."""
+"""File name suffixes by format."""
 _ALL = tuple(chain.from_iterable(_NAMED.values()))
 _SUFFIXES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    # A CSV file next to Parquet or JSON Lines is most often about them, not data.
+    # A CSV file beside Parquet or JSON Lines files usually describes them and holds no prompts.
     "auto": ((*_NAMED["parquet"], *_NAMED["jsonl"]), _ALL),
     **{name: (suffixes,) for name, suffixes in _NAMED.items()},
     "openai-batch": (_NAMED["jsonl"],),
 }
-"""Suffixes of data files in folders, by ``input.format``; the second is tried if the first finds
-nothing."""
+"""Suffixes of data files in folders, by ``input.format``. The second tuple is tried if no file has
+a suffix of the first."""
 
 
 def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str]:
-    """Files meant by ``path``: entries in the order given, globs and directories in path order.
+    """Find the files of ``path``: entries in list order, globs and directories in path order.
 
-    Directories are searched with their subdirectories. They and globs skip files and folders whose
-    names begin with ``.`` or ``_``, unless the glob itself contains that.
+    Directories are searched recursively. Directories and globs skip files and folders whose names
+    begin with ``.`` or ``_``, unless the glob itself writes that character.
 
     Raises:
         DataError: an entry matches no file, or cannot be read.
         StorageError: an object store does not answer.
-        UsageError: a file named twice.
+        UsageError: two entries name the same file.
     """
     entries = [path] if isinstance(path, str) else list(path)
     found = [file for entry in entries for file in _find(entry, *_SUFFIXES[format_name])]
@@ -55,16 +55,16 @@ def _find(entry: str, suffixes: tuple[str, ...], *others: tuple[str, ...]) -> li
         if not others:
             raise
         return _find(entry, *others)
-    except OSError as error:  # a name that no file can have, or no permission
+    except OSError as error:  # for example an invalid name, or no permission
         reason = error.strerror or error
         raise DataError(f"input.path: {printable(entry, 200)}: {reason}") from None
 
 
 def named_format(files: Sequence[str]) -> str:
-    """The format that files' names stand for; parquet if they have no known suffix.
+    """Derive the format from the names of files; parquet if no suffix is known.
 
     Raises:
-        UsageError: they stand for several formats.
+        UsageError: the names belong to several formats.
     """
     first_of: dict[str, str] = {}
     for file in files:
@@ -74,11 +74,11 @@ def named_format(files: Sequence[str]) -> str:
         (name, one), (other_name, other), *_ = first_of.items()
         raise UsageError(
             f"input.path names files of two formats: {printable(one)} and {printable(other)}",
-            hint=f"set input.format to {name} or {other_name}, or name only the one kind",
+            hint=f"set input.format to {name} or {other_name}, or name files of one format only",
         )
     return next(iter(first_of))
 
 
 def is_named(path: str) -> bool:
-    """Whether a path is named like a data file."""
+    """True if a path ends in the suffix of a data file."""
     return path.endswith(_ALL)

@@ -1,7 +1,7 @@
-"""``input.filter``: a condition in SQL on the columns of a row, and the rows that it selects.
+"""``input.filter``: parses an SQL condition on a row's columns, and selects the rows that meet it.
 
-Polars parses and evaluates it batch by batch. Only named functions of one row are allowed: an
-aggregate like ``avg`` would mean something else in every batch.
+Polars evaluates the condition batch by batch. Only a fixed list of functions of one row is allowed:
+an aggregate like ``avg`` would have another value in every batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _KEY = "input.filter"
 _MOST_CHARACTERS = 100_000
 _MOST_STEPS = 400
-"""Words and signs, without values and lists; the time Polars takes grows with their cube."""
+"""Most words and operators, without values and lists. The time that Polars needs grows with the
+cube of their number."""
 _MOST_DEPTH = 50
 _FUNCTIONS = """
 abs array_contains array_length bit_length cast ceil ceiling char_length character_length coalesce
@@ -44,24 +45,22 @@ _ODD = re.compile(r"\w'|--|/\*|[`$;]")
 
 _CAST = "cast one side, as in cast(n as varchar) = '5' or cast(text as double) > 5"
 _QUOTE = "texts are in single quotes: lang = 'en'"
-_COMPARE = "compare it with something, as in score >= 0.5"
+_COMPARE = "compare it with a value, as in score >= 0.5"
+_DATES = "write date '2026-11-20' or timestamp '2026-11-20 12:30:00'"
 _HINTS: tuple[tuple[str, str | None], ...] = (
-    ("cannot compare 'date/datetime/time'", "write times as '2026-11-20' or '2026-11-20 12:30:00'"),
+    ("cannot compare 'date/datetime/time'|'is_in' cannot check for Date", _DATES),
     ("cannot compare|'is_in' cannot|expected `.*`, got|arithmetic on dtypes", _CAST),
     ("casting from .* to Boolean", _COMPARE),
     ("conversion from", "try_cast gives null for what cannot be converted"),
-    ("unable to parse|Unterminated", "it ends too early, or a bracket or a quote is open"),
+    ("unable to parse|Unterminated", "it ends too early, or a bracket or a quote is not closed"),
     ("unexpected token", _QUOTE),
     ("expected an expression", "write only what follows WHERE"),
 )
-"""What to do about an error of Polars, by a pattern of its message."""
+"""Advice on errors of Polars, by a pattern of the message."""
 
 
 class Condition:
-    """A condition in SQL.
-
-    Args:
-        schema: the columns of the rows.
+    """An SQL condition on the columns of ``schema``.
 
     Raises:
         UsageError: the text is not a condition on these columns.
@@ -79,7 +78,7 @@ class Condition:
                     hint=_QUOTE,
                 )
         self.columns = names or schema.names[:1]
-        """Columns to read: at least one, which says how many rows there are."""
+        """Columns to read. At least one is needed, because it gives the number of rows."""
         fields = [schema.field(name) for name in self.columns]
         kind = self._evaluated(pa.schema(fields).empty_table()).dtype
         if str(kind) != "Boolean":
@@ -89,16 +88,16 @@ class Condition:
             )
 
     def holds(self, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-        """Whether each row of a batch meets it, bool [rows]; null counts as no.
+        """Evaluate the condition on each row of a batch with ``columns``; null counts as false.
 
-        Args:
-            batch: rows, with ``columns``.
+        Returns:
+            bool [rows].
 
         Raises:
-            UsageError: it cannot be evaluated on these values.
+            UsageError: the condition cannot be evaluated on these values.
         """
         found = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
-        return np.broadcast_to(found, len(batch))  # without a column there is one value
+        return np.broadcast_to(found, len(batch))  # a condition without columns gives one value
 
     def _evaluated(self, table: pa.Table) -> pl.Series:
         import polars as pl
@@ -112,10 +111,10 @@ class Condition:
 
 
 def parsed(text: str) -> pl.Expr:
-    """Parse a condition on columns that are not known yet.
+    """Parse a condition without knowing the columns.
 
     Raises:
-        UsageError: it is not a condition.
+        UsageError: the text is not a valid condition.
     """
     _check_functions(text)
     import polars as pl
@@ -144,7 +143,7 @@ def _refused(text: str, error: BaseException, schema: pa.Schema | None = None) -
 
 
 def _check_functions(text: str) -> None:
-    """Check that a condition calls allowed functions only, and that no call can hide."""
+    """Check that a condition calls only allowed functions, and that quotes hide no call."""
     bare = _QUOTED.sub(lambda quoted: '"' if quoted[0][0] == '"' else " ' ", text)
     odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
     if odd or len(text) > _MOST_CHARACTERS:
@@ -155,15 +154,15 @@ def _check_functions(text: str) -> None:
         )
         raise UsageError(f"{_KEY}: {what}", hint="write one condition, texts in single quotes")
     if len(_STEP.findall(bare)) > _MOST_STEPS:
-        raise UsageError(f"{_KEY}: over {_MOST_STEPS} words and signs; say it in fewer")
+        raise UsageError(f"{_KEY}: over {_MOST_STEPS} words and operators; shorten it")
     depths = accumulate(1 if c == "(" else -1 for c in bare if c in "()")
     if max(depths, default=0) > _MOST_DEPTH:
         raise UsageError(f"{_KEY}: over {_MOST_DEPTH} brackets inside each other")
     for word in re.findall(r"\w+", bare):
         if word.lower() in _NEVER.split():
             raise UsageError(
-                f"{_KEY}: {word.lower()} is not of one row alone",
-                hint=f'a column of this name is written "{word}"',
+                f"{_KEY}: {word.lower()} does not depend on one row alone",
+                hint=f'write a column of this name as "{word}"',
             )
     known = {*_FUNCTIONS.split(), *_BEFORE_BRACKETS.split()}
     for name in _CALL.findall(bare):
@@ -175,14 +174,15 @@ def _check_functions(text: str) -> None:
 def select_rows(
     condition: Condition, pieces: Iterable[tuple[int, pa.RecordBatch]], limit: int | None
 ) -> RowIds:
-    """The rows that meet a condition; stops reading at ``limit``.
+    """Return the ids of the rows that meet a condition; stop reading at ``limit`` rows.
 
     Args:
-        pieces: the condition's columns of the whole dataset, each with its first row's id.
+        pieces: batches of the condition's columns over the whole dataset, each with the id of its
+            first row.
         limit: most rows to select; None: all.
 
     Raises:
-        UsageError: the condition does not work for this data.
+        UsageError: the condition cannot be evaluated on this data.
     """
     found, num_rows = [NO_ROWS], 0
     for first_row, batch in pieces:

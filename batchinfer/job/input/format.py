@@ -1,4 +1,4 @@
-"""The formats of a dataset's files, and how one file is read as a part of the dataset."""
+"""The base class of file formats: reads one file as a part of the dataset."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.reader import store_of
 
 BATCH_ROWS = 1024
-"""Most rows read at a time."""
+"""Most rows in a batch."""
 REWRITE = "write it again, or leave it out of input.path"
-"""What to do about a file that cannot be read."""
+"""Advice on a file that cannot be read."""
 SAMPLING_COLUMN = "sampling_params"
 """The column that holds a row's own sampling parameters."""
 READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""Errors of reading a file. Column names that are not UTF-8 raise the last one."""
+"""Errors that reading a file raises. Column names that are not UTF-8 raise UnicodeDecodeError."""
 
 Row = Mapping[str, Any] | RowError
-"""A row's values by column, or why it cannot be read."""
+"""A row's values by column, or the error that explains why the row cannot be read."""
 Rows = tuple[int, list[Row]]
-"""The row id of the first of several consecutive rows, and the rows."""
+"""Consecutive rows, after the row id of the first."""
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Any])
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of the dataset, as it was when it was planned."""
+    """A file of the dataset, as it was when the job was planned."""
 
     path: str
     size: int
     mtime_ns: int
     num_rows: int
     content_sha256: str
-    """Of a Parquet file's footer; of other files' content, decompressed."""
+    """Hash of a Parquet file's footer, or of any other file's decompressed content."""
     etag: str | None = None
-    """An object store's mark of the content."""
+    """ETag of an object in a store."""
     ctime_ns: int = field(default=0, compare=False)
-    """Compared within a run only: between runs a file may be copied or moved and be the same."""
+    """Compared only within a run: between runs the same file may be copied or moved."""
     content_hash: str | None = None
-    """Hash of the whole content: ``content_hash`` of a Parquet file, else ``content_sha256``. None:
-    not known; in a store ``etag`` serves."""
+    """Hash of the whole content: ``content_hash`` for Parquet files, else ``content_sha256``. None
+    if it is not known; files in a store are identified by ``etag``."""
     partition: Mapping[str, str | None] | None = None
-    """Columns that the names of its folders hold, and their values; None: not known."""
+    """Values of columns from folder names; None if they are not known."""
 
     @classmethod
     def of(
@@ -62,76 +62,77 @@ class InputFile:
         content_sha256: str,
         content_hash: str | None = None,
     ) -> InputFile:
-        """A file with the size and times of ``stat`` and no columns of folders."""
+        """Make a file with the size and times of ``stat`` and no columns from folders."""
         facts = (stat.size, stat.mtime_ns, num_rows, content_sha256, stat.etag, stat.ctime_ns)
         return cls(path, *facts, content_hash, {})
 
 
 @dataclass(frozen=True, slots=True)
 class FileColumns:
-    """Where a file's rows get the dataset's columns from; a column that is nowhere is null."""
+    """Sources of the dataset's columns in one file; a column without a source is null."""
 
     own: pa.Schema
-    """The columns that the file itself has."""
+    """Columns stored in the file."""
     constants: Mapping[str, Any]
-    """Columns from the names of its folders: each has one value in all rows."""
+    """Columns from folder names: one value for all rows of the file."""
     differing: Collection[str]
-    """Columns of the dataset that cannot be read as one; they come out null."""
+    """Columns whose types differ between files; they are read as null."""
 
     def in_file(self, columns: Sequence[str]) -> list[str]:
-        """Those of ``columns`` that are read from the file."""
+        """Select the names in ``columns`` that are read from the file."""
         names = self.own.names
         return [name for name in columns if name in names and name not in self.differing]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Columns of some rows of one file."""
+    """The columns and rows to read from one file."""
 
     file: InputFile
     first_row: int
     """Row id of the first row of the file."""
     columns: Sequence[str]
     schema: pa.Schema
-    """Of the whole dataset."""
+    """Schema of the whole dataset."""
     file_columns: FileColumns
     wanted: deque[range]
-    """Row ids, ascending and disjoint, of later files too; ``cut`` drops what has been read."""
+    """Row ids to read, ascending and disjoint, also of later files. ``cut`` removes ranges that
+    have been read."""
 
 
 class Format(ABC):
-    """A kind of file that holds rows.
+    """A file format.
 
-    Methods that read raise DataError, naming the file, where it cannot be read. They yield at most
-    ``BATCH_ROWS`` rows at a time, all of one range, with the row id of the first.
+    Methods that read raise a DataError that names the file if it cannot be read. They yield at most
+    ``BATCH_ROWS`` rows at a time, all of one range, after the row id of the first.
     """
 
     holds_requests = False
-    """Whether each row says itself what its prompt is, and how it is sampled."""
+    """True if each row is a request with its prompt and sampling parameters."""
 
     @abstractmethod
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """Size, rows and hash of a file, and its columns."""
+        """Read a file's size, number of rows, hash and schema."""
 
     @abstractmethod
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of columns that the file itself has."""
+        """Read batches of columns that are stored in the file."""
 
     def unite(
         self, schemas: Mapping[str, pa.Schema], mode: SchemaMode
     ) -> tuple[pa.Schema, Mapping[str, Difference]]:
-        """The columns of several files together, and those that cannot be read as one.
+        """Merge the schemas of files; also return the columns whose types cannot be merged.
 
         Args:
-            schemas: by path.
+            schemas: schema of each file, by path.
             mode: ``input.schema``.
         """
         return united(schemas, mode, widened if mode == "union" else same)
 
     def batches(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches with the columns and types of the dataset."""
+        """Read batches with the columns and types of the dataset."""
         own = request.file_columns.in_file(request.columns)
-        # At least one column is read: it says how many rows there are.
+        # At least one column must be read, because it gives the number of rows.
         columns = own or request.file_columns.own.names[:1]
         for first, batch in self.scan(replace(request, columns=columns)):
             whole = [_conformed(batch, own, request)]
@@ -139,27 +140,28 @@ class Format(ABC):
             yield first, whole.pop()
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """Rows as Python values; texts may be UTF-8 bytes."""
+        """Read rows as Python values; texts may be UTF-8 bytes."""
         for first, batch in self.batches(request):
             rows: list[Row] = list(python_rows(batch))
             del batch  # free a huge batch before the next one is read
             yield first, rows
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """About how many bytes the columns will take in an output file.
+        """Estimate the bytes that the columns take in an output file.
 
-        Of text and Arrow files that is a third of the size: about what they compress to.
+        The estimate for text and Arrow files is a third of their size, which is about how far they
+        compress.
         """
         return file.size // 3 if columns else 0
 
 
 def _conformed(batch: pa.RecordBatch, own: Sequence[str], request: ReadRequest) -> pa.RecordBatch:
-    """A batch with the dataset's columns: ``own`` cast, constants repeated, the others null."""
+    """Give a batch the dataset's columns: cast ``own``, repeat constants, fill others with null."""
     fields = [request.schema.field(name) for name in request.columns]
     if batch.schema.equals(pa.schema(fields)):
         return batch
     if not fields:
-        return batch.select([])  # which keeps the number of rows
+        return batch.select([])  # keeps the number of rows
     arrays, constants = [], request.file_columns.constants
     for column in fields:
         if column.name in own:
@@ -186,30 +188,30 @@ def _cast(array: pa.Array, column: pa.Field, path: str) -> pa.Array:
 
 
 def check_unchanged(file: InputFile) -> None:
-    """Check that a file is still the one that was planned.
+    """Check that a file has not changed since the job was planned.
 
     Raises:
-        DataError: it was written again.
-        OSError: it is no longer there.
+        DataError: the file has changed.
+        OSError: the file no longer exists.
     """
     stat = store_of(file.path).stat(file.path)
     if (stat.size, stat.mtime_ns, stat.etag) != (file.size, file.mtime_ns, file.etag):
         raise DataError(
             f"{file.path} was changed while the job ran",
-            hint="put it back and run again, or start over with --overwrite",
+            hint="restore it and run again, or start over with --overwrite",
         )
     if stat.ctime_ns != file.ctime_ns:  # size and mtime can be restored on purpose
         raise DataError(
-            f"{file.path} was changed while the job ran, or its name, links or permissions were",
+            f"{file.path}: its content, name, links or permissions were changed while the job ran",
             hint="if its content is as before, run again: finished rows are kept; if not, start "
             "over with --overwrite",
         )
 
 
 def cut(batch: _Piece, row: int, wanted: deque[range]) -> Iterator[tuple[int, _Piece]]:
-    """Pieces of a batch that ``wanted`` asks for, each with its first row's id.
+    """Cut the rows in ``wanted`` out of a batch; yield pieces, each with the id of its first row.
 
-    Drops ranges from ``wanted`` that the batch completes.
+    Removes ranges from ``wanted`` whose last row is in the batch.
 
     Args:
         row: id of the batch's first row.

@@ -1,7 +1,7 @@
-"""Columns that the names of folders hold: ``lang=en/year=2026/x.parquet``, as Hive writes them.
+"""Columns from folder names in Hive's style: ``lang=en/year=2026/x.parquet``.
 
-Folders count below the one that ``input.path`` names, or from the first wildcard of a glob on. A
-column that a file has itself is read from the file.
+Only folders below ``input.path`` count; in a glob, only folders from the first wildcard on. If a
+file stores a column of the same name, the column is read from the file.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from batchinfer.job.storage.urls import fixed_part
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Values = Mapping[str, str | None]
-"""A file's columns from folders, with their values; None is null."""
+"""Values of a file's columns from folder names; None is null."""
 
 
 def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Values]:
-    """The columns and values in the folder names of each file.
+    """Read columns and values from the folder names of each file.
 
     Args:
-        entries: of ``input.path``.
-        files: found there.
+        entries: the entries of ``input.path``.
+        files: paths of the files in these entries.
     """
     paths = map(PurePosixPath, entries)
-    # A path that exists counts as written; else it is a glob, which no file is below.
+    # No file is below a glob as it is written, so a glob's fixed part is its base.
     bases = [base for path in paths for base in (path, fixed_part(path))]
     return {file: _values(PurePosixPath(file), bases) for file in files}
 
@@ -44,21 +44,20 @@ def _values(file: PurePosixPath, bases: Sequence[PurePosixPath]) -> Values:
 
 
 def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.Schema:
-    """The columns of files and their folders together.
+    """Add the columns from folder names to the schema of the files.
 
     Args:
-        schema: of the files.
-        folders: values by file.
+        folders: values by path of the file.
 
     Raises:
-        DataError: files are in folders of different columns.
+        DataError: two files are in folders with different column names.
     """
     first, names = next(iter(folders.items()))
     for file, values in folders.items():
         if list(values) != list(names):
             raise DataError(
-                f"{file} is in other key=value folders than {first}",
-                hint="name folders of one layout, or files",
+                f"{file} and {first} are in key=value folders with different keys",
+                hint="give input.path folders with the same keys, or list files",
             )
     for name in names:
         if name not in schema.names:
@@ -68,26 +67,27 @@ def add_folder_columns(schema: pa.Schema, folders: Mapping[str, Values]) -> pa.S
 
 
 def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
-    """A file's columns from folders, as values of the dataset's types.
+    """Convert a file's values from folder names to the dataset's types.
 
     Raises:
-        DataError: a value is not of the column's type, which other files decided.
+        DataError: a value does not fit the column's type, which comes from other files.
     """
     found: dict[str, object] = {}
     for name, value in own.items():
         kind = schema.field(name).type
         try:
             found[name] = None if value is None else pa.scalar(value).cast(kind).as_py()
-        except (pa.ArrowException, ValueError):  # ValueError: a time that Python does not have
+        except (pa.ArrowException, ValueError):  # ValueError: a time outside Python's range
             raise DataError(
-                f"{path}: its folder says {name}={value}, where rows of other files hold {kind}",
-                hint=f"give these rows a {name} of their own, or rename the folder",
+                f"{path}: its folder says {name}={value}, but {name} in other files has type "
+                f"{kind}",
+                hint=f"write a column {name} into this file, or rename the folder",
             ) from None
     return found
 
 
 def _type(values: Sequence[str | None]) -> pa.DataType:
-    """int64 where every value is an integer as Python writes it, else string."""
+    """int64 if every value is an integer as Python writes it, else string."""
     given = [value for value in values if value is not None]
     return pa.int64() if given and all(map(_is_int, given)) else pa.string()
 

@@ -1,6 +1,6 @@
-"""Whether a dataset is the one that was planned: the content of its files, in order.
+"""Compares a dataset with the planned one, by the content of its files in order.
 
-The place, names and times of files do not matter, except for columns in the names of folders.
+The location, names and times of files do not matter, except for columns from folder names.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ def with_content_hashes(
     known: Sequence[InputFile] = (),
     known_at_s: float = 0.0,
 ) -> tuple[InputFile, ...]:
-    """Files with the hashes of their contents; files in stores have etags instead.
+    """Add content hashes to files; files in object stores have ETags instead.
 
     Args:
-        known: files with hashes from earlier; a file that has not changed is not hashed again.
-        known_at_s: when they were hashed, in seconds since 1970.
+        known: files with hashes from an earlier run; files that did not change since are not hashed
+            again.
+        known_at_s: time when ``known`` was hashed, in seconds since 1970.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: a file cannot be read.
     """
     before = {_stat_facts(file): file.content_hash for file in known}
     found = [_as_known(file, before.get(_stat_facts(file)), known_at_s) for file in files]
@@ -48,24 +49,24 @@ def with_content_hashes(
 
 
 def same_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
-    """Whether files hold the same rows in the same order."""
+    """True if the files hold the same rows in the same order."""
     content = _content_of(planned)
     return list(map(content, planned)) == list(map(content, found))
 
 
 def contents(files: Sequence[InputFile]) -> list[Hashable]:
-    """What identifies each file's rows: nested tuples of JSON values."""
+    """Identify the content of each file by nested tuples of JSON values."""
     return list(map(_content, files))
 
 
 def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
-    """Whether a file has the content of one that was planned."""
+    """True if at least one found file has the content of a planned file."""
     content = _content_of(planned)
     return not set(map(content, planned)).isdisjoint(map(content, found))
 
 
 def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -> Iterator[str]:
-    """How the files found differ from those planned, file by file."""
+    """Describe the differences between planned and found files, one file a line."""
     if same_files(planned, found):
         return
     content = _content_of(planned)
@@ -73,7 +74,7 @@ def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -
     before, now = _by_name(planned), _by_name(found)
     for name, file in before.items() if there != wanted else ():
         if name in now and content(file) != content(now[name]):
-            yield f"{now[name].path} holds something else"
+            yield f"{now[name].path} has different content"
         elif name not in now and not there[content(file)]:
             yield f"{file.path} is gone"
     for name, file in now.items() if there != wanted else ():
@@ -81,7 +82,7 @@ def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -
             yield f"{file.path} is new"
     pairs = zip(planned, found, strict=False)
     moved = (now.path for was, now in pairs if content(was) != content(now))
-    yield f"its files are in another order, from {next(moved, found[-1].path)} on"
+    yield f"the files are in a different order, from {next(moved, found[-1].path)} on"
 
 
 def _as_known(file: InputFile, known: str | None, known_at_s: float) -> InputFile:
@@ -99,7 +100,7 @@ def _hash(path: str, on_read: Callable[[int], None]) -> str:
 
 
 def _content_of(planned: Sequence[InputFile]) -> Callable[[InputFile], Hashable]:
-    """The function that identifies a file's rows by what the plan knows of them."""
+    """Choose the function that identifies a file by facts that the plan recorded."""
     is_of_version_before = any(file.partition is None for file in planned)
     return _facts_of_before if is_of_version_before else _content
 
@@ -110,7 +111,7 @@ def _content(file: InputFile) -> Hashable:
 
 
 def _by_name(files: Sequence[InputFile]) -> dict[str, InputFile]:
-    """Files by path below their common folder, so that the folder may move."""
+    """Map files by their path below the common folder, so that the folder may move."""
     folders = [file.path.split("/")[:-1] for file in files]
     shared = takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
     common = len(list(shared))

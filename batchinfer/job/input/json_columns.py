@@ -1,7 +1,7 @@
-"""Columns of JSON objects: their types, found from all values, and the values as Arrow arrays.
+"""Finds the types of columns of JSON objects from all values, and converts them to Arrow arrays.
 
-A column is kept as JSON text if its values have no common type (a text here, a list there), or one
-that Parquet cannot hold (an object without keys, or with keys that are data).
+A column is kept as JSON text if its values have no common type, such as a string and a list, or if
+Parquet cannot hold their type: an object without keys, or one whose keys are data.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import to_json
 
-_MIXED = pa.binary()  # stands for JSON text; no JSON value has this type
+_MIXED = pa.binary()  # marks a column of JSON text; no JSON value has this type
 _PLAIN = (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
 _NUMBERS = {pa.int64(), pa.float64()}
 _MOST_FIELDS = 200
-"""Keys of objects in a column with more nested fields than this are data."""
+"""Most nested fields of a column. In a column with more fields, keys are taken to be data."""
 _MARK = {b"batchinfer": b"json"}
 _NO_FIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
 def json_text(name: str) -> pa.Field:
-    """A column of JSON text."""
+    """Make the field of a column of JSON text."""
     return pa.field(name, pa.string(), metadata=_MARK)
 
 
 def is_json_text(field: pa.Field) -> bool:
-    """Whether a column holds JSON text in place of values of many types."""
+    """True if a column holds values of many types as JSON text."""
     return bool(field.metadata == _MARK)
 
 
 class ColumnTypes:
-    """The types that hold all values of the columns of objects."""
+    """Types that can hold all values of each column of JSON objects."""
 
     def __init__(self) -> None:
         self._types: dict[str, pa.DataType] = {}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Widen the types to hold the values of more objects."""
+        """Widen the types to hold the values of ``rows``."""
         for name in dict.fromkeys(name for row in rows for name in row):
             self._merge(name, _inferred_type([row.get(name) for row in rows]))
 
     def add_schema(self, schema: pa.Schema) -> None:
-        """Widen the types to hold those of a schema."""
+        """Widen the types to hold values of the types in ``schema``."""
         for field in schema:
             self._merge(field.name, _MIXED if is_json_text(field) else field.type)
 
     def schema(self) -> pa.Schema:
-        """The columns, in the order they were first seen."""
+        """Return the columns, in the order in which they first appeared."""
         fields = (pa.field(name, kind) for name, kind in self._types.items())
         return pa.schema([f if _can_be_written(f.type) else json_text(f.name) for f in fields])
 
@@ -60,7 +60,7 @@ class ColumnTypes:
 
 
 def column(values: Sequence[Any], field: pa.Field) -> pa.Array:
-    """Values of a column as an array; ``ColumnTypes`` has seen them."""
+    """Convert values of a column to an array; ``field`` must come from ``ColumnTypes.schema``."""
     if is_json_text(field):
         return pa.array([None if v is None else _json_of(v) for v in values], pa.string())
     try:
@@ -100,7 +100,7 @@ def _can_be_written(kind: pa.DataType) -> bool:
 
 
 def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds values of both; a nested mixed type makes the column mixed."""
+    """The type that holds the values of two types; ``_MIXED`` if there is none."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -119,7 +119,7 @@ def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """``value`` with integers as floats where ``kind`` says so: Arrow refuses large integers."""
+    """Convert integers in ``value`` to float where ``kind`` is float: Arrow refuses large ones."""
     if value is None:
         return None
     if pa.types.is_floating(kind):

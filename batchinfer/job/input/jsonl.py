@@ -1,8 +1,8 @@
-"""JSON Lines as input: an object a line, its keys the columns, however long or damaged the lines.
+"""Reads JSON Lines files: one object per line, whose keys are the columns.
 
-A file is read once when it is opened, to count its rows and find the types of columns. Blank lines
-are not rows. A line that does not hold an object becomes an error row; only a file without a single
-object is refused, for it is of another kind.
+A file is read once when it is opened, to count its rows and find the types of its columns. Blank
+lines are not rows. A line that does not hold an object becomes an error row. A file without a
+single object is refused, because it is probably not JSON Lines.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.input.union import Difference, SchemaMode
 
 Line = tuple[int, bytes]
-"""Its number in the file, from 1, and its bytes without the newline."""
+"""A line's number in the file, from 1, and its bytes without the newline."""
 
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is not read; a row's longest text may take as much."""
+"""Largest line that is read, which is also the limit on the text of a row."""
 _KINDS: dict[type, str] = {
     **{str: "a string", list: "an array", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},
@@ -34,7 +34,7 @@ _MOST_COLUMNS = 10_000
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """Lines that are not blank, each cut one byte after ``MAX_LINE_BYTES``."""
+    """Split chunks into lines without blank ones; cut each line to ``MAX_LINE_BYTES`` + 1 bytes."""
     number, rest = 1, b""
     for chunk in chunks:
         start, *others = chunk.split(b"\n")
@@ -48,7 +48,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
 
 
 def parse_object(line: Line, path: str) -> Row:
-    """The JSON object of a line, or a ``RowError`` that names file and line.
+    """Parse the JSON object of a line; return a ``RowError`` with file and line if it is invalid.
 
     Error codes: ``invalid_json``, ``invalid_utf8``, ``row_too_large``.
     """
@@ -69,7 +69,7 @@ def parse_object(line: Line, path: str) -> Row:
 
 
 class JsonlFormat(TextFormat[Line]):
-    """JSON Lines, an object a line."""
+    """JSON Lines: one object per line."""
 
     title = "JSON Lines"
 
@@ -88,50 +88,50 @@ class JsonlFormat(TextFormat[Line]):
     def unite(
         self, schemas: Mapping[str, pa.Schema], mode: SchemaMode
     ) -> tuple[pa.Schema, Mapping[str, Difference]]:
-        """The columns of all files; values without a common type are kept as JSON text."""
+        """Merge the columns of all files; columns without a common type become JSON text."""
         types = ColumnTypes()
         for schema in schemas.values():
             types.add_schema(schema)
-        # Rows choose different parameters: one type for all would be null for most.
+        # Rows set different parameters, so that most fields of a common struct would be null.
         fields = [json_text(f.name) if f.name == SAMPLING_COLUMN else f for f in types.schema()]
         return pa.schema(fields), {}
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of columns, null in a row that cannot be read."""
+        """Read batches of columns; all columns of an unreadable row are null."""
         fields = [request.schema.field(name) for name in request.columns]
-        fields = fields or [pa.field("", pa.null())]  # objects without keys are rows too
+        fields = fields or [pa.field("", pa.null())]  # objects without keys are also rows
         for first, lines in self.wanted(request):
             rows = [self.kept(line, request.file.path) for line in lines]
             arrays = [column([row.get(f.name) for row in rows], f) for f in fields]
             yield first, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """The columns of a line that go to the output."""
+        """Values of a line that are copied to the output."""
         (row,) = self.parsed([line], path)
         return {} if isinstance(row, RowError) else row
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """Rows as Python values, None for keys that a row does not have."""
+        """Read rows as Python values, with None for missing keys."""
         constants = request.file_columns.constants
         for first, lines in self.wanted(request):
             rows = self.parsed(lines, request.file.path)
             yield first, [_with(row, request.columns, constants) for row in rows]
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
-        """The lines that are rows."""
+        """Split a file into batches of lines."""
         return batched(split_lines(chunks), lambda line: len(line[1]))
 
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
-        """The objects of lines, or a ``RowError``."""
+        """Parse lines to objects; an invalid line becomes a ``RowError``."""
         return [parse_object(line, path) for line in records]
 
 
 def _with(row: Row, columns: Sequence[str], constants: Mapping[str, Any]) -> Row:
-    """A row with ``columns``, of its own or constant."""
+    """Select ``columns`` from a row and from the file's constants."""
     if isinstance(row, RowError):
         return row
     chosen = {name: constants[name] if name in constants else row.get(name) for name in columns}
     if isinstance(chosen.get(SAMPLING_COLUMN), dict):
-        # As text: what is null in it may be part of a schema.
+        # Keep nulls by writing it as text: a null may be part of a JSON schema in it.
         chosen[SAMPLING_COLUMN] = to_json(chosen[SAMPLING_COLUMN])
     return chosen

@@ -1,8 +1,8 @@
-"""OpenAI batch files as input: a request a line, each with an id of its own.
+"""Reads OpenAI batch files: one request per line, each with a unique ``custom_id``.
 
-A request with several prompts becomes a row for each, with the prompt's index as ``prompt_index``
-in ``body``. Pairs of texts follow vLLM's ``ScoreRequest`` and ``RerankRequest``
-(vllm/entrypoints/pooling/scoring/protocol.py), the latter as Jina and Cohere define it.
+A request with several prompts becomes one row per prompt, with the prompt's index as
+``prompt_index`` in ``body``. Pairs of texts follow vLLM's ``ScoreRequest`` and ``RerankRequest``
+(vllm/entrypoints/pooling/scoring/protocol.py). Jina and Cohere define rerank requests the same way.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from batchinfer.job.input.union import Difference, SchemaMode
 from batchinfer.job.storage.urls import is_url
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-"""The ``url`` of requests for answers to conversations, and to texts."""
+"""The ``url`` of chat requests, and of completion requests."""
 EMBEDDINGS = "/v1/embeddings"
-"""The ``url`` of requests for embeddings."""
+"""The ``url`` of embedding requests."""
 CLASSIFY_URLS = ("/v1/classify", "/classify")
-"""The ``url`` of requests for labels."""
+"""The ``url`` values of classification requests."""
 SCORE_URLS = ("/v1/score", "/score")
-"""The ``url`` of requests for scores of pairs."""
+"""The ``url`` values of requests that score pairs of texts."""
 RERANK_URLS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""The ``url`` of requests for documents ordered by their scores with a query."""
+"""The ``url`` values of requests that order documents by their scores with a query."""
 KNOWN_URLS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *CLASSIFY_URLS, *SCORE_URLS, *RERANK_URLS})
 PROMPT_INDEX = "prompt_index"
-"""The key added to a body: the index of its prompt among those of its request."""
+"""Key added to a row's body: the index of the prompt within its request."""
 SCORE_KEYS = (
     *(("text_1", "text_2"), ("data_1", "data_2")),
     *(("queries", "documents"), ("queries", "items")),
 )
-"""Names of the two texts of a pair, or of the lists of several pairs."""
+"""Names of the two texts of a pair, or of the two lists of texts."""
 
 _BYTES = 16
 
@@ -54,25 +54,25 @@ SCHEMA = pa.schema(
 )
 _TEXTS = ("custom_id", "method", "url")
 _SEVERAL = (b'"prompt"', b'"input"', b'"documents"', *(f'"{k}"'.encode() for k, _ in SCORE_KEYS))
-"""Keys that may hold several prompts."""
+"""Keys of a body that may hold several prompts."""
 _TAKEN_KEY = f'"{PROMPT_INDEX}"'.encode()
 
 
 class CustomIds:
-    """Ids of requests in order, kept as hashes of 16 bytes each."""
+    """Finds repeated ids of requests. Keeps a hash of 16 bytes per request."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
 
     def add(self, ids: Sequence[str | None]) -> None:
-        """Add the ids of the next requests; None is equal to no other."""
+        """Add the ids of the next requests; None never counts as repeated."""
         for value in ids:
             row = len(self._digests) // _BYTES
             text = f"row {row}" if value is None else f"id {value}"
             self._digests += hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
 
     def is_repeated(self, row: int) -> bool:
-        """Whether an earlier request than ``row`` has its id; call it once all are added."""
+        """True if an earlier request has the id of ``row``. Call it after all ids are added."""
         at = int(np.searchsorted(self._repeated, row))
         return at < len(self._repeated) and int(self._repeated[at]) == row
 
@@ -87,7 +87,7 @@ class CustomIds:
 class OpenAIFormat(JsonlFormat):
     """OpenAI batch files, with the columns of ``SCHEMA``.
 
-    A line with the ``custom_id`` of an earlier one, in whichever file, is an error row.
+    A line whose ``custom_id`` an earlier line of any file has becomes an error row.
     """
 
     holds_requests = True
@@ -96,20 +96,20 @@ class OpenAIFormat(JsonlFormat):
         self._ids = CustomIds()
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """Read a file, and remember the ids of its requests; files come in order."""
+        """Read a file and record the ids of its requests. Files must come in order."""
         return self.read_whole(path, lambda rows: self._ids.add(list(map(_own_id, rows)))), SCHEMA
 
     def unite(
         self, schemas: Mapping[str, pa.Schema], mode: SchemaMode
     ) -> tuple[pa.Schema, Mapping[str, Difference]]:
-        """``SCHEMA``, even if there are no requests."""
+        """Return ``SCHEMA``, also for files without requests."""
         return SCHEMA, {}
 
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
-        """The objects of lines, or a ``RowError``.
+        """Parse lines to requests; an invalid line becomes a ``RowError``.
 
         Raises:
-            DataError: an object has no ``custom_id``, by which its answer would be found.
+            DataError: a request has no valid ``custom_id``.
         """
         rows = super().parsed(records, path)
         for (number, _), row in zip(records, rows, strict=True):
@@ -120,17 +120,17 @@ class OpenAIFormat(JsonlFormat):
                 given = f"is {format_value(custom_id)}" if "custom_id" in row else "is missing"
                 raise DataError(
                     f"{path}, line {number}: custom_id {given}; it must be a non-empty string",
-                    hint="give each request its own: its answer is found by it",
+                    hint="give each request a unique custom_id, which names its answer",
                 )
         return rows
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Line]]:
-        """Requests of one prompt each."""
+        """Split a file into batches of requests with one prompt each."""
         lines = chain.from_iterable(map(_one_prompt_each, split_lines(chunks)))
         return batched(lines, lambda line: len(line[1]))
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """Rows with all that is in their lines, whatever columns are asked for."""
+        """Read whole requests; ``request.columns`` is ignored."""
         for first, lines in self.wanted(request):
             rows = self.parsed(lines, request.file.path)
             for at, row in enumerate(rows):
@@ -141,19 +141,19 @@ class OpenAIFormat(JsonlFormat):
             yield first, rows
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """The columns that go to the output; of a damaged line, as far as they can be read."""
+        """Values of a line to copy to the output; from a damaged line, the complete values."""
         row = _beginning(line[1])
         texts = {name: _text(row.get(name)) for name in _TEXTS}
         return {**texts, "body": row.get("body")}
 
 
 def _one_prompt_each(line: Line) -> Iterator[Line]:
-    """Split a line with several prompts, texts or pairs into one line for each."""
+    """Split a line with several prompts or pairs into one line for each."""
     number, text = line
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
     if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
-        # The request's own key is not ours: as a text it is refused when the line is read.
+        # The request itself has the key. As a string it is refused later, when the line is read.
         own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
         yield number, to_json({**row, "body": {**body, **own}})
         return
@@ -163,7 +163,7 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
         return
     try:
         request = from_json(text)
-    except ValueError:  # half a line
+    except ValueError:  # a truncated line
         yield line
         return
     for index, part in enumerate(parts):
@@ -172,7 +172,7 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
 
 
 def first_url(path: str) -> str | None:
-    """The URL of the first request in a file; None if there is none or the file cannot be read."""
+    """Find the first known URL of a request in a file; None if it has none or cannot be read."""
     if not is_url(path) and not os.path.isfile(path):  # a pipe can be read only once
         return None
     try:
@@ -184,13 +184,13 @@ def first_url(path: str) -> str | None:
 
 
 def prompt_index(body: object) -> int:
-    """The index of a row's prompt among those of its request."""
+    """Return the index of a row's prompt within its request."""
     index = body.get(PROMPT_INDEX, 0) if isinstance(body, Mapping) else 0
     return index if type(index) is int else 0
 
 
 def _own_id(row: Row) -> str | None:
-    """The id of a request, for its first prompt only."""
+    """The id of a request for its first prompt; None for later prompts and errors."""
     if isinstance(row, RowError) or prompt_index(row.get("body")):
         return None
     custom_id = row.get("custom_id")
@@ -198,7 +198,7 @@ def _own_id(row: Row) -> str | None:
 
 
 def _beginning(line: bytes) -> Mapping[str, Any]:
-    """An object as far as it can be read: the complete values of a truncated one."""
+    """Parse an object; from a truncated line, keep the complete values."""
     try:
         row = from_json(line, allow_partial=True)
     except ValueError:
@@ -211,9 +211,9 @@ def _text(value: object) -> str | None:
 
 
 def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """For each of a request's several prompts, the keys that replace those of its body.
+    """Split the body of a request with several prompts: the replaced keys, for each prompt.
 
-    Empty if the request has only one prompt.
+    Returns an empty list if the request has only one prompt.
     """
     if url in SCORE_URLS:
         return _pairs(body)
@@ -227,7 +227,7 @@ def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str,
 
 
 def score_keys(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The names of the two texts in the body of a score request; vLLM has several."""
+    """Find the keys of the two texts in the body of a score request; vLLM allows several names."""
     return next((keys for keys in SCORE_KEYS if all(name in body for name in keys)), None)
 
 

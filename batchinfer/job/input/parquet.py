@@ -1,8 +1,7 @@
-"""Parquet files as input: their footers and their rows.
+"""Reads Parquet files, and checks their footers.
 
-The Arrow schema that pyarrow stores in a file must match the file's columns. pyarrow takes from it
-what Parquet cannot express and ignores what does not match, so that a damaged footer can turn a
-list into a struct.
+A file's stored Arrow schema must match its columns. pyarrow ignores parts that do not match, so
+that a damaged footer could turn a list into a struct without an error.
 """
 
 from __future__ import annotations
@@ -36,25 +35,27 @@ _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PA
 
 
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Check that columns are nested and named as the file's own Arrow schema says.
+    """Check that the nesting and names of columns match the Arrow schema stored in the file.
+
+    Files that pyarrow did not write have no stored Arrow schema; they pass.
 
     Args:
-        metadata: the file's; other writers than pyarrow store no Arrow schema to check.
-        schema: as pyarrow reads it from the file.
+        metadata: metadata of the file.
+        schema: the schema as pyarrow reads it from the file.
 
     Raises:
-        ValueError: they are nested in another way, or a name in it is not UTF-8.
+        ValueError: the nesting or a name differs, or a name is not UTF-8.
     """
     stored_schema = (metadata.metadata or {}).get(_KEY)
     if stored_schema is None:
         return
     stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(stored_schema)))
     if shape_of(pa.struct(list(stored))) != shape_of(pa.struct(list(schema))):
-        raise ValueError("its footer is damaged: columns are nested otherwise than its schema says")
+        raise ValueError("its footer is damaged: its columns do not match its Arrow schema")
 
 
 def shape_of(kind: pa.DataType) -> Shape:
-    """How a type is nested, and the names in it.
+    """Describe the nesting of a type and the names in it.
 
     Raises:
         UnicodeDecodeError: a name is not UTF-8.
@@ -62,7 +63,7 @@ def shape_of(kind: pa.DataType) -> Shape:
     if isinstance(kind, pa.BaseExtensionType):
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
-        _ = kind.tz  # raises if it is not UTF-8; INT96 times lose theirs, so it is not compared
+        _ = kind.tz  # raises if it is not UTF-8; not compared, as INT96 times lose their time zone
     if pa.types.is_struct(kind):
         fields = ((field.name, shape_of(field.type)) for field in kind)
         return ("struct", *(part for field in fields for part in field))
@@ -96,7 +97,7 @@ class ParquetFormat(Format):
         return InputFile.of(path, stat, num_rows, digest), schema
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of columns; DataError names the row group."""
+        """Read batches of columns; a DataError names the row group that cannot be read."""
         file, columns, wanted = request.file, request.columns, request.wanted
         group, row = 0, request.first_row
         try:
@@ -111,7 +112,7 @@ class ParquetFormat(Format):
                                 check_indices(batch.column(at))
                             length = len(batch)
                             pieces = cut(batch.select(columns), row, wanted)
-                            del batch  # so that a huge batch is freed with its last piece
+                            del batch  # free a huge batch with its last piece
                             yield from pieces
                             row += length
                             if not wanted or wanted[0].start >= stop:
@@ -127,7 +128,11 @@ class ParquetFormat(Format):
             ) from error
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """Compressed bytes of the columns in the input; DataError where its footer is damaged."""
+        """Sum the compressed bytes of the columns in the input.
+
+        Raises:
+            DataError: the footer is damaged.
+        """
         if not columns:
             return 0
         with store_of(file.path).open(file.path) as opened:

@@ -1,9 +1,9 @@
-"""Row groups of Parquet files in batches, with little extra memory for huge values.
+"""Reads row groups of Parquet files in batches, with little extra memory for huge values.
 
-pyarrow takes two to three times the size of a value to read it: the decompressed page, perhaps a
-dictionary, and the value. Page and dictionary stay in memory until further pages are read or the
-reader is freed. The compressed page is freed at once if it is read through a buffer; if the row
-group is fetched as a whole, which takes fewer requests, it stays as long.
+pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
+dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
+the reader is freed. The compressed page is freed at once if it is read through a buffer. If the row
+group is fetched as a whole, which takes fewer requests, the compressed pages stay as long.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from batchinfer.job.input.format import BATCH_ROWS
 
 _READ_BUFFER = 1 << 20
 _LARGE_ROW_BYTES = 1 << 16
-"""Rows of this average size in a row group are read one by one: appending a row to a batch that
-holds a huge value copies that value."""
+"""Average row size in a row group from which rows are read one by one, because appending a row to a
+batch copies the huge values in it."""
 _LARGE_GROUP_BYTES = 64 << 20
-"""A larger row group is not fetched as a whole."""
+"""Size from which a row group is not fetched as a whole."""
 
 
 def open_parquet(
     file: pa.NativeFile, metadata: pq.FileMetaData | None = None, *, fetch_groups: bool = True
 ) -> pq.ParquetFile:
-    """A reader of a Parquet file that verifies page checksums.
+    """Open a Parquet file for reading, with verification of page checksums.
 
     Args:
-        metadata: of the file, if it has been read before.
-        fetch_groups: fetch row groups as a whole, in few requests; else piece by piece.
+        metadata: metadata of the file if it was read before.
+        fetch_groups: fetch row groups as a whole, in few requests, instead of piece by piece.
     """
     buffer_size = 0 if isinstance(file, pa.BufferReader) else _READ_BUFFER
     return pq.ParquetFile(
@@ -45,7 +45,7 @@ def open_parquet(
 def row_group_batches(
     file: pa.NativeFile, metadata: pq.FileMetaData, group: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of a row group, of at most ``BATCH_ROWS`` rows."""
+    """Read a row group in batches of at most ``BATCH_ROWS`` rows."""
     size, rows = _bytes_and_rows(metadata, group)
     # A reader for each row group: freeing it frees the last page.
     reader = open_parquet(file, metadata, fetch_groups=size < _LARGE_GROUP_BYTES)
@@ -54,10 +54,10 @@ def row_group_batches(
 
 
 def decode_all(file: pa.NativeFile) -> None:
-    """Decode a Parquet file column by column to check it; keeps nothing.
+    """Decode a Parquet file column by column to check it, and discard the values.
 
     Raises:
-        pyarrow.ArrowException, OSError: it is damaged.
+        pyarrow.ArrowException, OSError: the file is damaged.
     """
     reader = open_parquet(file)
     for group in range(reader.num_row_groups):
@@ -67,6 +67,7 @@ def decode_all(file: pa.NativeFile) -> None:
 
 
 def _bytes_and_rows(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
-    """Bytes of all columns, and rows: asking for one column can crash on a damaged footer."""
+    """Size and number of rows of a row group. The size covers all columns, because asking pyarrow
+    for one column can crash the process if the footer is damaged."""
     found = metadata.row_group(group)
     return found.total_byte_size, max(1, found.num_rows)

@@ -1,7 +1,7 @@
-"""A check of Parquet footers, which have no checksum: facts that are stored twice must agree.
+"""Checks Parquet footers, which have no checksum, by comparing facts that they store twice.
 
-pyarrow does not compare them, and if the entry of a column in a row group is damaged, asking
-pyarrow for it ends the process. So this module decodes the few fields it needs. Sources:
+pyarrow does not compare them, and it can crash the process if the entry of a column in a row group
+is damaged. This module therefore decodes the few fields that it needs. Sources:
 apache/parquet-format, ``parquet.thrift``; apache/thrift, ``doc/specs/thrift-compact-protocol.md``.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 _STRUCT, _LIST, _SET, _MAP = 12, 9, 10, 11
 _MOST_NESTED = 64
 
-# Fields of the structures FileMetaData, SchemaElement, RowGroup, ColumnChunk and ColumnMetaData.
+# Field numbers in FileMetaData, SchemaElement, RowGroup, ColumnChunk and ColumnMetaData.
 _FILE_SCHEMA, _FILE_GROUPS = 2, 4
 _ELEMENT_TYPE, _ELEMENT_NAME, _ELEMENT_CHILDREN = 1, 4, 5
 _GROUP_COLUMNS = 1
@@ -22,7 +22,7 @@ _CHUNK_COLUMN = 3
 _COLUMN_TYPE, _COLUMN_PATH, _COLUMN_COMPRESSED = 1, 3, 7
 
 Column = tuple[int, tuple[bytes, ...]]
-"""Physical type, and names from the top."""
+"""A column's physical type, and its names from the top level down."""
 
 
 def check_footer(footer: bytes) -> None:
@@ -32,7 +32,7 @@ def check_footer(footer: bytes) -> None:
         footer: the file's metadata, without length and magic bytes.
 
     Raises:
-        ValueError: it does not, or the footer is damaged.
+        ValueError: the columns differ, or the footer is damaged.
     """
     with _damage():
         schema, groups = _schema_and_groups(footer, most_groups=1)
@@ -40,17 +40,15 @@ def check_footer(footer: bytes) -> None:
             columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
             found = [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
             if list(_leaves(schema)) != found:
-                raise ValueError(
-                    "its footer is damaged: columns have other names in it than in its data"
-                )
+                raise ValueError("its footer is damaged: its row groups have other columns")
 
 
 def compressed_bytes(footer: bytes, columns: Collection[str]) -> int:
-    """Compressed bytes of columns in all row groups of a file.
+    """Sum the compressed bytes of columns over all row groups of a file.
 
     Args:
         footer: the file's metadata, without length and magic bytes.
-        columns: names at the top; columns nested in them count too.
+        columns: names of top-level columns; nested columns are included.
 
     Raises:
         ValueError: the footer is damaged.
@@ -71,7 +69,7 @@ def _damage() -> Iterator[None]:
 
 
 def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[Any], list[Any]]:
-    """The elements of the schema, and the first row groups, which come after it."""
+    """Read the elements of the schema, and at most ``most_groups`` row groups after it."""
     reader = _Compact(footer)
     schema: list[Any] = []
     for number, kind in reader.fields():
@@ -85,7 +83,7 @@ def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[
 
 
 def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
-    """Columns of a schema, whose elements are listed depth first, the root before all."""
+    """Columns of a schema, whose elements are in depth-first order from the root."""
     elements = iter(schema)
     for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
         yield from _leaves_below(elements, ())
@@ -110,15 +108,15 @@ class _Compact:
         self._depth = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Number and type of each field of a structure; the caller reads its value in between."""
+        """Yield number and type of each field of a structure; the caller then reads its value."""
         number = 0
         while header := self._byte():
             number = number + (header >> 4) if header >> 4 else self._integer()
             yield number, header & 15
 
     def value(self, kind: int) -> Any:
-        """A value: structures as dicts by field number, lists as lists, texts as bytes."""
-        if kind in (1, 2):  # of a field; in a list, a bool is a byte
+        """Read a value: structures as dicts by field number, strings as bytes."""
+        if kind in (1, 2):  # a field's type is its bool value; in a list, a bool is a byte
             return kind == 1
         if kind in (4, 5, 6):
             return self._integer()
@@ -129,7 +127,7 @@ class _Compact:
         return self._take({3: 1, 7: 8}[kind])
 
     def list_header(self) -> tuple[int, int]:
-        """Length of a list, and type of its items."""
+        """Read the length of a list, and the type of its items."""
         header = self._byte()
         size = header >> 4
         return (self._varint() if size == 15 else size), header & 15
@@ -149,7 +147,7 @@ class _Compact:
         return value
 
     def _integer(self) -> int:
-        """A signed number, zigzag-coded."""
+        """Read a signed integer in zigzag encoding."""
         number = self._varint()
         return number >> 1 ^ -(number & 1)
 

@@ -1,8 +1,7 @@
-"""Files of one dataset whose columns differ, read as one table (``input.schema``).
+"""Merges the schemas of files whose columns differ (``input.schema``).
 
-Types unite only if one holds every value of the other unchanged, so that a text, or a number as
-Python writes it, is the same in every file. A column that cannot be united is an error only if
-somebody asks for it.
+Two types are merged only if one type holds all their values unchanged, so that templates show each
+value as its file has it. A column that cannot be merged is an error only if the job uses it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from batchinfer.errors import DataError
 
 SchemaMode = Literal["strict", "union"]
 Widen = Callable[[Collection[pa.DataType]], pa.DataType | None]
-"""The type that holds the values of all types, or None."""
+"""A function that returns the type which holds the values of all given types, or None."""
 
 _FAMILIES = (
     (pa.large_string(), {pa.string(), pa.large_string(), pa.string_view()}),
@@ -31,28 +30,29 @@ _EXACT_IN_FLOAT64 = 32
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A column that is not the same in two files."""
+    """A column that differs between two files."""
 
     column: str
     first: str
-    """Path of one of the files."""
+    """Path of the first file."""
     first_type: pa.DataType | None
-    """None: no such column."""
+    """Type in the first file; None if the column is missing there."""
     other: str
+    """Path of the second file."""
     other_type: pa.DataType | None
     can_be_united: bool
-    """Whether ``input.schema: union`` makes one column of the two."""
+    """True if ``input.schema: union`` can merge the column."""
 
     def error(self, *, only_kept: bool) -> DataError:
-        """Why the column cannot be used.
+        """Make the error for a job that uses the column.
 
         Args:
-            only_kept: only ``input.keep_columns`` names it.
+            only_kept: only ``input.keep_columns`` names the column.
         """
-        ways = ["write them again with the same columns, or run them as jobs of their own"]
+        ways = ["write the files again with the same columns, or run them as separate jobs"]
         if self.can_be_united:
             filled = None in (self.first_type, self.other_type)
-            what = "where it is missing it is then null" if filled else "it is then of one type"
+            what = "null where it is missing" if filled else "one type for all files"
             ways = [f"set input.schema: union ({what})"]
         if only_kept:
             ways.append("or leave it out of input.keep_columns: the prompt does not need it")
@@ -65,24 +65,25 @@ class Difference:
 
 
 def shown_type(kind: pa.DataType | None) -> str:
-    """A type as messages show it; None is a column that is missing."""
+    """Format a type for messages; None means that the column is missing."""
     return "no such column" if kind is None else printable(str(kind), 200)
 
 
 def united(
     schemas: Mapping[str, pa.Schema], mode: SchemaMode, widen: Widen
 ) -> tuple[pa.Schema, dict[str, Difference]]:
-    """The columns of all files, in the order they are first met.
+    """Merge schemas. Columns are in the order in which they first appear.
 
-    Columns that cannot be read as one are among them, of the first type met, and in the second
-    result.
+    The second result has the columns that cannot be merged. In the schema they have the first type
+    that was found.
 
     Args:
-        schemas: by path; equal ones in sequence are cheap if they are the same object.
-        mode: ``union``: a column that a file does not have is null there.
+        schemas: schema of each file, by path. Use one object for equal schemas in sequence, which
+            is faster.
+        mode: with ``union``, a column may be missing in some files.
 
     Raises:
-        DataError: a file has two columns of one name.
+        DataError: a file has two columns with the same name.
     """
     runs: list[tuple[str, dict[str, pa.Field]]] = []
     before = None
@@ -127,17 +128,17 @@ def _check_names(path: str, schema: pa.Schema) -> None:
 
 
 def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
-    """The type of all, if they are the same."""
+    """Return the common type if all types are equal, else None."""
     first, *others = kinds
     return first if all(kind == first for kind in others) else None
 
 
 def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
-    """The type that holds all values of some types unchanged; None if there is none.
+    """Find the type that holds all values of some types unchanged; None if there is none.
 
-    Null unites with every type, an integer with wider ones and, up to 32 bits, with float64, a
-    float with wider ones, texts with texts and bytes with bytes, however they are stored. Lists and
-    structs unite by their content; fields that a struct does not have are null.
+    Null merges with every type, integers with wider integers, integers of up to 32 bits with
+    float64, floats with wider floats, and strings and bytes with their other Arrow types. Lists
+    merge by their items and structs by their fields; missing fields are null.
     """
     given = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
     if len(given) < 2:

@@ -1,4 +1,4 @@
-"""The id column: a row without an id, or with that of an earlier row, is an error."""
+"""Finds rows whose value in the id column is missing, or repeats the id of an earlier row."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from batchinfer.job.input.dataset import Source
 
 HASHES_AT_ONCE = 1 << 24
-"""Hashes in memory at a time, 8 bytes each; a dataset with more rows is read several times."""
+"""Most hashes in memory, of 8 bytes each. A dataset with more rows is read several times."""
 NO_ID = -1
-"""In place of the row with the same id, for a row that has no id."""
+"""Value in ``BadIds.firsts`` for a row without an id."""
 
 
 @dataclass(frozen=True, eq=False)
 class BadIds:
-    """Rows that the id column does not identify; 16 bytes each."""
+    """Rows with a missing or duplicate id, in 16 bytes each."""
 
     column: str
     rows: RowIds
     firsts: npt.NDArray[np.int64]
-    """For each of ``rows``, the first row with its id, or ``NO_ID``."""
+    """The first row with the same id as each of ``rows``, or ``NO_ID``."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def error(self, at: int) -> RowError:
-        """The error of the row at an index of ``rows``: ``missing_id`` or ``duplicate_id``."""
+        """Make the error of the row at index ``at`` of ``rows``: missing_id or duplicate_id."""
         name, first = format_value(self.column), int(self.firsts[at])
         if first == NO_ID:
             return RowError("missing_id", f"input.id_column: the row has no {name}")
         return RowError("duplicate_id", f"input.id_column: row {first} has the same {name}")
 
     def mark(self, piece: Rows) -> Rows:
-        """Replace bad rows with their errors; a row that cannot be read keeps its own error."""
+        """Replace bad rows with their errors. A row that cannot be read keeps its earlier error."""
         first_row, rows = piece
         for row in in_range(self.rows, range(first_row, first_row + len(rows))).tolist():
             if not isinstance(rows[row - first_row], RowError):
@@ -54,10 +54,10 @@ class BadIds:
 
 
 def find_bad_ids(source: Source, column: str) -> BadIds:
-    """The selected rows that have no id, or the id of an earlier selected row.
+    """Find the selected rows that have no id, or the id of an earlier selected row.
 
-    Null and NaN are not ids. Sorts 64-bit hashes of the values, then compares the few values with
-    equal hashes: the result is the same in every process.
+    Null and NaN are not ids. The function sorts 64-bit hashes of the values and then compares the
+    few values with equal hashes, so that the result is the same in every process.
 
     Raises:
         DataError: the column holds lists or structs.
@@ -83,20 +83,20 @@ def check_unique_ids(source: Source, column: str) -> None:
     """Check that ``column`` holds a different value in every selected row.
 
     Raises:
-        DataError: names a row without a value, or two rows with the same one.
+        DataError: a row has no value, or two rows have the same value.
     """
     bad = find_bad_ids(source, column)
     if len(bad):
         raise DataError(
             f"row {bad.rows[0]}: {bad.error(0).message}",
-            hint="ids must be unique; drop the duplicates or name another column",
+            hint="ids must be unique; remove the duplicates or name another column",
         )
 
 
 def _ids(
     source: Source, column: str
 ) -> Iterator[tuple[int, list[Hashable], npt.NDArray[np.int64]]]:
-    """Yields the first row of each batch, and the values of its rows with their hashes."""
+    """Yield the first row of each batch, its values, and their hashes."""
     kind = source.schema.field(column).type
     if pa.types.is_nested(kind):
         raise DataError(
@@ -113,7 +113,7 @@ def _is_id(value: object) -> bool:
 
 
 def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) -> dict[int, int]:
-    """Rows with the id of an earlier one, and that row, among the rows with repeated hashes."""
+    """Map rows with a duplicate id to the first row with it; ``repeated`` holds their hashes."""
     found: dict[int, int] = {}
     first_rows: dict[Hashable, int] = {}
     for first_row, values, hashes in _ids(source, column):

@@ -1,4 +1,4 @@
-"""Checks of a job's keys against each other and the disk, before data or model are read."""
+"""Checks a job's keys against each other and the disk, before data or model are read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from batchinfer.text.prompt_sources import RowTemplate, conflicts
 from batchinfer.text.sample_filter import Judge
 
 _LONGEST = 300
-"""Most characters of an error's message."""
+"""Most characters of an error message."""
 _WRITTEN = ("data", "part-00000.parquet")
 
 
 def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
-    """Check ``spec``, which was read from ``document``; UsageErrors name the place and the key."""
+    """Check the keys of ``spec``, which was read from ``document``.
+
+    Raises:
+        UsageError: names the file, the line and the key.
+    """
     for place in spec.input.paths:
         _check_output_place(spec.output.path, place, document)
     if spec.model.revision is not None and os.path.isabs(spec.model.name):
@@ -60,7 +64,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
-    """Add to errors raised inside where ``key`` was written, and the key unless ``names_key``."""
+    """Add the line of ``key`` to errors raised inside, and the key itself unless ``names_key``."""
     try:
         yield
     except (UsageError, ValueError) as error:
@@ -78,27 +82,28 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
         problem = f": model.adapters has no {format_value(name)}{known}"
         raise document.error(("prompt", "adapter"), problem)
     if has_column and not adapters:
-        problem = " is set, but model.adapters names none: give name: folder there"
+        problem = " is set, but model.adapters is empty; add name: folder there"
         raise document.error(("prompt", "adapter_column"), problem)
     if adapters and not has_column and name is None and spec.input.format != "openai-batch":
-        problem = " are given, but no row runs through them: set prompt.adapter, for all rows, "
+        problem = " are set, but no row uses them: set prompt.adapter for all rows, "
         raise document.error(("model", "adapters"), problem + "or prompt.adapter_column")
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:
-    """Check that a later run cannot read the output as input, or delete the input with it."""
+    """Check that a later run cannot read the output as input, and that the output directory does
+    not contain the input, which ``--overwrite`` would delete."""
     key: KeyPath = ("output", "path")
     fixed = _fixed_part(place)
     out, folder = _resolved(output), _resolved(fixed)
     if len(out.parts) <= (2 if is_url(output) else 1):
-        raise document.error(key, f" is {printable(output)}, the root; give a folder of its own")
+        raise document.error(key, f" is {printable(output)}, the root; choose a folder below it")
     if is_url(output) and ".." in out.parts:
         raise document.error(key, f" is {printable(output)}; a store has no folder named ..")
     if out.is_relative_to(folder) and (fixed == place or _would_match(place, output)):
         raise document.error(key, f" is in the input's folder {printable(fixed)}")
     if folder.is_relative_to(out):
         problem = f" {printable(output)} holds the input {printable(place)}; "
-        raise document.error(key, problem + "give a folder of its own")
+        raise document.error(key, problem + "choose another folder")
 
 
 def _resolved(path: str) -> PurePath:
@@ -113,7 +118,7 @@ def _fixed_part(path: str) -> str:
 
 
 def _would_match(pattern: str, output: str) -> bool:
-    """Whether ``pattern`` matches files that the job writes to ``output``."""
+    """True if ``pattern`` matches files that the job writes to ``output``."""
     wanted, written = Path(pattern).parts, Path(output, *_WRITTEN).parts
     if "**" in wanted:
         return fnmatchcase(written[-1], wanted[-1])
@@ -130,7 +135,7 @@ def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
-    """Check column names that are known without the data."""
+    """Check column names as far as possible without the data."""
     rename, key = spec.output.rename, ("output", "rename")
     generated = spec.task_spec.columns(spec.written)
     for name, new_name in rename.items():

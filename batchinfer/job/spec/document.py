@@ -1,4 +1,4 @@
-"""A job file's data before it is checked, with the place where each key was written."""
+"""A job file's unchecked data, with the file and line of each key."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plai
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
-"""Sections that may be given as the value of their one required key."""
+"""Sections that may be written as the value of their only required key."""
 _JINJA = ("{{", "{%", "{#")
 
 
 class JobDocument:
-    """Nested data, and the origin of each key: a line of a file, or an option.
+    """Nested data with the origin of each key: a line of a file, or a command-line option.
 
-    Shorthands (``model: NAME``, ``input: PATH``, other tools' names for sampling keys) are
-    expanded, so that options and checks see a single form.
+    Shorthands (``model: NAME``, ``input: PATH``) and other tools' names for sampling keys are
+    replaced by the full form, so that options and checks see only that.
     """
 
     def __init__(self, text: YamlText, source: str) -> None:
         if not isinstance(text.data, dict):
             raise UsageError(
-                f"{source}: a job file is keys and values; `batchinfer schema` lists them"
+                f"{source}: a job file must be keys and values; `batchinfer schema` lists the keys"
             )
         self.source = source
         self.data: dict[str, Any] = text.data
@@ -37,7 +37,7 @@ class JobDocument:
         self._expand_aliases()
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """The value at ``path``, or ``default``."""
+        """Return the value at ``path``, or ``default``."""
         value: Any = self.data
         for part in path:
             value = _child(value, part)
@@ -46,7 +46,7 @@ class JobDocument:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """Whether ``path`` is given, also as null."""
+        """True if ``path`` has a value, which may be null."""
         return self.get(path, _MISSING) is not _MISSING
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
@@ -69,13 +69,13 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply one ``--set a.b=value``, or the key that another ``option`` sets.
+        """Apply ``a.b=value`` from ``--set``, or from another ``option`` that stands for it.
 
         The value is YAML, with lists and mappings in brackets. A value without quotes or brackets
         is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.
 
         Raises:
-            UsageError: not an assignment, or no value.
+            UsageError: it is not an assignment, or the value is empty.
         """
         keys, equals, value = assignment.partition("=")
         shown = f"{keys}=\N{HORIZONTAL ELLIPSIS}" if keys.startswith("on_end") else assignment
@@ -91,7 +91,7 @@ class JobDocument:
         self._expand_shorthands()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
-        """Add ``keys`` of another file to ``section``, whose own keys win."""
+        """Add ``keys`` of another file to ``section`` if the section does not have them."""
         given = self.get((section,)) or {}
         self.data[section] = {**keys, **given}
         for path, line in text.lines.items():
@@ -99,14 +99,14 @@ class JobDocument:
                 self._origins[(section, *path)] = f"{source}, line {line}"
 
     def origin(self, path: KeyPath) -> str:
-        """Where ``path`` or its nearest parent was written."""
+        """Return the file and line, or the option, of ``path`` or its nearest parent."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._origins:
                 return self._origins[path[:length]]
         return self.source
 
     def error(self, path: KeyPath, problem: str) -> UsageError:
-        """An error at ``path``, with its place."""
+        """Make an error that begins with the origin of ``path``."""
         return UsageError(f"{self.origin(path)}: {dotted(path)}{problem}")
 
     def _expand_shorthands(self) -> None:
@@ -129,16 +129,14 @@ class JobDocument:
             if alias not in sampling:
                 continue
             if name in sampling:
-                raise self.error(
-                    ("sampling", alias), f" means {name}, which is given too; keep one"
-                )
+                raise self.error(("sampling", alias), f" means {name}, which is also set; keep one")
             sampling[name] = sampling.pop(alias)
             self._origins[("sampling", name)] = self.origin(("sampling", alias))
 
 
 def _set_value(text: str, origin: str) -> Any:
     if not text:
-        raise UsageError(f"{origin}: the value is empty; write '', [] or null for none")
+        raise UsageError(f"{origin}: the value is empty; write '', [] or null")
     try:
         if text[0] in "[{\"'" and not text.startswith(_JINJA):
             return parse_yaml(text, origin).data
@@ -147,7 +145,7 @@ def _set_value(text: str, origin: str) -> Any:
         raise UsageError(f"{origin}: {error}") from None
     except UsageError as error:
         raise UsageError(
-            f"{error}\na string that begins with a bracket or a quote needs quotes of its own, "
+            f"{error}\na string that begins with a bracket or a quote needs quotes around it, "
             "like --set 'name=\"[a] b\"'"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Messages for pydantic's errors, with file, line, key, value and what it must be."""
+"""Turns errors of pydantic into messages with file, line, key, value and the valid values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values by pydantic's error type; braces refer to the error's context."""
+"""Descriptions of valid values by pydantic's error type, with fields of the error's context."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -52,7 +52,7 @@ _LIKE = {
 
 @cache
 def known_keys() -> Mapping[str, tuple[str, ...]]:
-    """Keys a user may write, by section; "" is the top level."""
+    """Return the keys that a user may write, by section; "" is the top level."""
     schema = json_schema()
     return dict(_sections("", schema, schema["$defs"]))
 
@@ -69,7 +69,7 @@ def _sections(
 
 
 def usage_error(error: ValidationError, document: JobDocument) -> UsageError:
-    """``error`` as one message, with a line for each of the first few problems."""
+    """Make one message from ``error``, with a line for each of the first problems."""
     problems = _problems(error.errors(include_url=False), document)
     if all(problem.not_yet for problem in problems):
         return NotYetError("; ".join(f"{p.text} ({p.origin})" for p in problems[:_MOST_SHOWN]))
@@ -86,10 +86,10 @@ class _Problem:
 
 
 def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
-    """One problem per key, as the branches of a union are alternatives for the same value.
+    """Combine the errors of each key, because pydantic reports each branch of a union.
 
-    If keys within a value are wrong, errors of the value's other branches are dropped, and a
-    misspelled required key is not reported as missing too.
+    Errors of a value are dropped if keys inside it have errors. A misspelled required key is not
+    also reported as missing.
     """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:
@@ -104,7 +104,7 @@ def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_P
 
 
 def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
-    """The key of an error: its location without the names of union branches."""
+    """Find the key of an error: its location without the names of union branches."""
     path: KeyPath = ()
     for part in detail["loc"]:
         if document.has((*path, part)):
@@ -130,25 +130,25 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
 
 
 def _choices(found: Sequence[ErrorDetails]) -> list[str]:
-    """The strings that a value may be."""
+    """List the strings that a value may be."""
     written = (detail["ctx"]["expected"] for detail in found if detail["type"] == "literal_error")
     return [text for one in written for text in re.findall(r"'([^']*)'", one)]
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """What a value must be, to follow "it must be"."""
+    """Describe valid values, as the end of a sentence that begins "it must be"."""
     if detail["type"] not in _EXPECTED:
         return f"another ({detail['msg']})"
     return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
 
 
 def is_unknown_key(detail: ErrorDetails) -> bool:
-    """Whether the error is about an unknown name."""
+    """True if the error is about an unknown key."""
     return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _problem_of_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
-    """A problem from a record's own check, whose message names the key."""
+    """Make a problem from the message of a section's validator, which names the key."""
     match = _NOT_YET.fullmatch(message)
     text = match.group(1) if match else message
     origin = document.origin(_key_named(section, text, document))
@@ -169,13 +169,13 @@ def _key_named(section: KeyPath, text: str, document: JobDocument) -> KeyPath:
 
 
 def _nearest_key(path: KeyPath) -> KeyPath | None:
-    """The known key of the section that is most similar to an unknown one."""
+    """Find the known key of the section that is most similar to an unknown key."""
     near = nearest(str(path[-1]), known_keys().get(dotted(path[:-1]), ()))
     return None if near is None else (*path[:-1], near)
 
 
 def _suggestion(path: KeyPath) -> str:
-    """A hint: the nearest key of the section, or the same key in another section."""
+    """Suggest the nearest key of the section, or the same key in another section."""
     name, known = str(path[-1]), known_keys().get(dotted(path[:-1]), ())
     if near := near_name(name, known):
         return near

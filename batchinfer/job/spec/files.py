@@ -1,4 +1,4 @@
-"""Files that a job names: engine presets, chat templates, tools."""
+"""Reads files that a job file names: engine presets, chat templates, tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOOL = '{"type": "function", "function": {"name": ...}}'
 
 
 def chat_template_file(chat_template: str) -> str | None:
-    """Content of the file in ``prompt.chat_template``, or None for auto and none.
+    """Read the file that ``prompt.chat_template`` names; return None for auto and none.
 
     Raises:
         UsageError: the file cannot be read.
@@ -31,7 +31,7 @@ def chat_template_file(chat_template: str) -> str | None:
 
 
 def tools_file(path: str) -> tuple[Any, ...]:
-    """The tools in the JSON file in ``prompt.tools``.
+    """Read the tools from the JSON file that ``prompt.tools`` names.
 
     Raises:
         ValueError: the file cannot be read, or is not a list of objects.
@@ -43,14 +43,14 @@ def tools_file(path: str) -> tuple[Any, ...]:
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from None
     except RecursionError:
-        raise ValueError(f"{where} is nested too deep") from None
+        raise ValueError(f"{where} is nested too deeply") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{where} must hold a list of tools, {_TOOL} each")
     return tuple(tools)
 
 
 def text_of(path: str) -> str:
-    """The text of a file; ValueError if it is missing or not UTF-8."""
+    """Read a text file; raise ValueError if it is missing or not UTF-8."""
     where = printable(path, 200)
     if not os.path.isfile(path):  # opening a pipe would block
         raise ValueError(f"there is no file {where}{near_path(path)}")
@@ -59,23 +59,23 @@ def text_of(path: str) -> str:
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{where} is not UTF-8 text; save it as such") from None
+        raise ValueError(f"{where} is not UTF-8 text; save it as UTF-8") from None
 
 
 def shipped_presets() -> tuple[str, ...]:
-    """Names of the presets in the package, sorted."""
+    """List the names of the presets in the package, sorted."""
     names = (entry.name for entry in (resources.files("batchinfer") / "configs").iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
 def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
-    """The keys of a preset, and what messages call it.
+    """Read the keys of a preset; also return the preset's name for messages.
 
     Args:
         preset: the name of a shipped preset, or a file relative to ``base_dir``.
 
     Raises:
-        UsageError: no such preset, or not keys and values.
+        UsageError: the preset does not exist, or is not keys and values.
     """
     source = f"engine preset {printable(preset, 80)}"
     if preset in shipped_presets():
@@ -90,5 +90,5 @@ def read_preset(preset: str, base_dir: Path) -> tuple[YamlText, str]:
             f"shipped: {listed(shipped_presets())}"
         )
     if not isinstance(text.data, dict):
-        raise UsageError(f"{source}: a preset is keys of the engine section and their values")
+        raise UsageError(f"{source}: a preset must be keys and values of the engine section")
     return text, source

@@ -15,18 +15,19 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of the job file, shorthands included."""
+    """Make the JSON Schema 2020-12 of the job file, including shorthands."""
     schema = JobSpec.model_json_schema()
     records = schema["$defs"]
     sampling = records["JobSampling"]["properties"]
-    # Pydantic reads docstrings of a class's own fields only.
+    # Pydantic does not read docstrings of inherited fields.
     own = {name: value for name, value in sampling.items() if "description" in value}
     sampling |= TypeAdapter(SamplingParams).json_schema()["properties"] | own
     _accept_aliases(records["JobSampling"])
     records["EngineConfig"]["properties"]["preset"] = {
         "type": ["string", "null"],
         "default": None,
-        "description": "A shipped name or a file of engine keys; keys beside it win.",
+        "description": "A shipped preset or a file of engine keys. Keys of this section override "
+        "it.",
         "examples": list(shipped_presets()),
     }
     schema["required"].remove("sampling")
@@ -37,13 +38,13 @@ def json_schema() -> dict[str, Any]:
     paths = {"type": "array", "items": name}
     schema["properties"]["input"] = {"anyOf": [name, paths, schema["properties"]["input"]]}
     for record in records.values():
-        # The rest of the docstring is for callers in Python.
+        # Later paragraphs of the docstring are for Python code.
         record["description"] = record["description"].split("\n\n")[0]
     return {"$schema": DIALECT, "title": "batchinfer job", **schema}
 
 
 def _task_rule(task: TaskSpec) -> dict[str, Any]:
-    """Sections that a task requires, and those that other tasks must not have."""
+    """Require the sections of a task, and forbid its section for other tasks."""
     sampling = {"required": ["sampling"]}
     is_default = JobSpec.model_fields["task"].default == task.name
     rule: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Reads a job file and options into a ``JobSpec``: variables, presets, paths, checks.
+"""Reads a job file and command-line options into a checked ``JobSpec``.
 
-``{{ name }}`` in the job's name and paths inserts a value from ``vars``. There are no expressions,
-so that nothing here can run long or grow large; what needs computing is better passed by ``--var``.
+``{{ name }}`` in the job's name and paths inserts a value from ``vars``. Expressions are not
+supported, so that loading a job cannot take long or need much memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WITH_VARIABLES: tuple[KeyPath, ...] = (
 
 
 def render_variables(text: str, variables: Mapping[str, str]) -> str:
-    """``text`` with every ``{{ name }}`` replaced; ValueError for a name not in ``variables``."""
+    """Replace every ``{{ name }}`` in ``text``; raise ValueError for an unknown name."""
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1).strip()
@@ -57,10 +57,10 @@ def render_variables(text: str, variables: Mapping[str, str]) -> str:
 
 
 def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
-    """Values of ``--var name=text`` options by name; the last of a repeated name counts.
+    """Parse ``--var name=text`` options; if a name is repeated, the last value wins.
 
     Raises:
-        UsageError: not of that form, or not valid Unicode.
+        UsageError: an option does not have this form, or is not valid Unicode.
     """
     variables: dict[str, str] = {}
     for assignment in assignments:
@@ -76,8 +76,11 @@ def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
 
 
 def check_token_keys(biases: object) -> None:
-    """Raise ValueError if a key is not a token id in plain digits, as two spellings of an id would
-    be two keys. Values other than mappings are left to ``SamplingParams``."""
+    """Raise ValueError if a key of ``logit_bias`` is not a token id in plain digits.
+
+    Other spellings of a number could name the same token twice. ``SamplingParams`` checks that
+    ``biases`` is a mapping.
+    """
     for key in biases if isinstance(biases, Mapping) else ():
         if not _TOKEN_ID.fullmatch(key):
             raise ValueError(
@@ -96,21 +99,22 @@ def load_job(
     limit: int | None = None,
     reuse: Sequence[str] = (),
 ) -> JobSpec:
-    """The job in the file at ``path``, with absolute paths and checked templates.
+    """Load the job file at ``path``; make its paths absolute and check its templates.
 
-    Reads neither data nor model.
+    The data and the model are not read.
 
     Args:
-        overrides: ``section.key=value`` each, the value in YAML; they win over the file.
-        options: other options as given, with the override that each stands for.
+        overrides: assignments ``section.key=value`` with values in YAML, which override the file.
+        options: overrides by the command-line option that stands for them.
         variables: values for ``vars``.
-        output: wins over ``output.path``; relative to the current folder.
-        limit: wins over ``input.limit``.
-        reuse: added to ``output.reuse``; relative to the current folder.
+        output: overrides ``output.path``; relative to the current directory.
+        limit: overrides ``input.limit``.
+        reuse: paths to add to ``output.reuse``; relative to the current directory.
 
     Raises:
-        UsageError: in at most 12 lines, each with the place, the key and what it must be.
-        NotYetError: a key or value that this version does not support.
+        UsageError: the job is invalid. The message has at most 12 lines, each with file, line, key
+            and valid values.
+        NotYetError: this version does not support a key or value.
     """
     source = printable(str(path), 200)
     base_dir = Path(os.path.abspath(path)).parent
@@ -132,10 +136,10 @@ def load_job(
 
 
 def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
-    """The job in ``document``, whose variables are filled in; relative paths start at ``base_dir``.
+    """Check a document without variables; paths are relative to ``base_dir``.
 
     Raises:
-        UsageError, NotYetError: as for ``load_job``.
+        UsageError, NotYetError: as ``load_job``.
     """
     _apply_preset(document, base_dir)
     spec = _with_absolute_paths(_check(document), base_dir, document)
@@ -152,7 +156,7 @@ def _check(document: JobDocument) -> JobSpec:
     _fill_in_sampling(document)
     seed: KeyPath = ("sampling", "seed")
     if document.get(seed, 0) is None:
-        raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
+        raise document.error(seed, " is null; set a number, like 0, so that runs can be repeated")
     # Strict mode accepts lists for tuples only in JSON.
     try:
         return JobSpec.model_validate_json(json.dumps(document.data), strict=True)
@@ -161,12 +165,12 @@ def _check(document: JobDocument) -> JobSpec:
 
 
 def _fill_in_sampling(document: JobDocument) -> None:
-    """Fill in the sampling parameters of a task that draws no tokens."""
+    """Set the sampling parameters of a task that draws no tokens."""
     name = document.get(("task",))
     task = TASK_SPECS.get(name) if isinstance(name, str) else None
     if task is not None and task.sampling is not None:
         if document.get(("sampling",)) is not None:
-            problem = f" has no part in task: {name}, which draws no tokens; leave it out"
+            problem = f" cannot be used with task: {name}, which draws no tokens; leave it out"
             raise document.error(("sampling",), problem)
         document.data["sampling"] = asdict(task.sampling)
 
@@ -174,7 +178,7 @@ def _fill_in_sampling(document: JobDocument) -> None:
 def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
     declared = document.get(("vars",), {})
     if not isinstance(declared, dict):
-        raise document.error(("vars",), " must be names with strings (or null: to be given)")
+        raise document.error(("vars",), " must be names with strings, or null if --var is required")
     for name in given:
         if name not in declared:
             near = did_you_mean(name, tuple(declared), "vars")
@@ -182,7 +186,7 @@ def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
     values = {**declared, **given}
     for name, value in values.items():
         if value is None:
-            raise document.error(("vars", name), f" must be given: --var {name}=VALUE")
+            raise document.error(("vars", name), f" has no value; add --var {name}=VALUE")
         if not isinstance(value, str):
             raise document.error(("vars", name), " must be a string; write it in quotes")
     if values:
@@ -267,7 +271,7 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -
 
 
 def _absolute(path: str, base_dir: Path) -> str:
-    """``path`` under ``base_dir``; in a glob, ``base_dir`` is escaped."""
+    """Join ``path`` to ``base_dir``, which is escaped if ``path`` is a glob."""
     if is_url(path):
         return path
     path = os.path.expanduser(path)
@@ -280,7 +284,7 @@ def _absolute(path: str, base_dir: Path) -> str:
 
 
 def _local_or_hub(name: str, base_dir: Path) -> str:
-    """An absolute path if ``name`` looks like a path or is a folder; else it is a hub id."""
+    """Return an absolute path if ``name`` looks like a path or is a folder, else the hub id."""
     path = os.path.normpath(os.path.join(base_dir, os.path.expanduser(name)))
     written_as_path = name.startswith((".", "/", "~"))
     return path if written_as_path or os.path.isdir(path) else name

@@ -1,7 +1,7 @@
-"""Sections of the job file that depend on no other section.
+"""Sections of the job file that do not depend on other sections.
 
-A URL or an argument in ``on_end`` may be a secret as a whole (the webhook of a chat is). Messages
-and records show only its host or program.
+A URL or an argument in ``on_end`` may be a secret, for example a chat's webhook. Messages and
+records therefore show only the host or the program.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _HOST_PORT = re.compile(r"[^\s/:]+:[0-9]+|\[[0-9a-fA-F:]+\]:[0-9]+")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 
 HIDDEN = "\N{HORIZONTAL ELLIPSIS}"
-"""Replaces secrets."""
+"""Placeholder for secrets."""
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A frozen section; unknown keys are errors."""
+    """Base class of sections: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
@@ -39,16 +39,17 @@ class JobSampling(SamplingParams):
     """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
 
     max_tokens: int = field()
-    """Most tokens a sample may have."""
+    """Most tokens of a sample."""
     seed: int = 0
-    """Same seed, same tokens."""
+    """Seed of the random numbers. Runs with the same seed draw the same tokens."""
     key: Literal["position", "id"] = "position"
-    """Key of a row's random numbers besides the seed: its position in the input, or its value in
-    input.id_column, which keeps its samples the same when the row moves."""
+    """Value that keys a row's random numbers together with the seed. position: the row's position
+    in the input. id: the row's value in input.id_column, so that a row that moves keeps its
+    samples."""
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters of a row without its own."""
+        """Sampling parameters of rows that do not set their own."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(SamplingParams)}
         return SamplingParams(**values)
 
@@ -57,7 +58,7 @@ class ReasoningSpec(Section):
     """Markers around a model's reasoning."""
 
     start: Text
-    """The start marker, like <think>; the chat template may write it."""
+    """The start marker, like <think>. The chat template may write it into the prompt."""
     end: Text
     """The end marker, like </think>."""
 
@@ -66,35 +67,36 @@ class ErrorsSpec(Section):
     """Limits on failed rows."""
 
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Largest share of failed rows; above it the job ends with exit code 3."""
+    """Largest share of failed rows. If it is exceeded, the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """Least number of rows without an error, and with ``accept`` of kept samples; below it the job
-    ends with exit code 3. null: no limit, but a warning if there are no rows, the filter selects
-    none, or ``accept`` keeps no sample."""
+    """Least number of rows without an error; with ``accept``, least number of kept samples. With
+    fewer, the job ends with exit code 3. null: no limit, but the job warns if the input has no
+    rows, the filter selects no rows, or ``accept`` keeps no sample."""
 
 
 class StatsSpec(Section):
     """What to record about the run."""
 
     every_steps: int = Field(default=1, ge=1)
-    """Record every N-th engine step in stats/steps.parquet."""
+    """N: every N-th engine step is recorded in stats/steps.parquet."""
 
 
 class ScaleSpec(Section):
-    """How many workers share the job, and where they run. A cluster needs ``batchinfer[ray]``."""
+    """Number and location of the job's workers. A cluster needs ``batchinfer[ray]``."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Number of engines, each with its own device; without GPUs they share the cores. auto: one per
-    GPU."""
+    """Number of workers. Each worker has an engine and a device; without GPUs, workers share the
+    CPU cores. auto: one worker per GPU."""
     min_workers: int = Field(default=1, ge=1)
-    """Start when this many workers are ready; others join when the cluster has room."""
+    """Number of workers that must be ready before the job starts. Other workers join when the
+    cluster has room."""
     cluster: Text = "local"
-    """local: processes of this machine. auto: the Ray cluster in RAY_ADDRESS. Else a Ray cluster's
-    host:port."""
+    """local: processes on this machine. auto: the Ray cluster in RAY_ADDRESS. Any other value:
+    host:port of a Ray cluster."""
     start_timeout: Text = "10m"
-    """How long min_workers may take to start, like 90s or 10m."""
+    """Longest time for min_workers to start, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources to reserve per worker, like {"spot": 1}, num_cpus and num_gpus among them."""
+    """Ray resources to reserve per worker, like {"spot": 1}. May include num_cpus and num_gpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,7 +106,7 @@ class ScaleSpec(Section):
         if self.workers != "auto" and self.min_workers > self.workers:
             raise ValueError("min_workers is more than workers; lower it")
         if self.cluster != "local" and "workers" not in self.model_fields_set:
-            raise ValueError("cluster is where workers run; say how many, or auto")
+            raise ValueError("cluster needs workers; set a number, or auto")
         return self
 
     @property
@@ -117,13 +119,13 @@ class ScaleSpec(Section):
 
 
 class OnEndSpec(Section):
-    """Notification when a run ends: finished, with too many errors, stopped or failed. A failure to
-    notify is a warning and does not change the exit code. At most one of the two keys."""
+    """Notification when a run finishes, has too many errors, is stopped or fails. If the
+    notification fails, the job warns and keeps its exit code. Set at most one of the two keys."""
 
     webhook: Text | None = None
-    """An http:// or https:// URL that gets the outcome as a JSON POST."""
+    """An http:// or https:// URL that receives the outcome as a JSON POST."""
     command: tuple[Text, ...] | None = None
-    """A program and its arguments, run without a shell, that gets the outcome as JSON on stdin."""
+    """Program and arguments, run without a shell. It receives the outcome as JSON on stdin."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -164,7 +166,7 @@ def _is_web_address(url: str) -> bool:
             and url.isprintable()
             and " " not in url
         )
-    except ValueError:  # no such port, or host
+    except ValueError:  # an invalid port or host
         return False
 
 

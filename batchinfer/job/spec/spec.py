@@ -1,7 +1,7 @@
 """The job file as frozen records: names, meanings and valid values of all keys.
 
-``batchinfer.job.spec.load`` reads a file into them (lines, variables, presets, paths) and
-``batchinfer.job.spec.json_schema`` describes them to editors.
+``batchinfer.job.spec.load`` reads a job file into these records, and
+``batchinfer.job.spec.json_schema`` makes a JSON Schema of them for editors.
 """
 
 from __future__ import annotations
@@ -72,34 +72,36 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
 
 
 class ModelSpec(Section):
-    """The model, and how to load it."""
+    """The model and the way to load it."""
 
     name: Text
     """Hub id or local directory; safetensors only."""
     revision: Text | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: Text | None = None
-    """Hub id or local directory; null: the model's own."""
+    """Hub id or local directory; null: the tokenizer of the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's."""
+    """Data type of the weights and activations. auto: the data type of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and output together; null: the limit in the model's config."""
     quantization: Text | None = None
-    """Quantize the linear layers' weights on load: int8 or int4 (the project's own, with int8
-    activations; on a CPU), fp8 (the project's own, in blocks of 128 x 128; on a CUDA device, with
-    fp8 activations from compute capability 8.9 on), int8_weight_only or int4_weight_only (torchao).
-    null: keep torchao's quantization and dequantize other checkpoints. int8, int4 and fp8 use the
-    saved weights of a quantized checkpoint as they are if the format fits."""
+    """Method that quantizes the weights of linear layers on load. int8 and int4: batchinfer's
+    methods for CPUs, with int8 activations. fp8: batchinfer's method for CUDA devices, in blocks of
+    128 x 128, with fp8 activations from compute capability 8.9 on. int8_weight_only and
+    int4_weight_only: methods of torchao. null: keep torchao's quantization and dequantize other
+    checkpoints. int8, int4 and fp8 use the saved weights of a quantized checkpoint unchanged if the
+    format fits."""
     adapters: Mapping[Text, Text] = {}
-    """LoRA adapters in peft's format: folder or hub id by name. ``prompt.adapter`` names one for
-    all rows, ``prompt.adapter_column`` one per row; a request of an OpenAI batch file names one as
-    its model."""
+    """LoRA adapters in peft's format: a folder or hub id for each name. ``prompt.adapter`` selects
+    an adapter for all rows, ``prompt.adapter_column`` for each row. A request of an OpenAI batch
+    file selects an adapter as its model."""
     trust_remote_code: bool = False
     """Run code from the model folder. Not yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """Names that requests of an OpenAI batch file must use for the model, or the last path
-    components of one; answers to requests without a model use the first. null: model.name, and
-    requests for other models are answered with a warning, or refused if there are adapters."""
+    """Names that requests of an OpenAI batch file must use for the model. The last path components
+    of a name are enough. Answers to requests without a model use the first name. null: model.name;
+    requests for other models are then answered with a warning, or refused if model.adapters is
+    set."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,7 +121,7 @@ class ModelSpec(Section):
         return self
 
     def config(self, runner: Runner = "generate") -> ModelConfig:
-        """The keys of the section that decide which model is loaded, and how."""
+        """Select the keys that the model loader needs."""
         keys = (name for name in field_names(ModelConfig) if name != "runner")
         return ModelConfig(**{name: getattr(self, name) for name in keys}, runner=runner)
 
@@ -131,36 +133,36 @@ class ModelSpec(Section):
 
 
 class InputSpec(Section):
-    """The rows to run."""
+    """The dataset, and the rows of it to run."""
 
     path: str | tuple[str, ...]
     """File, list of files, glob or directory: local, s3://, gs:// or hf://datasets/. Globs and
-    directories are read in path order. A path that exists is not taken as a glob."""
+    directories are read in path order. A path that exists is never treated as a glob."""
     format: Literal[
         "auto", "parquet", "jsonl", "csv", "arrow", "delta", "iceberg", "openai-batch"
     ] = "auto"
-    """auto: by file name: jsonl for .jsonl and .ndjson, csv for .csv and .tsv (each also .gz, .zst,
-    .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet; delta and iceberg for folders
-    of such tables. In other folders CSV and Arrow files count only if there are no Parquet and JSON
-    Lines files."""
+    """Format of the files. auto chooses by file name: jsonl for .jsonl and .ndjson, csv for .csv
+    and .tsv (each also with .gz, .zst or .bz2), arrow for .arrow, .arrows, .feather and .ipc, and
+    parquet for all other names. Folders of Delta and Iceberg tables are detected. In other folders,
+    CSV and Arrow files are read only if the folder has no Parquet and no JSON Lines files."""
     version: int | None = Field(default=None, ge=0)
     """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest when the job
     is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
-    """What to do if files differ in a column that is kept or used. strict: refuse them. union: use
-    a type that holds every value unchanged (int64 for int32 and int64, string for dictionaries of
-    strings), with null where a file lacks the column; types without a common one, like string and
-    number, are refused. JSON Lines files always form a union."""
+    """Treatment of files that differ in a column which the job uses or keeps. strict: refuse the
+    files. union: use a type that holds every value unchanged (int64 for int32 and int64, string for
+    dictionaries of strings), and null where a file does not have the column. Types without a common
+    type, like string and number, are refused. JSON Lines files always form a union."""
     id_column: Text | None = None
-    """A column that identifies rows. A row without a value, or with the value of an earlier row,
-    fails with missing_id or duplicate_id."""
+    """A column that identifies rows. A row without a value fails with missing_id, and a row with
+    the value of an earlier row fails with duplicate_id."""
     filter: Text | None = None
-    """SQL condition on a row's columns: lang = 'en' and length(text) > 10. Rows for which it is
-    false or null are not run; the others keep their row_id."""
+    """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. Rows are not run if
+    the condition is false or null. The other rows keep their row_id."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
-    """Run only this many rows, the first that filter selects."""
+    """Most rows to run: the first rows that filter selects."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -177,38 +179,40 @@ class InputSpec(Section):
 
 
 class OutputSpec(Section):
-    """Where the answers go, and what comes with them."""
+    """The output directory, and the columns and files to write."""
 
     path: Text
     """Output directory, local or in an object store (s3://, gs://)."""
     format: Literal["parquet", "openai-batch"] = "parquet"
-    """openai-batch: also write OpenAI's files openai/output.jsonl and openai/errors.jsonl."""
+    """Format of the output. openai-batch: also write OpenAI's files openai/output.jsonl and
+    openai/errors.jsonl."""
     rows_per_part: int = Field(default=4096, ge=1)
-    """Rows in one output file."""
+    """Number of rows in an output file."""
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
-    """What to do if the directory already holds output."""
+    """Treatment of a directory that already has output."""
     explode: bool = False
     """Write one row per sample, in outputs and generated_text; other columns are repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
-    """More columns to write."""
+    """Additional columns to write."""
     rename: Mapping[str, Text] = {}
-    """New names of input columns by name, for those that collide with an output column."""
+    """New names of input columns, by old name. Use it for names that collide with an output
+    column."""
     reuse: tuple[Text, ...] = ()
     """Output directories of other jobs, finished or not. Rows with the same prompt, parameters and
     model are copied from there instead of computed."""
     partition_by: tuple[Text, ...] = ()
-    """At the end also write the rows to partitioned/column=value/ by these output columns: kept
-    input columns of strings, integers, dates or booleans, or status."""
+    """Output columns by which the job also writes the rows to partitioned/column=value/ at its end:
+    status, or kept input columns of strings, integers, dates or booleans."""
     reasoning: Literal["auto", "none"] | ReasoningSpec = "none"
-    """Split reasoning from the answer, into columns reasoning and num_reasoning_tokens; structured
-    outputs and accept then apply to the answer alone. auto: by the markers of the chat template or
-    the tokenizer. none: keep both in the text."""
+    """Split reasoning from the answer, into the columns reasoning and num_reasoning_tokens.
+    Structured outputs and accept then apply to the answer alone. auto: use the markers of the chat
+    template or the tokenizer. none: keep both in the text."""
     tool_parser: Text | None = None
-    """Format of the model's tool calls, which go to the column tool_calls. auto: as in its chat
-    template. none: they stay in the text. Else vLLM's name of the format: hermes, qwen3_coder,
-    seed_oss, minimax_m2, glm45, mistral, llama3_json, pythonic, olmo3, lfm2, granite,
-    phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2 or openai. null: auto if prompt has tools,
-    else none."""
+    """Format of the model's tool calls, which are written to the column tool_calls. auto: the
+    format of the model's chat template. none: keep tool calls in the text. Any other value: vLLM's
+    name of the format: hermes, qwen3_coder, seed_oss, minimax_m2, glm45, mistral, llama3_json,
+    pythonic, olmo3, lfm2, granite, phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2 or openai.
+    null: auto if prompt has tools, else none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -228,7 +232,7 @@ class OutputSpec(Section):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """``include``, and what the format and other keys add to it."""
+        """``include``, with the columns that the format and other keys add."""
         batch = ("logprobs", "prompt_logprobs") if self.format == "openai-batch" else ()
         reasoning = () if self.reasoning == "none" else ("reasoning",)
         return tuple(dict.fromkeys((*self.include, *batch, *reasoning)))
@@ -261,26 +265,27 @@ class JobSpec(Section):
     ] = 1
     """Version of the job-file format."""
     name: str = ""
-    """Name of the job; default: the file's name. May use {{ vars }}."""
+    """Name of the job; default: the name of the job file. May use {{ vars }}."""
     task: TaskName = "generate"
-    """score: log-probabilities of given completions, or of the prompts. embed: a vector for each
-    prompt. classify: labels and scores of prompts, or of queries with documents."""
+    """Result of each row. generate: completions of the prompt. score: log-probabilities of
+    completions from the input, or of the prompt. embed: a vector for the prompt. classify: labels
+    and scores of the prompt, or of a query with a document."""
     vars: Mapping[str, str | None] = {}
-    """Values for {{ }} in name and paths; null: must be given with --var."""
+    """Values for {{ }} in name and paths. A variable that is null needs the option --var."""
     model: ModelSpec
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
     sampling: JobSampling
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required for task:
-    generate, and not allowed for the other tasks, which draw no tokens."""
+    """Sampling parameters, with vLLM's names and meanings. Required for task: generate. Not allowed
+    for other tasks, because they draw no tokens."""
     accept: AcceptConfig | None = None
-    """Which samples to keep."""
+    """Conditions on the samples to keep."""
     score: ScoreConfig | None = None
-    """What to score, for task: score."""
+    """Settings of task: score."""
     embed: EmbedConfig | None = None
-    """How to compute embeddings, for task: embed."""
+    """Settings of task: embed."""
     classify: ClassifyConfig | None = None
-    """What to classify, for task: classify."""
+    """Settings of task: classify."""
     engine: EngineConfig = EngineConfig()
     output: OutputSpec
     errors: ErrorsSpec = ErrorsSpec()
@@ -349,5 +354,5 @@ class JobSpec(Section):
 
 
 def resolved(spec: JobSpec) -> dict[str, Any]:
-    """All keys of the job with their values as JSON data, without secrets of ``on_end``."""
+    """Return all keys of the job as JSON data, without the secrets of ``on_end``."""
     return spec.model_dump(mode="json")

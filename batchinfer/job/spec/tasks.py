@@ -1,6 +1,6 @@
-"""What each ``task`` requires and forbids in the job file, and its output columns.
+"""The rules of each ``task`` for the job file, and its output columns.
 
-``batchinfer.job.rows.task`` has what a task does with rows.
+``batchinfer.job.rows.task`` defines how a task processes rows.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ _WRITTEN_WITH: Mapping[str, str] = {
     "tool_calls": "tool_calls",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Columns that are written only if ``JobSpec.written`` contains the value."""
+"""Optional columns, each with the entry of ``JobSpec.written`` that it needs."""
 _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task as the job file sees it."""
+    """A task's rules for the job file."""
 
     name: TaskName
     results: tuple[str, ...]
-    """Output columns of the task in order, also those of ``_WRITTEN_WITH``."""
+    """Output columns of the task in order, including the optional ones."""
     check: Callable[[JobSpec], None]
     """Raises ValueError if other keys conflict with the task."""
     sampling: SamplingParams | None = None
-    """Parameters of all requests; None: the job file's ``sampling``, which is then required."""
+    """Sampling parameters of all requests. None: the job file's section ``sampling`` is used and
+    required."""
     section: str | None = None
-    """A section that only this task may have."""
+    """Section of the job file that is allowed only for this task."""
     runner: Runner = "generate"
 
     @property
     def draws(self) -> bool:
-        """Whether the task draws tokens, by the job file's ``sampling``."""
+        """True if the task draws tokens with the job file's ``sampling``."""
         return self.sampling is None
 
     def columns(self, include: Collection[str]) -> tuple[str, ...]:
-        """Names of a job's output columns besides the input's, in order.
+        """Return the names of a job's generated output columns, in order.
 
         Args:
             include: ``JobSpec.written``.
@@ -64,25 +65,25 @@ def _check_generate(job: JobSpec) -> None:
             raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
         if asked and name not in job.output.written:
             raise ValueError(
-                f"sampling.{name} is set, but they are not written; "
+                f"sampling.{name} is set, but {name} are not written; "
                 f"add to the output section: include: [{name}]"
             )
     if job.sampling.max_reasoning_tokens is not None and job.output.reasoning == "none":
         raise ValueError("sampling.max_reasoning_tokens needs output.reasoning; set it to auto")
     if job.prompt.tool_choice not in ("auto", "none") and job.sampling.structured_outputs:
-        raise ValueError("sampling.structured_outputs does not go with prompt.tool_choice")
+        raise ValueError("sampling.structured_outputs cannot be combined with prompt.tool_choice")
     if (job.sampling.beam_width or 1) > job.engine.max_num_batched_tokens:
         raise ValueError("sampling.beam_width is more than engine.max_num_batched_tokens; lower it")
 
 
 def _check_score(job: JobSpec) -> None:
     if job.input.format == "openai-batch":
-        raise ValueError("task: score: requests of OpenAI batch files are answered, not scored")
+        raise ValueError("task: score cannot be used with input.format: openai-batch")
     _check_draws_nothing(job)
     if "prompt_logprobs" in job.output.include:
         raise ValueError(
-            "output.include: prompt_logprobs goes with task: generate; with task: score "
-            "logprobs are those of what is scored"
+            "output.include: prompt_logprobs needs task: generate; with task: score, include "
+            "logprobs of the scored tokens"
         )
 
 
@@ -93,8 +94,8 @@ def _check_classify(job: JobSpec) -> None:
     for name in _NOT_OF_PAIRS:
         if getattr(job.prompt, name) is not None:
             raise ValueError(
-                f"prompt.{name}: with classify.query_column, prompts are made of the query and the "
-                "document; leave it out"
+                f"prompt.{name}: with classify.query_column, the query and the document are the "
+                "prompt; leave it out"
             )
     if job.prompt.on_too_long == "truncate_left":
         raise ValueError(
@@ -104,27 +105,27 @@ def _check_classify(job: JobSpec) -> None:
 
 
 def _check_pools(job: JobSpec) -> None:
-    """Check the keys of tasks that use hidden states."""
+    """Check the keys of tasks that pool hidden states."""
     _check_draws_nothing(job)
     if others := [name for name in job.output.include if name != "prompt"]:
         raise ValueError(
-            f"output.include: {others[0]} does not go with task: {job.task}; leave it out"
+            f"output.include: {others[0]} cannot be used with task: {job.task}; leave it out"
         )
 
 
 def _check_draws_nothing(job: JobSpec) -> None:
     """Check the keys of tasks that draw no samples."""
     if job.accept is not None:
-        raise ValueError(f"accept has no part in task: {job.task}, which draws no samples")
+        raise ValueError(f"accept cannot be used with task: {job.task}, which draws no samples")
     if job.output.explode:
-        raise ValueError("output.explode goes with task: generate; leave it out")
+        raise ValueError("output.explode needs task: generate; leave it out")
     if job.tool_parser != "none":
         raise ValueError(
-            "prompt.tools, prompt.tools_column and output.tool_parser go with task: generate; "
+            "prompt.tools, prompt.tools_column and output.tool_parser need task: generate; "
             "leave them out"
         )
     if job.output.reasoning != "none":
-        raise ValueError("output.reasoning goes with task: generate; leave it out")
+        raise ValueError("output.reasoning needs task: generate; leave it out")
 
 
 GENERATE = TaskSpec(
@@ -164,12 +165,12 @@ TASK_SPECS: Mapping[str, TaskSpec] = {
 
 
 def check_task(job: JobSpec) -> None:
-    """Check a job's keys against its task; ValueErrors name the key."""
+    """Check a job's keys against its task; raise ValueError with the key."""
     task = TASK_SPECS[job.task]
     for other in TASK_SPECS.values():
         if other is not task and other.section and getattr(job, other.section) is not None:
             section = other.section
             raise ValueError(f"{section} needs task: {other.name}; set it, or leave {section} out")
     if task.sampling is not None and job.sampling.params != task.sampling:
-        raise ValueError(f"sampling has no part in task: {task.name}; leave it out")
+        raise ValueError(f"sampling cannot be used with task: {task.name}; leave it out")
     task.check(job)

@@ -64,7 +64,7 @@ def test_int96_times_match_a_schema_with_a_time_zone(zone: str | None) -> None:
     ],
 )
 def test_another_nesting_is_refused(other: pa.Schema) -> None:
-    with pytest.raises(ValueError, match="nested otherwise"):
+    with pytest.raises(ValueError, match="do not match its Arrow schema"):
         check_arrow_schema(written(pa.schema([("x", MESSAGES)])).metadata, other)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from contextlib import suppress
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +273,8 @@ SCHEMA = pa.schema(
     [
         ("land = 'en'", 'no column "land"; did you mean lang?'),
         ('lang = "en"', "single quotes"),
-        ("lang = 'en", "or a quote is open"),
-        ("length(lang >", "a bracket or a quote is open"),
+        ("lang = 'en", "or a quote is not closed"),
+        ("length(lang >", "a bracket or a quote is not closed"),
         (
             "lang > 3",
             "cannot compare string with numeric type (i32) (lang is string)\ncast one side",
@@ -293,11 +294,11 @@ SCHEMA = pa.schema(
         ("upper(lang, 1) = 'x'", "no function matches the given name and arguments"),
         ("score > avg(score)", "avg() is not a function of one row"),
         ("score > avg/**/(score)", "cannot be in it"),
-        ("lang in (select lang from self)", "select is not of one row alone"),
+        ("lang in (select lang from self)", "select does not depend on one row alone"),
         ("repeat(lang, 1000000000) = 'x'", "repeat() is not a function"),
         ("lenght(lang) > 1", "did you mean length?"),
         ("(" * 60 + "1 = 1" + ")" * 60, "over 50 brackets"),
-        ("1 = 1 and " * 2000 + "1 = 1", "over 400 words and signs"),
+        ("1 = 1 and " * 2000 + "1 = 1", "over 400 words and operators"),
         (f"lang = '{'x' * 100_000}'", "over 100000 characters"),
         ("not " * 200 + "1 = 1", "cannot be evaluated"),
     ],
@@ -309,6 +310,20 @@ def test_invalid_conditions_are_refused(condition: str, says: str) -> None:
     assert message.startswith("input.filter: ")
     assert says in message
     assert caught.value.exit_code is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    "condition", ["d >= '1970-01-02'", "d in ('1970-01-02')", "t < '1970-01-02 10:00:00'"]
+)
+def test_filter_hint_for_dates_and_timestamps_is_a_valid_condition(condition: str) -> None:
+    schema = pa.schema([("d", pa.date32()), ("t", pa.timestamp("us"))])
+    with pytest.raises(UsageError, match="write date '2026-11-20' or timestamp '2026-11-20 12:30"):
+        Condition(condition, schema)
+    literal = "date '" if condition[0] == "d" else "timestamp '"
+    meets = Condition(condition.replace("'", literal, 1), schema)
+    row = {"d": date(1970, 1, 2), "t": datetime(1970, 1, 2)}
+    batch = pa.RecordBatch.from_pylist([row], schema)
+    assert meets.holds(batch.select(meets.columns)).tolist() == [True]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_nulls_escapes_and_numbers_that_are_texts(tmp_path: Path) -> None:
 
 def test_folders_of_different_layouts(lake: Path) -> None:
     write_parquet(lake / "lang=fr" / "x.parquet", {"prompt": ["p"]})
-    with pytest.raises(DataError, match=r"lang=fr/x\.parquet is in other key=value folders than"):
+    with pytest.raises(DataError, match=r"with different keys"):
         open_source(str(lake))
 
 

@@ -113,17 +113,17 @@ PAIRS = "classify: {query_column: q, document_column: d}\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SCORE + "sampling: {max_tokens: 8}", "line 6: sampling has no part in task: score"),
+        (SCORE + "sampling: {max_tokens: 8}", "line 6: sampling cannot be used with task: score"),
         (SCORE.replace("task: score", "sampling: {max_tokens: 1}"), "score needs task: score"),
-        (SCORE.replace("out}", "out, include: [prompt_logprobs]}"), "goes with task: generate"),
+        (SCORE.replace("out}", "out, include: [prompt_logprobs]}"), "needs task: generate"),
         (SCORE.replace("out}", "out, rename: {a: score}}"), '"score" is the name of an output'),
         (SCORE.replace("parquet}", "parquet, keep_columns: [perplexity]}"), "output.rename"),
-        (EMBED + "sampling: {max_tokens: 8}", "sampling has no part in task: embed"),
+        (EMBED + "sampling: {max_tokens: 8}", "sampling cannot be used with task: embed"),
         (EMBED.replace("task: embed", "embed: {}\nsampling: {max_tokens: 1}"), "needs task: embed"),
         (EMBED + "embed: {pooling: sum}", 'embed.pooling is "sum"; it must be'),
         (
             EMBED.replace("out}", "out, include: [logprobs]}"),
-            "logprobs does not go with task: embed",
+            "logprobs cannot be used with task: embed",
         ),
         (CLASSIFY + "classify: {query_column: q}", "query_column needs document_column"),
         (CLASSIFY + PAIRS + "prompt: {column: q}", "prompt.column: with classify.query_column"),

@@ -112,7 +112,7 @@ def rewrite(path: Path, *, in_place: bool) -> None:
         (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
         (lambda path: rewrite(path, in_place=True), "was changed while the job ran, or its name"),
         (lambda path: rewrite(path, in_place=False), "was changed while the job ran, or its name"),
-        (Path.unlink, "cannot be read any more"),
+        (Path.unlink, "can no longer be read"),
     ],
 )
 def test_input_replaced_during_the_run_withholds_success(

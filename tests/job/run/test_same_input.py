@@ -118,9 +118,9 @@ def append(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (swap, r"its files are in another order, from \S*in/a\.parquet on"),
-        (edit_a_page, r"in/b\.parquet holds something else"),
-        (append, r"in/b\.parquet holds something else"),
+        (swap, r"the files are in a different order, from \S*in/a\.parquet on"),
+        (edit_a_page, r"in/b\.parquet has different content"),
+        (append, r"in/b\.parquet has different content"),
         (lambda folder: (folder / "b.parquet").unlink(), r"in/b\.parquet is gone"),
         (
             lambda folder: write_parquet(folder / "b1.parquet", {"prompt": ["new"]}),
@@ -191,7 +191,7 @@ def test_plan_of_an_older_version_compares_file_times(tmp_path: Path) -> None:
     stopped_at(tmp_path)
     as_before(tmp_path / "out")
     touch(tmp_path)
-    with pytest.raises(identity.DataError, match=r"in/a\.parquet holds something else"):
+    with pytest.raises(identity.DataError, match=r"in/a\.parquet has different content"):
         ran(tmp_path)
 
 
@@ -219,5 +219,5 @@ def test_file_written_just_now_is_hashed_again(
     """A second change within a tick of the clock would not change its times."""
     stopped_at(tmp_path)
     monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
-    with pytest.raises(identity.DataError, match="holds something else"):
+    with pytest.raises(identity.DataError, match="has different content"):
         ran(tmp_path)

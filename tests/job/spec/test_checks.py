@@ -28,9 +28,9 @@ def complaint(folder: Path, *overrides: str, output: str | None = None) -> str:
 
 def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
     found = complaint(tmp_path, "prompt.adapter_column=a")
-    assert "prompt.adapter_column is set, but model.adapters names none" in found
+    assert "prompt.adapter_column is set, but model.adapters is empty" in found
     found = complaint(tmp_path, "model={name: m, adapters: {a: b}}")
-    assert "model.adapters are given, but no row runs through them" in found
+    assert "model.adapters are set, but no row uses them" in found
     adapters = "model={name: m, adapters: {short: ./b, c: o/r}}"
     found = complaint(tmp_path, adapters, "prompt.adapter=shrt")
     assert 'prompt.adapter: model.adapters has no "shrt"; did you mean short?' in found
@@ -73,7 +73,7 @@ def test_the_output_must_not_hold_the_input(
 ) -> None:
     found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
     assert "holds the input" in found
-    assert "give a folder of its own" in found
+    assert "choose another folder" in found
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str)
     [
         ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
         ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
-        ("x", "s3://lake", "the root; give a folder of its own"),
+        ("x", "s3://lake", "the root; choose a folder below it"),
         ("x", "s3://lake/a/../b", "a store has no folder named .."),
     ],
 )
@@ -115,7 +115,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root", ["/", "//", "/../.."])
 def test_a_root_is_no_output(tmp_path: Path, root: str) -> None:
-    assert "the root; give a folder of its own" in complaint(tmp_path, f"output.path={root}")
+    assert "the root; choose a folder below it" in complaint(tmp_path, f"output.path={root}")
     assert complaint(tmp_path, output=root).startswith("--output: output.path is /")
 
 
@@ -160,7 +160,7 @@ def test_settings_of_the_prompt_that_do_not_go_together(
     [
         (b"fine\n{% if %}", "is not a valid Jinja2 template (line 2)"),
         (b"{{ ''.__class__ }}", "private attribute __class__"),
-        (b"\xff", "is not UTF-8 text; save it as such"),
+        (b"\xff", "is not UTF-8 text; save it as UTF-8"),
     ],
 )
 def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, message: str) -> None:
@@ -222,4 +222,4 @@ def test_names_that_do_not(tmp_path: Path, overrides: list[str]) -> None:
 
 def test_a_cluster_without_workers(tmp_path: Path) -> None:
     found = complaint(tmp_path, "scale.cluster=auto")
-    assert "cluster is where workers run; say how many, or auto" in found
+    assert "cluster needs workers; set a number, or auto" in found

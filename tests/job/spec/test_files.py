@@ -27,5 +27,5 @@ def test_an_unknown_preset_lists_the_shipped_ones(name: str, tmp_path: Path) -> 
 
 def test_a_preset_must_be_keys_and_values(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("- 1\n")
-    with pytest.raises(UsageError, match=r"mine\.yaml: a preset is keys"):
+    with pytest.raises(UsageError, match=r"mine\.yaml: a preset must be keys"):
         read_preset("mine.yaml", tmp_path)

@@ -247,7 +247,7 @@ def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("a..b=3", "has no key before the =; write --set section.key=VALUE"),
-        ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
+        ("prompt.template=[INST] {{ x }}", "needs quotes around it"),
         ("name=\udcff", "not valid"),
         ("scale.resources={num_cpus: 0}", "scale.resources.num_cpus is 0; it must be more than 0"),
     ],

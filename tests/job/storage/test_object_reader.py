@@ -120,7 +120,7 @@ def test_changed_object_is_a_changed_input(prompts: str, tmp_path: Path) -> None
     run_job(spec, build=FakeBuild(), quiet=True)
     write_parquet(tmp_path / "again" / "a.parquet", {"x": [0], "prompt": ["row 9"]})
     upload(tmp_path / "again", prompts.removeprefix(f"{LAKE}/"))
-    with pytest.raises(DataError, match=r"has changed.*a\.parquet holds something else"):
+    with pytest.raises(DataError, match=r"has changed.*a\.parquet has different content"):
         run_job(spec, build=FakeBuild(), quiet=True)
 
 

@@ -179,7 +179,7 @@ def test_old_job_is_refused_after_an_interrupted_swap(
 ) -> None:
     half_way(folder, monkeypatch)
     write_rows(folder, *OLD)
-    with pytest.raises(DataError, match=r"x\.parquet holds something else"):
+    with pytest.raises(DataError, match=r"x\.parquet has different content"):
         run(spec_of(folder))
     write_rows(folder, *NEW)
     assert run_job(spec_of(folder), build=None, quiet=True) is ExitCode.OK, "the swap is completed"

@@ -242,7 +242,7 @@ def test_update_replaces_failed_output(tmp_path: Path) -> None:
 
 def test_retry_errors_refuses_fewer_rows(place: Place) -> None:
     place.write(*ROWS[:5])
-    with pytest.raises(DataError, match=r"x\.parquet holds something else\nuse --update"):
+    with pytest.raises(DataError, match=r"x\.parquet has different content\nuse --update"):
         place.run(retry_errors=True)
 
 

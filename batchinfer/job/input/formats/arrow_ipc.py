@@ -1,8 +1,8 @@
-"""Arrow IPC as input: files (which Feather version 2 is) and streams.
+"""Reads Arrow IPC files, including Feather version 2, and Arrow IPC streams.
 
-A record batch is read as a whole, but only the columns that are asked for: a file needs as much
-memory as these take in its largest batch. Offsets and indices are checked before values are read,
-which pyarrow does not do.
+A record batch is read as a whole, but only with the requested columns. Reading a file thus needs
+the memory of these columns in its largest batch. Offsets and indices are checked before values are
+read, because pyarrow does not check them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ArrowFormat(Format):
 
     def __init__(self) -> None:
         self._lengths: dict[str, list[int]] = {}
-        """Rows of each record batch of a file, by its path."""
+        """Number of rows in each record batch, by path of the file."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         digest = hashlib.sha256()
@@ -61,7 +61,7 @@ class ArrowFormat(Format):
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2), schema
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of columns; DataError names the record batch."""
+        """Read batches of columns; a DataError names the record batch that cannot be read."""
         file, wanted, row, number = request.file, request.wanted, request.first_row, 0
         try:
             check_unchanged(file)
@@ -73,7 +73,7 @@ class ArrowFormat(Format):
                     if wanted[0].start < row + length:
                         batch = batches.read(number)
                         if len(batch) != length:
-                            raise ValueError(f"it has {len(batch)} rows and had {length}")
+                            raise ValueError(f"it has {len(batch)} rows instead of {length}")
                         for at in range(batch.num_columns):
                             check_buffers(batch.column(at))
                         for at in range(0, length, BATCH_ROWS):
@@ -88,7 +88,7 @@ class ArrowFormat(Format):
 
 
 class _Batches:
-    """Record batches of a file, read in ascending order, with some columns."""
+    """Reads record batches of a file in ascending order, with some columns."""
 
     def __init__(self, file: pa.NativeFile, columns: Sequence[str]) -> None:
         names = _reader(file).schema.names
@@ -97,7 +97,7 @@ class _Batches:
         self._next = 0
 
     def read(self, number: int) -> pa.RecordBatch:
-        """The batch of a number; a stream skips those before it."""
+        """Read a batch by its number; in a stream, skip the batches before it."""
         if hasattr(self._reader, "get_batch"):
             return self._reader.get_batch(number).select(self._columns)
         for _ in range(self._next, number):
@@ -120,7 +120,7 @@ def _check_kind(file: pa.NativeFile, path: str) -> None:
 def _reader(
     file: pa.NativeFile, fields: Sequence[int] = ()
 ) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """A reader of a file from its beginning; no fields means all."""
+    """Open a file from its beginning; without ``fields``, read all."""
     file.seek(0)
     is_file = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)
@@ -130,7 +130,7 @@ def _reader(
 
 
 def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """All record batches with one column, the narrowest."""
+    """Read all record batches with only the narrowest column."""
     sizes = [kind.bit_width if pa.types.is_primitive(kind) else 1 << 20 for kind in schema.types]
     reader = _reader(file, sorted(range(len(sizes)), key=sizes.__getitem__)[:1])
     if hasattr(reader, "get_batch"):
@@ -140,17 +140,17 @@ def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBa
 
 
 def check_buffers(column: pa.Array) -> None:
-    """Check that a column's offsets and indices point into it; texts may be invalid UTF-8.
+    """Check that a column's offsets and indices are in range; strings may be invalid UTF-8.
 
     Raises:
-        pyarrow.ArrowInvalid: one does not.
+        pyarrow.ArrowInvalid: an offset or index is out of range.
     """
     column.validate()
     column.view(with_leaves(column.type, _as_bytes)).validate(full=True)
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type with bytes in place of texts, and the same buffers."""
+    """Replace string types with bytes types that have the same buffers."""
     if isinstance(kind, pa.BaseExtensionType):
         return with_leaves(kind.storage_type, _as_bytes)
     if pa.types.is_dictionary(kind):

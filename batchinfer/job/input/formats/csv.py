@@ -1,9 +1,9 @@
-"""CSV as input (RFC 4180): a header, then a record for each row, with quotes where needed.
+"""Reads CSV files (RFC 4180) with a header.
 
-No type loses what is written in a file: a column is int64 or double only if every value in all
-files is written as Python writes that number, so that a template shows it as the file does. All
-else is text, 007 and 1.10 too. Python's ``csv`` splits the records: it knows the line that each
-begins in, and a wrong record costs no other.
+A column is int64 or double only if every value in all files is written as Python writes that
+number, so that a template shows each value as the file has it. Every other column is text, for
+example with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of each
+record and can continue after an invalid one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from batchinfer.job.input.formats.text_file import MARK, TextFormat, batched, is
 from batchinfer.job.input.union import Difference, SchemaMode, united
 
 MAX_CELL_BYTES = 64 << 20
-"""A row with a larger cell is an error; the parser takes four bytes for each of its bytes."""
-_BYTES = "latin-1"  # each byte is a character, and comes back as it was
+"""Largest cell. A row with a larger cell is an error; the parser needs four bytes of memory for
+each byte of a cell."""
+_BYTES = "latin-1"  # maps each byte to a character and back without loss
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
 _HAS_TABS = re.compile(r"\.tsv(\.(gz|zst|bz2))?$")
@@ -32,7 +33,7 @@ _OTHER_DELIMITERS = (";", "\t", "|")
 csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_BYTES))
 
 Record = list[str] | RowError
-"""The cells of a row, a character for each byte."""
+"""The cells of a row, with one character for each byte."""
 
 
 def _is_float(cell: str) -> bool:
@@ -43,21 +44,21 @@ _CAN_BE: Mapping[pa.DataType, Callable[[str], object]] = {
     pa.int64(): _INTEGER.fullmatch,
     pa.float64(): _is_float,
 }
-"""Whether a cell is written as Python writes a value of a type."""
+"""Functions that test if a cell is written as Python writes a value of the type."""
 
 
 def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
-    """The type of a column whose types differ: text, so that it stays as written."""
+    """Merge the types of a column: different types become text, which keeps values as written."""
     given = {kind for kind in kinds if not pa.types.is_null(kind)}
     return given.pop() if len(given) == 1 else pa.string()
 
 
 class _ColumnTypes:
-    """The types that hold all cells of a file as they are written; empty cells fit every type."""
+    """Types that can show all cells of a file as written; empty cells fit every type."""
 
     def __init__(self) -> None:
         self._possible: dict[int, list[pa.DataType]] = {}
-        """Types by column, of the columns with a cell that is not empty."""
+        """Possible types by column, for columns with at least one non-empty cell."""
 
     def add(self, records: Sequence[Record]) -> None:
         cells = [record for record in records if not isinstance(record, RowError)]
@@ -68,21 +69,21 @@ class _ColumnTypes:
                 self._possible[at] = fits
 
     def of(self, at: int) -> pa.DataType:
-        """The type of a column; null if all of its cells are empty."""
+        """Return the type of a column; null if all of its cells are empty."""
         return next(iter([*self._possible[at], pa.string()])) if at in self._possible else pa.null()
 
 
 class CsvFormat(TextFormat[Record]):
-    """CSV files; those named ``.tsv`` have tabs between cells.
+    """CSV files. In files named ``.tsv``, tabs separate the cells.
 
-    An empty cell is null, and an empty text in a prompt.
+    An empty cell is null in the output and an empty string in a prompt.
     """
 
     title = "CSV"
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
-        """Columns of each file, by its path."""
+        """Column names by path of the file."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         types = _ColumnTypes()
@@ -95,7 +96,7 @@ class CsvFormat(TextFormat[Record]):
         return united(schemas, mode, merged)
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of columns, of the dataset's types; a wrong record is null."""
+        """Read batches of columns with the dataset's types; invalid records are null."""
         names = self._names[request.file.path]
         schema = pa.schema([request.schema.field(name) for name in request.columns])
         for first, records in self.wanted(request):
@@ -103,7 +104,7 @@ class CsvFormat(TextFormat[Record]):
             yield first, pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """Rows as Python values, texts as their bytes; a ``RowError`` for a wrong record."""
+        """Read rows as Python values, with bytes for text and errors for bad records."""
         names = self._names[request.file.path]
         empty = {**dict.fromkeys(request.columns), **request.file_columns.constants}
         read = [
@@ -123,7 +124,7 @@ class CsvFormat(TextFormat[Record]):
             yield first, rows
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
-        """The records below the header, which gives the columns their names."""
+        """Read the header, which names the columns, and yield the records after it."""
         found = _records(chunks, path)
         names = self._names[path] = _header(next(found, None), path)
         checked = (_checked(record, line, len(names), path) for line, record in found)
@@ -141,12 +142,12 @@ def _column(records: Sequence[Record], at: int, kind: pa.DataType) -> pa.Array:
 
 
 def _shown(name: str, cell: str, kind: pa.DataType) -> Any:
-    """A cell's value in a prompt."""
+    """Convert a cell to its value in a prompt."""
     return _value(cell, kind) if cell or name == SAMPLING_COLUMN else b""
 
 
 def _value(cell: str, kind: pa.DataType) -> Any:
-    """A cell's value; of a text, which may be invalid UTF-8, the bytes."""
+    """Convert a cell to its value; text becomes bytes, because it may be invalid UTF-8."""
     if not cell:
         return None
     if pa.types.is_string(kind):
@@ -155,7 +156,7 @@ def _value(cell: str, kind: pa.DataType) -> Any:
 
 
 def _checked(record: Record, line: int, width: int, path: str) -> Record:
-    """A record, or an error if it has more or fewer cells than the header."""
+    """Replace a record by an error if its number of cells differs from the header's."""
     if isinstance(record, RowError) or len(record) == width:
         return record
     where = f"{path}, line {line} has {len(record)} cells"
@@ -163,7 +164,7 @@ def _checked(record: Record, line: int, width: int, path: str) -> Record:
 
 
 def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]:
-    """Records of a file, the header too, each with its first line, from 1; skips blank lines.
+    """Yield all records, including the header, each after the number of its first line, from 1.
 
     Raises:
         DataError: a quote is never closed.
@@ -185,7 +186,7 @@ def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]
 
 
 class _CountedQuotes(Iterator[str]):
-    """Lines, with a note of whether the current record has an open quote."""
+    """Iterates over lines, and tracks if the current record has an open quote."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
@@ -199,29 +200,29 @@ class _CountedQuotes(Iterator[str]):
         return line
 
     def begin_record(self) -> int:
-        """Begin a record; returns the number of its first line, from 1."""
+        """Begin a record and return the number of its first line, from 1."""
         self._is_open = False
         return self._num_lines + 1
 
     def end_record(self) -> bool:
-        """Skip the rest of the record; returns whether its quotes were closed."""
+        """Skip the rest of the record; return True if its quotes were closed."""
         while self._is_open and next(self, None) is not None:
             pass
         return not self._is_open
 
 
 def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowError:
-    """What is wrong with one record; the next line begins another.
+    """Make the error of one invalid record; the next line begins a new record.
 
     Raises:
-        DataError: a quote is never closed, so that no other record can be found.
+        DataError: a quote is never closed, so that no later record can be found.
     """
     text = str(error)
     is_too_large = "field limit" in text
     if "unexpected end" in text or (is_too_large and not lines.end_record()):
         raise DataError(
-            f"{where}: a quote is opened that is never closed",
-            hint="write every quote within a quoted cell twice",
+            f"{where}: a quote is never closed",
+            hint="inside a quoted cell, write each quote twice",
         )
     if is_too_large:
         message = f"{where}: a cell has over {MAX_CELL_BYTES >> 20} MiB"
@@ -230,7 +231,7 @@ def _wrong_record(error: csv.Error, where: str, lines: _CountedQuotes) -> RowErr
 
 
 def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
-    """Lines with their ends (LF, CRLF or CR), a character for each byte."""
+    """Yield lines with their ends (LF, CRLF or CR), with one character for each byte."""
     rest, begun = b"", False
     for chunk in chunks:
         if not begun:
@@ -249,10 +250,10 @@ def _lines(chunks: Iterable[bytes], path: str) -> Iterator[str]:
 
 
 def _header(record: tuple[int, Record] | None, path: str) -> list[str]:
-    """The names of the columns; one without a name is named by its place, from ``column0``.
+    """Read the column names; a column with an empty name is called ``column0``, ``column1`` ...
 
     Raises:
-        DataError: there is no header.
+        DataError: the file has no valid header.
     """
     if record is None:
         raise DataError(f"{path} is empty: it has no header", hint=REWRITE)

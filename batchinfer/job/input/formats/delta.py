@@ -1,4 +1,4 @@
-"""Delta Lake tables: the files of a version (needs ``deltalake``)."""
+"""Lists the files of a Delta Lake table at a version. Needs ``deltalake``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ERRORS = (DeltaError, OSError, ValueError, pa.ArrowException)
 
 
 def read_delta(path: str, version: int | None) -> Snapshot:
-    """The files of a Delta table, older ones first.
+    """List the files of a Delta table, oldest first.
 
     Raises:
-        DataError: it cannot be read; it has deletion vectors or column mapping.
+        DataError: the table cannot be read, or has deletion vectors or column mapping.
     """
     try:
         table = DeltaTable(path, version=version)
@@ -35,8 +35,8 @@ def read_delta(path: str, version: int | None) -> Snapshot:
         refuse(path, "delta", error)
     if mapping != "none":
         raise DataError(
-            f"{path} has columns with other names in its files than in the table "
-            "(delta.columnMapping.mode)",
+            f"{path} uses column mapping: columns have different names in its files and in the "
+            "table (delta.columnMapping.mode)",
             hint="write a copy of the table without column mapping, and read that",
         )
     if "deletionVectors" in features and _has_deletion_vectors(table):
@@ -60,12 +60,12 @@ def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
 def _has_deletion_vectors(table: DeltaTable) -> bool:
     try:
         return bool(pa.table(table.deletion_vectors()).num_rows)
-    except _ERRORS:  # there is one that cannot be read
+    except _ERRORS:  # a deletion vector exists but cannot be read
         return True
 
 
 def _text(value: object) -> str | None:
-    """A partition's value as the name of a folder has it."""
+    """Format a partition's value as in a folder name."""
     if isinstance(value, bool):
         return str(value).lower()
     return None if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Apache Iceberg tables: the files of a snapshot (needs ``pyiceberg``)."""
+"""Lists the files of an Apache Iceberg table at a snapshot. Needs ``pyiceberg``."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ERRORS = (OSError, ValueError, KeyError, NoSuchTableError, ValidationError, pa.
 
 
 def read_iceberg(path: str, version: int | None) -> Snapshot:
-    """The files of an Iceberg table, older ones first.
+    """List the files of an Iceberg table, oldest first.
 
     Args:
-        path: of a metadata file, or the table's folder, whose latest one is taken.
-        version: a snapshot's id; None: the current one.
+        path: a metadata file, or the table's folder, whose latest metadata file is then used.
+        version: id of a snapshot; None: the current snapshot.
 
     Raises:
-        DataError: it cannot be read; it has delete files, files that are not Parquet, or columns
-            that have been renamed, or moved to partitions.
+        DataError: the table cannot be read, or has delete files, files that are not Parquet, or
+            columns that were renamed or moved to partitions.
     """
     try:
         table = StaticTable.from_metadata(_metadata_file(path))
@@ -58,7 +58,7 @@ def read_iceberg(path: str, version: int | None) -> Snapshot:
 
 
 def _metadata_file(path: str) -> str:
-    """The metadata file of a table with the highest number."""
+    """Find the metadata file with the highest number."""
     if path.endswith(".json"):
         return path
     files = store_of(path).files_below(f"{path.rstrip('/')}/metadata", (".metadata.json",))
@@ -73,7 +73,7 @@ def _number(file: str) -> tuple[int, str]:
 
 
 def _path(uri: str) -> str:
-    """A local file's path; other URLs as they are."""
+    """Convert a ``file:`` URL to a path; return other URLs unchanged."""
     parsed = urlparse(uri)
     return unquote(parsed.path) if parsed.scheme == "file" else uri
 
@@ -86,10 +86,10 @@ def _check_task(path: str, task: FileScanTask) -> None:
 
 
 def _check_names(file: str, schema: Schema) -> None:
-    """Check that a file's columns are the table's of the same names.
+    """Check that each column of a file is the table's column with the same name.
 
     Raises:
-        DataError: one was renamed, or dropped and added again, after the file was written.
+        DataError: a column was renamed, or dropped and added again, after the file was written.
     """
     try:
         with store_of(file).open(file) as opened:
@@ -102,14 +102,13 @@ def _check_names(file: str, schema: Schema) -> None:
         if wanted.get(number, name) != name or (is_top and top.get(name, number) != number):
             shown = format_value(wanted.get(number, name))
             raise DataError(
-                f"{file}: column {shown} of the table is another in this file, written before it "
-                "was renamed or replaced",
+                f"{file} was written before column {shown} of the table was renamed or replaced",
                 hint="rewrite the table's data files",
             )
 
 
 def _numbered(fields: Iterable[pa.Field], *, is_top: bool) -> Iterator[tuple[int, str, bool]]:
-    """Field ids and names of columns and, but for items of lists and maps, of what is in them."""
+    """Yield field ids and names of columns and of nested struct fields."""
     for field in fields:
         if _ID in (field.metadata or {}):
             yield int(field.metadata[_ID]), field.name, is_top

@@ -1,8 +1,8 @@
-"""A table of Parquet files (Delta Lake, Apache Iceberg) at one version.
+"""The files of a Delta Lake or Apache Iceberg table at one version.
 
-Its files are read like any others: a column that a file does not have is null. Tables with rows
-marked as deleted, or with columns that have other names in files than in the table, are refused:
-reading their files by name would give other rows than the table has.
+The files are read as plain Parquet files; missing columns are null. This is wrong for tables with
+rows marked as deleted, and for columns whose names differ between files and table. Such tables are
+therefore refused.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class Snapshot:
     """A table at one version."""
 
     version: int
-    """Delta: the version; Iceberg: the snapshot's id."""
+    """Version of a Delta table, or snapshot id of an Iceberg table."""
     schema: pa.Schema
-    """The table's columns, those of ``partitions`` last."""
+    """The table's columns; partition columns come last."""
     partitions: Mapping[str, Mapping[str, str | None]]
-    """Paths of its files in order, each with the columns whose values are in the table's log."""
+    """Values of partition columns from the table's log, by path of the file, in order."""
 
 
 def refuse(path: str, kind: str, error: BaseException) -> NoReturn:
     """Raise DataError: a table cannot be read."""
     raise DataError(
         f"{path} cannot be read as a table ({kind}): {first_line(error)}",
-        hint="check the path, input.version, and that the files it needs are still there",
+        hint="check the path and input.version, and that none of the table's files were removed",
     ) from error
 
 
 def refuse_deleted_rows(path: str, hint: str) -> NoReturn:
     """Raise DataError: files of a table hold rows that the table does not."""
     raise DataError(
-        f"{path} has rows that are deleted but still in its files, which this version cannot "
-        "leave out",
+        f"{path} has deleted rows that are still in its files; this version of batchinfer cannot "
+        "skip them",
         hint=hint,
     )

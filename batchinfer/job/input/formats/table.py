@@ -1,4 +1,4 @@
-"""Which paths are tables, and the files of a table (see ``snapshot``)."""
+"""Detects Delta Lake and Apache Iceberg tables, and opens them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TABLES = ("delta", "iceberg")
 
 
 def table_format(paths: Sequence[str], format_name: str) -> str | None:
-    """The kind of table to read; None: the paths are files.
+    """Return the kind of table at ``paths``, or None if they are files.
 
     Args:
         paths: ``input.path``.
-        format_name: ``input.format``; with ``auto``, a folder is a table if it looks like one.
+        format_name: ``input.format``. With ``auto``, the content of a folder decides.
 
     Raises:
-        UsageError: there is a table among other paths.
+        UsageError: a table is not the only path.
     """
     kinds = [_kind(path) for path in paths] if format_name == "auto" else [format_name]
     found = next((kind for kind in kinds if kind in TABLES), None)
     if found is not None and len(paths) > 1:
         raise UsageError(
             f"input.path: a table ({found}) must be the only path",
-            hint="run each table as a job of its own",
+            hint="run a separate job for each table",
         )
     return found
 
@@ -54,10 +54,10 @@ def _kind(path: str) -> str | None:
 
 
 def open_table(path: str, kind: str, version: int | None) -> Snapshot:
-    """A table at a version; None: the latest.
+    """Open a table at a version; None opens the latest.
 
     Raises:
-        DataError: it cannot be read, its files alone are not its rows, or it has none.
+        DataError: the table cannot be read, is not supported, or has no rows.
         UsageError: the library that reads it is not installed.
     """
     try:
@@ -74,7 +74,7 @@ def open_table(path: str, kind: str, version: int | None) -> Snapshot:
             f"input.path: {printable(path)} is a table ({kind}), and batchinfer's extra {kind} is "
             "not installed",
             hint=f"{install_command(kind)}; or set input.format: parquet to read all files that "
-            "are there, those of other versions too",
+            "are there, also files of other versions",
         ) from None
     if not snapshot.partitions:
         raise DataError(f"{path} has no rows at version {snapshot.version}")

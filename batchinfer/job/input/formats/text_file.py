@@ -1,4 +1,4 @@
-"""Files of text as input: decompressed, in UTF-8, in batches of records."""
+"""The base class of text formats: reads UTF-8 files, also compressed, in batches of records."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from batchinfer.job.input.format import (
 from batchinfer.job.storage.reader import store_of
 
 MARK = b"\xef\xbb\xbf"
-"""The byte-order mark of UTF-8, which some editors put first."""
+"""The byte-order mark of UTF-8, which some editors write at the beginning of a file."""
 _CHUNK = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Of records that are read at a time."""
+"""Size of records at which a batch ends."""
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
-"""How compressed files begin; no line of text does."""
+"""First bytes of compressed files; text files do not begin with them."""
 _MARKS = {
     b"\xff\xfe\0\0": "UTF-32LE",
     b"\0\0\xfe\xff": "UTF-32BE",
@@ -43,36 +43,36 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Which of the first four bytes are zero if a file begins with two ASCII characters (RFC 4627)."""
+"""Zero bytes among the first four if a file begins with two ASCII characters (RFC 4627)."""
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
-"""Lines for each that is not UTF-8, where a few bad lines are all that is not ASCII."""
+"""Number of ASCII lines per invalid line at which a file still counts as UTF-8."""
 
 Record = TypeVar("Record")
 
 
 class TextFormat(Format, Generic[Record]):
-    """Files of text with a record for each row."""
+    """A text format with one record per row."""
 
     title: str
     """The format's name in messages."""
 
     @abstractmethod
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
-        """The records of a file's content, in batches."""
+        """Split a file's content into batches of records."""
 
     @abstractmethod
     def parsed(self, records: list[Record], path: str) -> list[Any]:
-        """What records hold, or a ``RowError``."""
+        """Parse records; an invalid record becomes a ``RowError``."""
 
     def read_whole(self, path: str, learn: Callable[[list[Any]], None]) -> InputFile:
-        """Read a file once, when it is opened, to count and hash it.
+        """Read a whole file to count its rows and hash it.
 
         Args:
-            learn: called with what the records of each batch hold.
+            learn: called with the parsed records of each batch.
 
         Raises:
-            DataError: it cannot be read, or every record in it is wrong.
+            DataError: the file cannot be read, or all of its records are invalid.
         """
         digest = hashlib.sha256()
         num_rows = num_good = 0
@@ -91,10 +91,10 @@ class TextFormat(Format, Generic[Record]):
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
 
     def wanted(self, request: ReadRequest) -> Iterator[tuple[int, list[Record]]]:
-        """Records of the rows that are asked for, in runs, each with its first row's id.
+        """Read the records of wanted rows, in runs, each after the id of its first row.
 
         Raises:
-            DataError: the file cannot be read, or is no longer the one that was planned.
+            DataError: the file cannot be read, or has changed since the job was planned.
         """
         file, wanted, row = request.file, request.wanted, request.first_row
         stop = row + file.num_rows
@@ -112,10 +112,10 @@ class TextFormat(Format, Generic[Record]):
 
 @contextmanager
 def opened(path: str) -> Iterator[Iterator[bytes]]:
-    """Open a file; gives its content in chunks, decompressed.
+    """Open a file and iterate over its decompressed content in chunks.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with store_of(path).open(path) as file:
         start = file.read(max(map(len, _COMPRESSED)))
@@ -140,7 +140,7 @@ def read_errors(path: str) -> Iterator[None]:
 def batched(
     records: Iterable[Record], num_bytes: Callable[[Record], int]
 ) -> Iterator[list[Record]]:
-    """Records in batches of at most ``BATCH_ROWS``, fewer where they are large."""
+    """Group records into batches of at most ``BATCH_ROWS``; large records make smaller batches."""
     batch: list[Record] = []
     size = 0
     for record in records:
@@ -154,7 +154,7 @@ def batched(
 
 
 def is_utf8(text: bytes) -> bool:
-    """Whether bytes are text in UTF-8."""
+    """True if the bytes are valid UTF-8."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -163,22 +163,22 @@ def is_utf8(text: bytes) -> bool:
 
 
 def refuse_8_bit(path: str) -> DataError:
-    """Why a file cannot be read whose non-ASCII bytes are not UTF-8."""
+    """Make the error for a file in an 8-bit encoding."""
     return _refuse_encoding(path, "WINDOWS-1252", "Latin-1 or Windows-1252")
 
 
 def _refuse_encoding(path: str, iconv_name: str, name: str) -> DataError:
     return DataError(
-        f"{path} is in {name}, or so it looks; it must be UTF-8",
-        hint=f"convert it: iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it first, if it "
-        "is compressed)",
+        f"{path} seems to be in {name}; it must be UTF-8",
+        hint=f"convert it: iconv -f {iconv_name} -t UTF-8 OLD > NEW (decompress it first if it is "
+        "compressed)",
     )
 
 
 def _checked(
     chunks: Iterable[bytes], path: str, update: Callable[[bytes], None]
 ) -> Iterator[bytes]:
-    """Pass on the chunks of a file, each to ``update`` first; the first one must be UTF-8."""
+    """Yield the chunks of a file after passing each to ``update``; check the first for UTF-8."""
     for number, chunk in enumerate(chunks):
         if number == 0:
             _check_encoding(chunk, path)
@@ -187,10 +187,10 @@ def _checked(
 
 
 def _check_encoding(start: bytes, path: str) -> None:
-    """Check that a file's beginning is UTF-8, except for a few lines.
+    """Check that a file's beginning is UTF-8, except for a few invalid lines.
 
     Raises:
-        DataError: names file and encoding.
+        DataError: the file has another encoding, which the message names.
     """
     zeros = tuple(byte == 0 for byte in start[:4])
     found = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
@@ -199,7 +199,7 @@ def _check_encoding(start: bytes, path: str) -> None:
         raise _refuse_encoding(path, found, found)
     lines = start.split(b"\n")
     if len(start) >= _CHUNK and len(lines) > 1:
-        del lines[-1]  # it may be cut within a character
+        del lines[-1]  # the chunk may end within a character
     lines = [line for line in lines[:_CHECKED_LINES] if line and not line.isspace()]
     marked = [line for line in lines if not line.isascii()]
     if len(marked) > max(1, len(lines) // _GOOD_PER_BAD) and not any(map(is_utf8, marked)):
