@@ -1,8 +1,8 @@
-"""Reuse of rows that other outputs hold (``output.reuse``).
+"""Reuses finished rows of other outputs (``output.reuse``).
 
-Rows whose keys are in the index leave the stream of prompts before windows are planned and never
-reach the engine. ``FoundRows`` says where their answers are. The writing thread copies the answers
-column by column, file after file, under the rows' new ids.
+Rows whose keys are in the index are removed before windows are planned and never reach the engine.
+``FoundRows`` holds the locations of their answers. The writing thread copies the answers, one file
+after the other, and gives them the new row ids.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory it takes."""
+        """Memory of the index, in bytes."""
         return self._keys.nbytes + self._files.nbytes + self._row_ids.nbytes
 
     def find(
@@ -106,11 +106,11 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
     """Open the outputs that ``output.reuse`` names.
 
     Args:
-        own: this job's output, which must not be among them; None: it may be.
+        own: output of this job, which ``paths`` must not contain; None skips this check.
 
     Raises:
-        UsageError: one is not an output of batchinfer, or is this job's.
-        StorageError: one cannot be read.
+        UsageError: a path is not an output of batchinfer, or is the output of this job.
+        StorageError: an output cannot be read.
     """
     outputs = []
     for path in paths:

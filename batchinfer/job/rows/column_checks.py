@@ -1,6 +1,6 @@
 """Checks that the columns of requests exist and have usable types.
 
-They need the schema alone, so that no model is loaded for data that cannot run.
+The checks need only the schema, so that they run before a model is loaded.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from batchinfer.text.prompt_sources import checked_template, make_source, requir
 
 
 def check_prompt_columns(config: PromptConfig, source: Source) -> None:
-    """Check what can be checked of ``config`` before there is a tokenizer.
+    """Check the columns of ``config`` before a tokenizer is loaded.
 
     Raises:
-        UsageError: it reads a column that does not exist, names no source where there is no usual
-            one, or needs the chat template that it switches off.
-        DataError: a column that it names does not exist, has a type that cannot be used, or
-            differs from file to file.
+        UsageError: a template reads a column that does not exist, no prompt column is set or found,
+            or conversations need the chat template that ``config`` turns off.
+        DataError: a named column does not exist, has an unusable type, or differs between files.
     """
     if source.format.holds_requests:
-        return  # prompts are in them
+        return  # the requests contain the prompts
     names = source.schema.names
     if config.token_ids_column is not None:
         key = "prompt.token_ids_column"
@@ -57,20 +56,20 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
 
 
 def check_completions_column(name: str, source: Source) -> None:
-    """Check the column that ``score`` names.
+    """Check the column of ``score.completions_column``.
 
     Raises:
-        DataError: it does not exist, or its type does not hold completions.
+        DataError: the column does not exist, or its type cannot hold completions.
     """
     expected = "string, list<string>, or list<list<int>> of token ids"
     _check_column(source, name, "score.completions_column", _may_be_completions, expected)
 
 
 def check_text_column(name: str, key: str, source: Source) -> None:
-    """Check a column of texts that ``key`` names.
+    """Check a text column that ``key`` of the job file names.
 
     Raises:
-        DataError: it does not exist, or is of another type.
+        DataError: the column does not exist, or is not text.
     """
     _check_column(source, name, key, _may_be_text, "string")
 
@@ -106,12 +105,12 @@ def _check_sampling_params(source: Source) -> None:
 def _check_column(
     source: Source, name: str, key: str, may_be: Callable[[pa.DataType], bool], expected: str
 ) -> pa.DataType:
-    """Check the column that ``key`` names; returns its type, decoded if it is a dictionary.
+    """Check a column that ``key`` of the job file names; return its type without dictionaries.
 
-    Refuses list views too: Arrow casts slices of them wrongly.
+    List views are refused, because Arrow casts slices of them wrongly.
 
     Raises:
-        DataError: it does not exist, differs from file to file, or is of another type.
+        DataError: the column does not exist, differs between files, or has an unusable type.
     """
     require_column(name, key, source.schema.names)
     source.require_alike([name])
@@ -152,7 +151,7 @@ def _may_be_params(kind: pa.DataType) -> bool:
 
 
 def _item_of(kind: pa.DataType) -> pa.DataType | None:
-    """The type of a list's items, decoded if it is a dictionary; None for other types."""
+    """The type of a list's items without dictionaries; None for other types."""
     if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         return None
     item = kind.value_type

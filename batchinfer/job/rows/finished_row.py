@@ -1,4 +1,4 @@
-"""Completions of a row's requests to its output columns."""
+"""Makes a row's output columns from the completions of its requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LOGPROB = pa.struct(
 )
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
-"""Of a sample: a place for each, so that ids of equal calls differ."""
+"""Most tool calls of a sample. Ids of calls contain their number, so that no two are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """The output of a row: generated columns and statistics."""
+    """Generated columns and statistics of a row."""
 
     values: dict[str, Any]
     """Generated columns by name."""
@@ -54,7 +54,7 @@ class FinishedRow:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended in an error."""
+        """True if the row has an error."""
         return self.values["error"] is not None
 
 
@@ -117,7 +117,7 @@ class RowFinisher:
 
 
 def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
-    """The prompt of a row as the model saw it, after truncation."""
+    """Return the prompt of a row after truncation."""
     prompt = row.prompt
     assert isinstance(prompt, Prompt)
     if prompt.text is None or not prompt.truncated:
@@ -132,7 +132,7 @@ def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | No
 
 
 def logprob_values(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]] | None:
-    """Log-probabilities as values of a list of ``LOGPROB``."""
+    """Convert log-probabilities to values of the Arrow type ``LOGPROB``."""
     if tokens is None:
         return None
     return [
@@ -147,7 +147,7 @@ def logprob_values(tokens: Sequence[TokenLogprobs] | None) -> list[dict[str, Any
 
 
 def stats_of(completion: Completion) -> RequestStats | None:
-    """Statistics of a request; None if the engine refused it, so that not even its prompt ran."""
+    """Return the statistics of a request; None if the engine refused it before it ran."""
     return completion.stats if completion.stats.prompt_tokens else None
 
 
@@ -157,7 +157,7 @@ def finished_row(
     error: Mapping[str, str | None] | None,
     stats: RequestStats | None,
 ) -> FinishedRow:
-    """A row that ran: ``results`` of its task, and the columns that every task has."""
+    """Combine the ``results`` of a task with the columns of every task, for a row that ran."""
     assert isinstance(row.prompt, Prompt)
     values = {
         "row_id": row.row_id,
@@ -177,7 +177,7 @@ def finished_row(
 
 
 def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:
-    """A row that the engine did not run, with ``Task.failed_results``."""
+    """Make the output of a row that the engine did not run; ``results``: failed_results."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     values: dict[str, Any] = {
         "row_id": row_id,
@@ -191,5 +191,5 @@ def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> Fini
 
 
 def error_value(code: str | None, message: str | None) -> dict[str, str | None]:
-    """A value of the output's column ``error``."""
+    """Make a value of the output column ``error``."""
     return {"code": code, "message": message}

@@ -1,4 +1,4 @@
-"""``task: generate``: a row's prompt is continued."""
+"""``task: generate``: continues a row's prompt."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _OPTIONAL_OUTPUT = {
     "reasoning": _REASONING,
     "tool_calls": _CALLS,
 }
-"""Fields of samples by the value of ``output.include`` that adds them."""
+"""Optional fields of samples, by the entry of ``JobSpec.written`` that adds them."""
 
 
 class Generation(LoadedTask):
-    """One request a row, and more if too few samples pass."""
+    """Makes one request per row, and more requests if too few samples are accepted."""
 
     def __init__(self, samples: Resampling, finisher: RowFinisher) -> None:
         self._samples = samples
@@ -100,7 +100,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The first sample's text, and why samples ended."""
+    """The first sample's text, with token counts and finish reasons."""
     reasons = Counter(item["finish_reason"] for item in row["outputs"] or ())
     ends = ", ".join(f"{reason} x{n}" if n > 1 else reason for reason, n in reasons.items())
     prompt, output = (row[f"num_{kind}_tokens"] or 0 for kind in ("prompt", "output"))

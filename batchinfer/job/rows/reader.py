@@ -1,4 +1,4 @@
-"""Rows of the dataset to prompts in batches, with sampling parameters and adapters."""
+"""Makes prompts from rows of the dataset in batches, with sampling parameters and adapters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Batches whose prompts are begun before those of an earlier batch are done."""
+"""Number of batches whose prompts are started while an earlier batch is unfinished."""
 _Prompts = Iterator[list[PromptRow]]
 
 
 class RowAdapters:
-    """The adapters of rows.
+    """Selects the LoRA adapter of each row.
 
     Args:
-        column: holds names, null for the base model alone; None: all rows use the same one.
-        numbers: of the adapters, by name.
-        of_all: the adapter of all rows if there is no column; None: the base model alone.
+        column: column with names of adapters, where null means the base model; None: all rows use
+            ``of_all``.
+        numbers: numbers of the adapters, by name.
+        of_all: adapter of all rows if ``column`` is None; None: the base model.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RowAdapters:
         self._of_all = BASE_MODEL if of_all is None else self._numbers[of_all]
 
     def of(self, row: Mapping[str, object]) -> int | RowError:
-        """The number of a row's adapter. Error codes: ``unknown_adapter``, ``invalid_utf8``."""
+        """Return the number of a row's adapter, or an error: unknown_adapter or invalid_utf8."""
         if self.column is None:
             return self._of_all
         value = row.get(self.column)
@@ -67,7 +68,7 @@ class RowAdapters:
 
 
 class Prompts(Protocol):
-    """Makes prompts of rows."""
+    """Makes prompts from rows."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -75,18 +76,18 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Begin to make prompts; the result waits for each row's prompt or error, in order."""
+        """Start to make prompts. Returns a function that waits for a prompt or error per row."""
         ...
 
 
 class RowReader(Protocol):
-    """Makes rows ready for the engine."""
+    """Prepares rows for the engine."""
 
     columns: tuple[str, ...]
-    """The input columns it needs."""
+    """The input columns that ``start`` needs."""
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Begin to make the prompts of rows; the result waits for the rows, in order."""
+        """Start to make the prompts of rows. Returns a function that waits for the rows."""
         ...
 
 
@@ -94,11 +95,11 @@ class ColumnReader:
     """Reads prompts and parameters from the columns that the job file names.
 
     Args:
-        params: makes the sampling parameters; None: rows draw nothing.
-        available: names of the data's columns.
-        id_column: keys each row's random numbers; None: its position does.
-        tools: reads the tools of rows; None: they have none.
-        tool_choices: makes rows call a tool where they must.
+        params: makes the sampling parameters; None for tasks that draw no tokens.
+        available: names of the dataset's columns.
+        id_column: column that keys each row's random numbers; None: the row's position keys them.
+        tools: reads the tools of rows; None: rows have no tools.
+        tool_choices: requires tool calls as ``prompt.tool_choice`` says.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ColumnReader:
 
 
 def stream_of_id(value: object) -> int | RowError:
-    """The random stream of a row's id: 64 bits of the BLAKE2b hash of its text.
+    """Derive the random stream of a row's id: 64 bits of the BLAKE2b hash of its text.
 
     The number 1 and the text "1" have different streams. Texts may be ``str`` or UTF-8 bytes.
     """
@@ -172,7 +173,7 @@ def row_or_error(
     stream: int | RowError | None = None,
     tools: RowTools | None = None,
 ) -> PromptRow:
-    """A row, or the first error among its parts."""
+    """Make a row from its parts, or from the first error among them."""
     if isinstance(prompt, RowError):
         return PromptRow(row_id, prompt)
     if isinstance(sampling, RowError):
@@ -196,7 +197,7 @@ def read_prompts(
     Args:
         batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
         in_flight: a context manager for the rows of a batch while their prompts are made.
-        keeps_text: keep the text of prompts, which takes memory until a row is done.
+        keeps_text: keep the text of prompts, which takes memory until the row is finished.
     """
     started: deque[_Prompts] = deque()
     try:
@@ -214,7 +215,7 @@ def read_prompts(
 def _prompts(
     row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight, keeps_text: bool
 ) -> _Prompts:
-    """Yields an empty list once the prompts are begun, then the rows."""
+    """Yield an empty list after the prompts are started, then the rows."""
     with in_flight(row_ids):
         for row_id in row_ids:
             failpoint(f"prompt-{row_id}")

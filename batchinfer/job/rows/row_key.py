@@ -1,9 +1,9 @@
-"""Row keys: 128-bit hashes of all that decides a row's answer. Equal key, equal answer.
+"""Row keys: 128-bit hashes of everything that affects a row's answer. Equal keys, equal answers.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
 are hashed once. A row adds its prompt's token ids, its parameters, its most tokens, the content of
 its adapter, and, only if it draws, the seed and stream of its random numbers. How the prompt was
-made and where the row stands do not count, unless its position keys its random numbers.
+made and the row's position do not matter, unless the position keys its random numbers.
 
 The hash is BLAKE2b (RFC 7693) of 16 bytes: two different rows among 10**12 have the same key with a
 probability of 10**-15.
@@ -41,7 +41,7 @@ _HEAD = struct.Struct("<iiQQ??")
 _INT = np.dtype("<i4")
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
-"""Parameters whose part of the hash is cached: rows often repeat each other."""
+"""Most sampling parameters whose part of the hash is cached; rows often have equal parameters."""
 
 _NOT_IN_TEXT = ("seed", "max_tokens")
 _OF_DRAWS = ("top_p", "top_k", "min_p")
@@ -112,7 +112,7 @@ class RowKeys:
             yield batch
 
     def of(self, row: PromptRow) -> bytes | None:
-        """The key of a row, 16 bytes; None if it cannot run."""
+        """Return the key of a row, 16 bytes; None if the row cannot run."""
         prompt = row.prompt
         if isinstance(prompt, RowError):
             return None

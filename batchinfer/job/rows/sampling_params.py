@@ -1,4 +1,4 @@
-"""A row's own sampling parameters, from the input column ``sampling_params``."""
+"""Reads a row's sampling parameters from the input column ``sampling_params``."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RowParams:
     """The job's sampling parameters, and each row's changes to them.
 
     Args:
-        where: what messages call the place of a row's changes.
-        keeps_logprobs: log-probabilities are written even if only a row asks for them.
+        where: name of the column or request for messages.
+        keeps_logprobs: rows may request log-probabilities even if the job does not.
         check: raises ValueError if a row's parameters contradict the job.
 
     Raises:
-        UsageError: the job's own parameters name a token id that the model does not have, or a
+        UsageError: the job's parameters have a token id outside the model's vocabulary, or a
             grammar that cannot be compiled.
     """
 
@@ -70,7 +70,7 @@ class RowParams:
         self._parsed = lru_cache(maxsize=1024)(self._parse)  # rows often repeat each other
 
     def of(self, value: object) -> RowSampling | RowError:
-        """A row's parameters, from its cell: null, a JSON object, or a struct.
+        """Read a row's parameters from its cell: null, a JSON object, or a struct.
 
         Null fields keep the job's value. Error codes: ``bad_sampling_params``,
         ``invalid_structured_output``.

@@ -1,4 +1,4 @@
-"""``task: score``: how likely a row's completions are, or its prompt itself.
+"""``task: score``: computes log-probabilities of a row's completions, or of its prompt.
 
 Each completion is a request: the prompt and the completion without its last token, which is the
 request's given token. Its logits are needed from the prompt's last token on; the rest comes from
@@ -45,7 +45,7 @@ _OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.fl
 
 
 class Scoring(LoadedTask):
-    """A request for each completion of a row."""
+    """Makes one request per completion of a row."""
 
     def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What a job does with its rows (``task`` in the job file); ``tasks.TASKS`` lists all tasks."""
+"""The interface of tasks, which process a job's rows. ``tasks.TASKS`` lists all tasks."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Task:
 
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
-    """Types of the task's own output columns."""
+    """Types of the output columns that the task adds."""
     prompt_builder: Callable[[JobSpec], BuilderFactory]
-    """Makes a job's prompts; called like ``PromptBuilder``."""
+    """Returns the factory of a job's prompt builder, called like ``PromptBuilder``."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
-    """The task of a job on its model; the compiler knows the grammars that all rows share."""
+    """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarise: Callable[[Mapping[str, Any]], tuple[str | None, str]]
     """The result of an output row and facts about it, for a report; takes ``num_prompt_tokens`` and
     the columns ``summarised``."""
     summarised: Sequence[str]
     """Columns that ``summarise`` needs, nested ones by their Parquet paths."""
     failed_results: Mapping[str, Any]
-    """Values of the task's own columns in a row that the engine does not run."""
+    """Values of the task's columns for a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
-    """Raises DataError if a further input column of the task cannot be used."""
+    """Raises DataError if an input column that only this task reads cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
-    """Where a job's prompts come from, given the task's own section."""
+    """Returns the prompt section, changed by the section of the task."""
     runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
-    """How its model runs."""
+    """Returns the mode in which the model runs."""
 
 
 class LoadedTask(ABC):
-    """A row's way to the engine and back."""
+    """Makes a row's requests, and its output from their completions."""
 
     result_bytes: int = 0
     """Bytes of a row's vectors and scores, which do not compress."""

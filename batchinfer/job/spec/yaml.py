@@ -66,13 +66,13 @@ KeyPath = tuple[str | int, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as in messages and ``--set``: ``sampling.stop[0]``."""
+    """Format a key path as in messages and ``--set``: ``sampling.stop[0]``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return printable(text.removeprefix("."), 120)
 
 
 def plain_scalar(text: str) -> Scalar:
-    """The value of an unquoted scalar.
+    """Convert an unquoted scalar to its value.
 
     Raises:
         ValueError: a number is out of range, or the text is not valid Unicode.
@@ -94,7 +94,7 @@ def plain_scalar(text: str) -> Scalar:
 
 
 def valid_text(text: str) -> str:
-    """``text`` itself; ValueError if it is not valid Unicode."""
+    """Return ``text``; raise ValueError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -118,11 +118,11 @@ class YamlText:
 
     data: Any
     lines: Mapping[KeyPath, int]
-    """Line of each key and list item, from 1; aliases have the lines of their anchor."""
+    """Line of each key and list item, from 1. Keys inside an alias have the lines of its anchor."""
 
 
 def read_yaml(path: Path, source: str) -> YamlText:
-    """The YAML file at ``path``; UsageErrors name ``source`` and the line."""
+    """Read the YAML file at ``path``; a UsageError names ``source`` and the line."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
@@ -144,7 +144,7 @@ def read_yaml(path: Path, source: str) -> YamlText:
 
 
 def parse_yaml(text: str, source: str) -> YamlText:
-    """The single YAML document in ``text``, null if empty; UsageErrors name ``source`` and line."""
+    """Parse a single YAML document; empty text is null. A UsageError names ``source`` and line."""
     try:
         return _read(text, source)
     except MarkedYAMLError as error:
@@ -163,7 +163,7 @@ def parse_yaml(text: str, source: str) -> YamlText:
 
 
 def _with_remedy(problem: str) -> str:
-    """The parser's ``problem``, with advice on how to fix it if known."""
+    """Add advice to the parser's ``problem`` if a pattern of ``_REMEDIES`` matches."""
     for pattern, remedy in _REMEDIES:
         if match := re.search(pattern, problem):
             return f"{problem}; {match.expand(remedy)}"
@@ -199,7 +199,7 @@ class _NodeReader:
         self._size = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """The data of ``node`` at ``path``, with aliases expanded."""
+        """Convert ``node`` at ``path`` to plain data, with aliases expanded."""
         if node.ctag is not _NO_TAG:
             problem = f"tags such as {printable(str(node.ctag), 40)} are not read; leave it out"
             raise self.error(node, problem)

@@ -1,4 +1,4 @@
-"""Rows whose results come from a hidden state: one request each, nothing drawn."""
+"""Tasks whose results come from a pooled hidden state: one request per row, without sampling."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from batchinfer.text.prompts import Prompt, PromptBuilder, Rendered, RowValues
 from batchinfer.text.tokenizer import Tokenizer
 
 Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
-"""A hidden state [H] to a row's own columns."""
+"""Converts a hidden state, float32 [H], to the task's columns of a row."""
 
 
 class Pooled(LoadedTask):
-    """One request a row, whose pooled hidden state becomes its results.
+    """Makes one request per row, and converts its pooled hidden state to results.
 
     Args:
         failed_results: the results of a row that failed.
