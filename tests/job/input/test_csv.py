@@ -38,7 +38,7 @@ def seen(found: Source) -> list[dict[str, Any] | str]:
     return [r.message.partition("csv, ")[2] if isinstance(r, RowError) else dict(r) for r in rows]
 
 
-def test_quotes_and_lines_in_cells(tmp_path: Path) -> None:
+def test_csv_cells_with_quotes_and_newlines(tmp_path: Path) -> None:
     text = 'id,text\r\n1,"say ""yes"", or\r\nno"\r\n\r\n2,"a,b"\r\n3,plain "quote"'
     expected = ['say "yes", or\r\nno', "a,b", 'plain "quote"']
     found = source(tmp_path, text.encode())
@@ -166,7 +166,7 @@ def test_only_the_row_with_a_huge_cell_is_an_error(
     ]
 
 
-def test_tabs_marks_and_compressed_files(tmp_path: Path) -> None:
+def test_csv_with_tabs_byte_order_marks_and_compression(tmp_path: Path) -> None:
     text = b"\xef\xbb\xbfa\tb\n1\tx,y\n"
     for at, (end, pack) in enumerate(
         {

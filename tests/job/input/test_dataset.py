@@ -37,7 +37,7 @@ def test_a_directory_is_read_in_path_order_without_hidden_files(folder: Path) ->
     assert values(str(folder), [range(10)]) == list(range(10))
 
 
-def test_globs_files_and_lists(folder: Path) -> None:
+def test_input_path_accepts_globs_files_and_lists(folder: Path) -> None:
     found = [Path(file).name for file in find_files(f"{folder}/*.parquet")]
     assert found == ["a.parquet", "b.parquet"]
     assert values([str(folder / "b.parquet"), str(folder / "sub")], [range(6)]) == [*range(4, 10)]
@@ -71,7 +71,7 @@ def test_a_file_named_twice_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["gone.parquet", "none-*.parquet", "empty"])
-def test_no_file_is_an_error(tmp_path: Path, entry: str) -> None:
+def test_input_path_without_files_is_an_error(tmp_path: Path, entry: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=entry.replace("*", r"\*")):
         open_source(str(tmp_path / entry))
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_page_names_file_and_row_group(tmp_path: Path) -> Non
         list(read)
 
 
-def test_a_file_that_changes_after_it_was_planned(folder: Path) -> None:
+def test_file_that_changes_after_planning_is_refused(folder: Path) -> None:
     source = open_source(str(folder))
     write_parquet(folder / "b.parquet", {"y": [1]})
     with pytest.raises(DataError, match=r"b\.parquet was changed while the job ran"):

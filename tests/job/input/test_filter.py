@@ -96,7 +96,7 @@ def test_a_filter_without_rows_completes_the_job(
     check(tmp_path, [], [])
 
 
-def test_a_stopped_run_resumes(tmp_path: Path) -> None:
+def test_stopped_run_with_a_filter_resumes(tmp_path: Path) -> None:
     texts = dataset(tmp_path)
     chosen = spec(tmp_path, output={"rows_per_part": 4})
     stopped = Build(stop_at(30))
@@ -225,7 +225,7 @@ def selected(path: Path, condition: str, **options: Any) -> list[int]:
     return rows
 
 
-def test_scattered_rows_of_a_large_file(tmp_path: Path) -> None:
+def test_filter_selects_scattered_rows_of_a_large_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(20_000)}), tmp_path / "x.parquet", row_group_size=3000)
     rows = [5, 4000, 4001, 19_999]
     condition = f"n in ({', '.join(map(str, rows))})"
@@ -233,7 +233,7 @@ def test_scattered_rows_of_a_large_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_json_lines(tmp_path: Path, suffix: str) -> None:
+def test_filter_on_json_lines(tmp_path: Path, suffix: str) -> None:
     lines = ['{"a": 1, "t": "x"}', "", '{"a": null}', "damaged", '{"a": 3, "t": "y"}', '{"t": "x"}']
     data = "\n".join(lines).encode()
     path = tmp_path / f"x.jsonl{suffix}"
@@ -243,7 +243,7 @@ def test_json_lines(tmp_path: Path, suffix: str) -> None:
     assert selected(path, "a is null") == [1, 2, 4], "a line that holds no row has no value"
 
 
-def test_openai_batch(tmp_path: Path) -> None:
+def test_filter_on_openai_batch_files(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     lines = [
         {"custom_id": f"r{at}", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -254,7 +254,7 @@ def test_openai_batch(tmp_path: Path) -> None:
     assert selected(tmp_path / "x.jsonl", condition, format_name="openai-batch") == [1, 3]
 
 
-def test_columns_of_folders(tmp_path: Path) -> None:
+def test_filter_on_columns_from_folder_names(tmp_path: Path) -> None:
     for lang in ("de", "en"):
         write_parquet(tmp_path / "in" / f"lang={lang}" / "x.parquet", {"n": [1, 2, 3]})
     assert selected(tmp_path / "in", "lang = 'en' and n > 1") == [4, 5]

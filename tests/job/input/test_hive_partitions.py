@@ -45,7 +45,7 @@ def test_folders_are_columns_as_polars_reads_them(lake: Path) -> None:
     assert schema.types[1:] == [pa.string(), pa.int64()]
 
 
-def test_any_columns_in_any_order(lake: Path) -> None:
+def test_folder_columns_are_read_in_any_order(lake: Path) -> None:
     assert rows(lake, "year", "prompt")[0] == {"year": 2025, "prompt": "de 2025 0"}
     assert rows(lake, "year") == [{"year": year} for year in (2025, 2025, 2026, 2026) * 2]
 
@@ -77,13 +77,13 @@ def test_nulls_escapes_and_numbers_that_are_texts(tmp_path: Path) -> None:
     ]
 
 
-def test_folders_of_different_layouts(lake: Path) -> None:
+def test_folders_with_different_keys_are_refused(lake: Path) -> None:
     write_parquet(lake / "lang=fr" / "x.parquet", {"prompt": ["p"]})
     with pytest.raises(DataError, match=r"with different keys"):
         open_source(str(lake))
 
 
-def test_json_lines_in_folders(tmp_path: Path) -> None:
+def test_folder_columns_of_json_lines_files(tmp_path: Path) -> None:
     for lang in ("de", "en"):
         path = tmp_path / "in" / f"lang={lang}" / "x.jsonl"
         path.parent.mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_a_file_without_a_column_gets_it_from_its_folder(
         open_source(str(tmp_path))
 
 
-def test_a_folder_named_by_a_time_that_python_lacks_is_an_error_of_the_data(tmp_path: Path) -> None:
+def test_folder_with_a_time_outside_python_range_is_a_data_error(tmp_path: Path) -> None:
     at = pa.array([1], pa.timestamp("ns"))
     write_parquet(tmp_path / "at=1" / "x.parquet", {"prompt": ["a"], "at": at})
     folder = "at=2020-01-01 00:00:00.000000001"
@@ -113,7 +113,7 @@ def test_a_folder_named_by_a_time_that_python_lacks_is_an_error_of_the_data(tmp_
         open_source(str(tmp_path), mode="union")
 
 
-def test_a_job_uses_and_keeps_them(lake: Path, tmp_path: Path) -> None:
+def test_job_uses_and_keeps_folder_columns(lake: Path, tmp_path: Path) -> None:
     spec = job(tmp_path, prompt={"column": None, "template": "{{ year }} {{ prompt }}"})
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     found = pq.read_table(tmp_path / "out" / "data" / "part-00000.parquet").to_pylist()

@@ -52,7 +52,7 @@ def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
         ("[x, in]", "in/out"),
     ],
 )
-def test_the_next_run_must_not_read_what_this_one_writes(
+def test_output_inside_the_input_is_refused(
     tmp_path: Path, input_path: str, output_path: str
 ) -> None:
     value = input_path if input_path.startswith("[") else f"'{input_path}'"
@@ -68,7 +68,7 @@ def test_the_next_run_must_not_read_what_this_one_writes(
         ("x.parquet", "."),
     ],
 )
-def test_the_output_must_not_hold_the_input(
+def test_input_inside_the_output_is_refused(
     tmp_path: Path, input_path: str, output_path: str
 ) -> None:
     found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
@@ -84,7 +84,9 @@ def test_the_output_must_not_hold_the_input(
         ("in", "inner"),
     ],
 )
-def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str) -> None:
+def test_input_and_output_in_sibling_folders_are_accepted(
+    tmp_path: Path, input_path: str, output_path: str
+) -> None:
     spec = load(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
     assert spec.output.path == str(tmp_path / output_path)
 
@@ -98,14 +100,14 @@ def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str)
         ("x", "s3://lake/a/../b", "a store has no folder named .."),
     ],
 )
-def test_places_in_a_store_that_do_not_go_together(
+def test_overlapping_input_and_output_in_a_store_are_refused(
     tmp_path: Path, input_path: str, output_path: str, says: str
 ) -> None:
     found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
     assert says in found
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
+def test_output_check_follows_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "link").symlink_to("in")
     assert "is in the input's folder" in complaint(
@@ -114,7 +116,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["/", "//", "/../.."])
-def test_a_root_is_no_output(tmp_path: Path, root: str) -> None:
+def test_root_folder_as_output_is_refused(tmp_path: Path, root: str) -> None:
     assert "the root; choose a folder below it" in complaint(tmp_path, f"output.path={root}")
     assert complaint(tmp_path, output=root).startswith("--output: output.path is /")
 
@@ -147,7 +149,7 @@ def test_a_local_folder_has_no_revision(tmp_path: Path, name: str) -> None:
         (["template={% include 'x' %}"], "prompt.template is not a valid Jinja2 template (line 1)"),
     ],
 )
-def test_settings_of_the_prompt_that_do_not_go_together(
+def test_conflicting_prompt_keys_are_refused(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     found = complaint(tmp_path, *(f"prompt.{override}" for override in overrides))
@@ -184,7 +186,7 @@ def test_a_file_of_tools_is_checked(tmp_path: Path, content: bytes, message: str
 
 
 @pytest.mark.parametrize("key", ["prompt.tools", "prompt.chat_template"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, key: str) -> None:
+def test_pipe_instead_of_a_file_is_refused_without_blocking(tmp_path: Path, key: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert f"{key}: there is no file pipe" in complaint(tmp_path, f"{key}=pipe")
 
@@ -204,7 +206,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, key: str) -
         (["input.keep_columns=[status]"], "set output.rename: {status: input_status}"),
     ],
 )
-def test_names_that_would_collide(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_colliding_column_names_are_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
     assert message in complaint(tmp_path, *overrides)
 
 
@@ -216,10 +220,10 @@ def test_names_that_would_collide(tmp_path: Path, overrides: list[str], message:
         ["output.rename={a: b, b: a}", "input.keep_columns=[a, b]"],
     ],
 )
-def test_names_that_do_not(tmp_path: Path, overrides: list[str]) -> None:
+def test_column_names_without_collision_are_accepted(tmp_path: Path, overrides: list[str]) -> None:
     load(tmp_path, *overrides)
 
 
-def test_a_cluster_without_workers(tmp_path: Path) -> None:
+def test_cluster_without_workers_is_refused(tmp_path: Path) -> None:
     found = complaint(tmp_path, "scale.cluster=auto")
     assert "cluster needs workers; set a number, or auto" in found

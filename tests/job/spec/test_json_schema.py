@@ -24,7 +24,7 @@ def check(text: str) -> None:
     Draft202012Validator(json_schema()).validate(parse_yaml(text, "job.yaml").data)
 
 
-def test_it_is_valid_json_schema() -> None:
+def test_job_schema_is_valid_json_schema() -> None:
     schema = json_schema()
     Draft202012Validator.check_schema(schema)
     assert schema["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
@@ -43,7 +43,7 @@ def test_it_is_valid_json_schema() -> None:
         SCORE.replace("score: {completions_column: choices}\n", ""),
     ],
 )
-def test_good_files_validate(text: str) -> None:
+def test_valid_job_files_match_the_schema(text: str) -> None:
     check(text)
 
 
@@ -62,14 +62,14 @@ def test_good_files_validate(text: str) -> None:
         SCORE + "sampling: {max_tokens: 8}",
     ],
 )
-def test_bad_files_fail_here_as_in_the_loader(tmp_path: Path, text: str) -> None:
+def test_invalid_job_files_fail_schema_and_loader(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValidationError):
         check(text)
     with pytest.raises(UsageError):
         load_job(write_job(tmp_path, text))
 
 
-def test_keys_are_described() -> None:
+def test_every_key_of_the_schema_has_a_description() -> None:
     records: dict[str, Any] = json_schema()["$defs"]
     for record in (JobSampling, PromptConfig, EngineConfig):
         for field in dataclasses.fields(record):

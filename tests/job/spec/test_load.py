@@ -53,7 +53,7 @@ def test_every_documented_key_is_known_and_at_its_default(tmp_path: Path) -> Non
     assert spec.output.model_dump(exclude=paths) == defaults.output.model_dump(exclude=paths)
 
 
-def test_values_arrive(tmp_path: Path) -> None:
+def test_job_file_values_are_read(tmp_path: Path) -> None:
     text = """\
 model: {name: m/x, dtype: float32, max_model_len: 99}
 input: {path: [b.parquet, a.parquet], keep_columns: [id, text], id_column: id, limit: 5}
@@ -81,7 +81,7 @@ errors: {max_error_rate: 0.5}
     assert spec.prompt.template == "{{ text }}"
 
 
-def test_a_job_file_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_job_name_from_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     path = Path(f"{tmp_path}/job\udcff.yaml")
     path.write_text(MINIMAL)
     assert load_job(path).name == "job\N{REPLACEMENT CHARACTER}"
@@ -167,7 +167,7 @@ def test_a_mistake_in_a_required_section(
     assert "\n" not in found
 
 
-def test_all_mistakes_are_told_at_once_but_not_endlessly(tmp_path: Path) -> None:
+def test_usage_error_lists_all_mistakes_up_to_a_limit(tmp_path: Path) -> None:
     found = complaint(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(30)))
     assert found.count("unknown key") == 8
     assert found.endswith("and 22 more")
@@ -178,7 +178,7 @@ def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
     assert found.isprintable() or found.replace("\n", "").isprintable()
 
 
-def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
+def test_invalid_filter_is_refused_without_reading_data(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
     found = complaint(tmp_path, text)
     assert found.startswith("job.yaml, line 2: input.filter: lenght() is not a function of one row")
@@ -198,7 +198,7 @@ def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> 
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+def test_unsupported_keys_are_refused_as_not_yet(tmp_path: Path, text: str, names: str) -> None:
     with pytest.raises(NotYetError) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith("not yet: ")
@@ -234,11 +234,11 @@ def test_set_changes_adds_and_reads_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{{ x }}", "{% if x %}y{% endif %}", "a: b", "# x", "*", "a: ["])
-def test_a_set_without_quotes_or_brackets_is_taken_whole(tmp_path: Path, text: str) -> None:
+def test_set_value_without_quotes_is_one_string(tmp_path: Path, text: str) -> None:
     assert load(tmp_path, overrides=[f"prompt.template={text}"]).prompt.template == text
 
 
-def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
+def test_set_value_in_quotes_is_a_string(tmp_path: Path) -> None:
     spec = load(tmp_path, overrides=['prompt.template="[INST]\\n# 3"', "sampling.stop=['3']"])
     assert (spec.prompt.template, spec.sampling.stop) == ("[INST]\n# 3", ("3",))
 
@@ -252,16 +252,20 @@ def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
         ("scale.resources={num_cpus: 0}", "scale.resources.num_cpus is 0; it must be more than 0"),
     ],
 )
-def test_a_mistaken_set_is_named_as_such(tmp_path: Path, override: str, message: str) -> None:
+def test_invalid_set_option_is_named_in_the_error(
+    tmp_path: Path, override: str, message: str
+) -> None:
     assert message in complaint(tmp_path, "version: 1\n" + MINIMAL, overrides=[override])
 
 
-def test_a_mistake_in_another_option_is_named_as_it_was_given(tmp_path: Path) -> None:
+def test_invalid_option_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^--workers 0: scale\.workers is 0; it must be"):
         load_job(write_job(tmp_path), options={"--workers 0": "scale.workers=0"})
 
 
-def test_limit_and_output_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_and_output_options_override_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs").mkdir()
     spec = load(tmp_path / "jobs", output="elsewhere", limit=3)
@@ -291,7 +295,7 @@ output: {path: "out/{{ ds }}"}
 # Presets
 
 
-def test_keys_beside_a_preset_win(tmp_path: Path) -> None:
+def test_engine_keys_override_the_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("max_num_seqs: 7\nblock_size: 32\n")
     text = MINIMAL + "engine: {preset: mine.yaml, block_size: 8}"
     spec = load(tmp_path, text, overrides=["engine.order=input"])
@@ -338,7 +342,7 @@ def test_paths_are_relative_to_the_job_file(
     ("name", "path"),
     [("./missing", "{}/missing"), ("/abs/model", "/abs/model"), ("~/model", "/home/me/model")],
 )
-def test_a_model_written_as_a_path_is_one(
+def test_model_name_that_looks_like_a_path_is_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, path: str
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -347,7 +351,7 @@ def test_a_model_written_as_a_path_is_one(
     assert spec.input.paths == ("/home/me/prompts.parquet",)
 
 
-def test_the_folder_of_a_job_is_no_pattern(tmp_path: Path) -> None:
+def test_glob_characters_in_the_job_folder_are_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "run[1]"
     folder.mkdir()
     literal = load(folder)

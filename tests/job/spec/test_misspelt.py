@@ -33,7 +33,7 @@ def test_every_key_is_the_nearest_to_its_misspelling(section: str) -> None:
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if long_keys(section)])
-def test_on_the_command_line(tmp_path: Path, section: str) -> None:
+def test_misspelled_set_key_on_the_command_line(tmp_path: Path, section: str) -> None:
     key = long_keys(section)[-1]
     written = f"{section}.{misspelt(key)}".lstrip(".")
     with pytest.raises(UsageError) as caught:
@@ -45,7 +45,7 @@ def test_on_the_command_line(tmp_path: Path, section: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "input", "sampling", "output"])
-def test_a_misspelt_section_is_not_missing_as_well(tmp_path: Path, key: str) -> None:
+def test_misspelled_section_is_not_also_reported_missing(tmp_path: Path, key: str) -> None:
     wrong = f"{misspelt(key)}:"
     with pytest.raises(UsageError) as caught:
         load_job(write_job(tmp_path, MINIMAL.replace(f"{key}:", wrong)))

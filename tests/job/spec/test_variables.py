@@ -17,7 +17,7 @@ from batchinfer.job.spec.load import parse_variables, render_variables
         ("{{ braces }}", "{{ ds }}"),
     ],
 )
-def test_names_become_their_texts_once(text: str, rendered: str) -> None:
+def test_variables_are_replaced_once(text: str, rendered: str) -> None:
     assert render_variables(text, {"ds": "2026-11-20", "braces": "{{ ds }}"}) == rendered
 
 
@@ -35,7 +35,7 @@ def test_anything_but_a_known_name_is_refused(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_options_give_texts() -> None:
+def test_var_options_are_parsed_as_strings() -> None:
     assert parse_variables(["a=1", "b=x=y", "c=", "a=2"]) == {"a": "2", "b": "x=y", "c": ""}
 
 

@@ -66,7 +66,7 @@ def test_an_alias_is_a_copy_with_the_lines_of_its_anchor() -> None:
     assert data["a"]["k"] is not data["b"]["k"]
 
 
-def test_a_value_that_cannot_be_names_its_key() -> None:
+def test_invalid_yaml_value_error_names_the_key() -> None:
     with pytest.raises(UsageError, match=r"job\.yaml, line 2: errors\.min_rows: 9+ is too large"):
         parse_yaml(f"errors:\n  min_rows: {'9' * 30}", "job.yaml")
 
@@ -104,7 +104,7 @@ DEEP_BY_ALIAS = "".join(
         ("\n" + "[" * 50 + "]" * 50, 2, f"more than {MAX_DEPTH} deep"),
     ],
 )
-def test_what_is_refused_names_file_line_and_reason(text: str, line: int, says: str) -> None:
+def test_yaml_error_names_file_line_and_reason(text: str, line: int, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_yaml(text, "job.yaml")
     message = str(caught.value)
@@ -128,14 +128,14 @@ def test_what_is_refused_names_file_line_and_reason(text: str, line: int, says: 
         ("a: [1\nb: 2", "is not closed"),
     ],
 )
-def test_common_slips_come_with_what_to_do(text: str, says: str) -> None:
+def test_common_yaml_mistakes_get_advice(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_yaml(text, "job.yaml")
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[" * 500, "{a: " * 500, "- " * 500, "[" * MAX_BYTES])
-def test_what_is_nested_without_end_is_refused(text: str) -> None:
+def test_deeply_nested_yaml_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=rf"^job\.yaml: nested more than {MAX_DEPTH} deep$"):
         parse_yaml(text, "job.yaml")
 
@@ -155,21 +155,21 @@ def test_control_characters_are_refused_and_not_printed() -> None:
         (b"# " + b"x" * MAX_BYTES, "larger than 256 KiB"),
     ],
 )
-def test_files_that_are_no_text_of_bounded_size(tmp_path: Path, content: bytes, says: str) -> None:
+def test_binary_and_large_job_files_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=says):
         read_yaml(file, "job.yaml")
 
 
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+def test_endless_device_is_not_read_as_job_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/zero"), tmp_path / "pipe"):
         with pytest.raises(UsageError, match=r"job\.yaml: cannot be read: it is a pipe"):
             read_yaml(path, "job.yaml")
 
 
-def test_a_character_that_is_no_text_is_named_with_its_line() -> None:
+def test_invalid_character_is_named_with_its_line() -> None:
     with pytest.raises(UsageError, match=r"^job\.yaml, line 2: .*the character U\+0000$"):
         parse_yaml("a: 1\nb: x\0y\n", "job.yaml")
 
@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
         read_yaml(tmp_path / name, "job.yaml")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_bytes(b"\xef\xbb\xbfa: 1")
     assert read_yaml(file, "job.yaml").data == {"a": 1}
