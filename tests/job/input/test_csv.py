@@ -129,7 +129,10 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
         (b"\x1f\x8b\x08garbage", "cannot be read"),
         (b"PAR1\0\0\0", "is not a header: it has a NUL"),
         ("ä,b\nx,y\n".encode("latin-1"), r"Latin-1 or Windows-1252.*\n.*iconv -f WINDOWS-1252"),
-        ("a,b\n1,2\n".encode("utf-16"), r"is in UTF-16LE, .*must be UTF-8\n.*iconv -f UTF-16LE"),
+        (
+            "a,b\n1,2\n".encode("utf-16"),
+            r"seems to be in UTF-16LE.*\n.*iconv -f UTF-16LE",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(

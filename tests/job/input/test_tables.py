@@ -105,7 +105,7 @@ def test_deletion_vectors_are_refused_where_there_are_any(tmp_path: Path) -> Non
     vector = {"storageType": "u", "pathOrInlineDv": "vBn[lx{q8@P<9BNH/isA", "offset": 1}
     vector |= {"sizeInBytes": 36, "cardinality": 1}
     path = delta_log(tmp_path / "some", protocol, enabled, deletionVector=vector)
-    with pytest.raises(DataError, match=r"rows that are deleted but still in its files.*\n.*PURGE"):
+    with pytest.raises(DataError, match=r"deleted rows that are still in its files.*\n.*PURGE"):
         open_source(path)
 
 
@@ -241,7 +241,7 @@ def test_retry_errors_skips_rows_added_since(
     options = {"build": FakeBuild(), "retry_errors": True}
     assert run_job(spec, **options) is ExitCode.TOO_MANY_ROW_ERRORS
     assert prompts_of(tmp_path) == ["first", ""]
-    assert "errors are retried at version 0; --update takes the latest" in capsys.readouterr().err
+    assert "errors are retried at version 0; --update reads the latest" in capsys.readouterr().err
     mended = pa.table({"prompt": ["first", "mended"]})
     deltalake.write_deltalake(table, mended, mode="overwrite")
     assert run_job(spec, **options) is ExitCode.OK

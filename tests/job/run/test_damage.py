@@ -110,8 +110,14 @@ def rewrite(path: Path, *, in_place: bool) -> None:
     ("change", "says"),
     [
         (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
-        (lambda path: rewrite(path, in_place=True), "was changed while the job ran, or its name"),
-        (lambda path: rewrite(path, in_place=False), "was changed while the job ran, or its name"),
+        (
+            lambda path: rewrite(path, in_place=True),
+            "name, links or permissions were changed",
+        ),
+        (
+            lambda path: rewrite(path, in_place=False),
+            "name, links or permissions were changed",
+        ),
         (Path.unlink, "can no longer be read"),
     ],
 )
