@@ -61,7 +61,7 @@ def test_a_glob_finds_hidden_files_if_it_names_the_dot(folder: Path, pattern: st
 def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     for entry in (tmp_path / "pipe.parquet", tmp_path, "/dev/null"):
-        with pytest.raises(DataError, match=r"neither a file nor a folder|is not a file"):
+        with pytest.raises(DataError, match=r"is a pipe, a socket or a device|is not a file"):
             open_source(str(entry))
 
 
