@@ -159,7 +159,12 @@ class StubBuilt:
 
 
 def build(
-    runner: SwappingStub, model: object, engine: EngineConfig, *, log: Callable[[str], None]
+    runner: SwappingStub,
+    model: object,
+    engine: EngineConfig,
+    *,
+    log: Callable[[str], None],
+    **_: object,
 ) -> StubBuilt:
     """Replace ``build_engine``."""
     num_blocks = engine.num_kv_blocks

@@ -1,4 +1,4 @@
-"""``batchinfer bench``: the prompts it is given."""
+"""Tests of ``batchinfer bench``: its options, the prompts it reads, and what it reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.builders.engine import build_engine
 from batchinfer.cli.bench import run_bench
+from batchinfer.cli.commands import main
 from batchinfer.config.options import BenchOptions
 from batchinfer.errors import DataError, UsageError
 from tests.encoders import make_encoder
@@ -94,6 +96,33 @@ def test_bench_without_prompts_fails(model: Path, values: pa.Array, message: str
 def test_prompts_that_cannot_be_run_are_counted(model: Path) -> None:
     result = bench(model, "token_ids", [[5, 6], [7] * 2000])
     assert (result["num_requests"], result["num_errors"]) == (2, 1)
+
+
+def test_options_of_bench_reach_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "result.json"
+    arguments = f"""bench --model {model} --input-len 5 --output-len 3 --num-prompts 4 --n 2
+        --dtype bfloat16 --num-kv-blocks 33 --block-size 8 --max-num-seqs 6
+        --max-num-batched-tokens 40 --output-json {result}"""
+    engines: list[Any] = []
+
+    def build(*settings: Any, **options: Any) -> Any:
+        engines.append(settings)
+        return build_engine(*settings, **options)
+
+    monkeypatch.setattr("batchinfer.llm.llm.build_engine", build)
+    monkeypatch.setattr(sys, "argv", ["batchinfer", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    found = json.loads(result.read_text())
+    assert found["num_requests"] == 4
+    assert (found["tokens"]["prompt"], found["tokens"]["output"]) == (4 * 5, 4 * 2 * 3)
+    [(model_config, engine)] = engines
+    assert model_config.dtype == "bfloat16"
+    assert (engine.num_kv_blocks, engine.block_size) == (33, 8)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (6, 40)
 
 
 def test_default_prompts_leave_room_for_answers(model: Path) -> None:

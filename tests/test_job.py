@@ -69,6 +69,17 @@ def job(dataset: Path, model: Path, **sections: dict[str, Any]) -> JobSpec:
     return JobSpec.model_validate(fields)
 
 
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+def test_token_id_outside_vocabulary_is_refused_before_weights_are_loaded(
+    dataset: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr("batchinfer.builders.engine.load_model")
+    ids: Any = {259: 1.0} if name == "logit_bias" else (259,)
+    message = f"^sampling.{name} has 259; the model's token ids are below 259"
+    with pytest.raises(UsageError, match=message):
+        run_job(job(dataset, model, sampling={name: ids}), quiet=True)
+
+
 def rows_of(spec: JobSpec) -> list[dict[str, Any]]:
     return pq.read_table(sorted(Path(spec.output.path, "data").iterdir())).to_pylist()
 

@@ -31,7 +31,8 @@ from batchinfer.worker.linear.kernel_choice import KernelRequirements
 from batchinfer.worker.loader import LoadedModel, check_adapter, load_model
 from batchinfer.worker.lora.lora_layers import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
-from batchinfer.worker.model.config import check_config
+from batchinfer.worker.model.checkpoint import CONFIG_FILES, resolve_folder
+from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.sampler import Sampler
@@ -49,6 +50,7 @@ def build_engine(
     fit_length: bool = False,
     more_adapters: bool = False,
     random_weights: bool = False,
+    check_vocab_size: Callable[[int], None] | None = None,
 ) -> EngineContext:
     """Load a model and make the engine that runs it.
 
@@ -59,6 +61,8 @@ def build_engine(
         fit_length: make sequences no longer than the KV pool has room for.
         more_adapters: adapters can be added to the model later.
         random_weights: the model's files need not contain weights.
+        check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
+            JobError if the job does not fit it. Not called for encoders, which draw no tokens.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -83,7 +87,11 @@ def build_engine(
         )
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)
-    check_config(model.name, model.revision, model.runner)
+    # Before the tokenizer, so that a wrong model or job is refused at once.
+    folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
+    pretrained = load_config(folder, model.runner)
+    if check_vocab_size is not None:
+        check_vocab_size(pretrained.get_text_config().vocab_size)
     if tokenizer is None:
         with phase("loading the tokenizer"):
             tokenizer = make_tokenizer(model)

@@ -26,7 +26,7 @@ from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
 from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
 from batchinfer.job.rows.row_key import RowKeys
-from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.job.rows.sampling_params import RowParams, check_token_ids
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.files import chat_template_file
@@ -162,6 +162,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
             job.spec.model.config(TASKS[job.spec.task].runner(job.spec)),
             job.spec.engine,
             log=log.append,
+            check_vocab_size=partial(check_token_ids, job.spec.sampling.params),
         )
         with phase("starting text processes"):
             processes.load(context.tokenizer)

@@ -105,7 +105,9 @@ class FakeBuild:
         self.count = 0
         self.before_step: Callable[[int], None] = _nothing
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+    def __call__(
+        self, model: object, engine: object, *, log: Callable[[str], None], **_: object
+    ) -> FakeBuilt:
         self.count += 1
         log("a table of memory")
         real, runner = make_engine(
@@ -132,7 +134,9 @@ class TellingBuild(FakeBuild):
         super().__init__(**options)
         self.ran: list[int] = []
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+    def __call__(
+        self, model: object, engine: object, *, log: Callable[[str], None], **_: object
+    ) -> FakeBuilt:
         built = super().__call__(model, engine, log=log)
         add = built.engine.add_request
 

@@ -54,7 +54,9 @@ class DrawingBuild:
         self._num_blocks = num_blocks
         self._max_num_seqs = max_num_seqs
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+    def __call__(
+        self, model: object, engine: object, *, log: Callable[[str], None], **_: object
+    ) -> FakeBuilt:
         pool = BlockPool(self._num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
         table = SequenceTable(self._max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE)
         return FakeBuilt(

@@ -29,6 +29,14 @@ _GRAMMAR_CODE = "invalid_structured_output"
 _GRAMMAR = "structured_outputs"
 
 
+def check_token_ids(job: SamplingParams, vocab_size: int) -> None:
+    """Raise UsageError if a job's sampling parameters name a token id outside of the vocabulary."""
+    try:
+        job.check_token_ids(vocab_size)
+    except ValueError as error:
+        raise UsageError(printable(f"sampling.{error}")) from None
+
+
 class RowParams:
     """The job's sampling parameters, and each row's changes to them.
 
@@ -61,8 +69,8 @@ class RowParams:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._check = check
+        check_token_ids(job, vocab_size)
         try:
-            job.check_token_ids(vocab_size)
             self._check_grammar(job)
         except ValueError as error:
             raise UsageError(printable(f"sampling.{error}")) from None

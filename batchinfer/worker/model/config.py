@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from batchinfer.config import Runner
 from batchinfer.engine.kv.layout import KVLayout, max_positions, refuse_unsupported, text_config
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
+from batchinfer.worker.model.checkpoint import read_config
 from batchinfer.worker.model.config_values import (
     BadValueError,
     check_derived,
@@ -59,15 +59,6 @@ def config_of(folder: Path) -> Any:
     """Read transformers' config of a folder; raises errors of any type."""
     with quiet_transformers():
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-
-
-def check_config(name: str, revision: str | None, runner: Runner = "generate") -> None:
-    """Check early, by config.json alone, that a model (folder or hub id) can be run.
-
-    Raises:
-        ModelError: the model does not exist, or ``load_config`` refuses its config.
-    """
-    load_config(resolve_folder(name, revision, CONFIG_FILES), runner)
 
 
 def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:

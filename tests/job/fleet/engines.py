@@ -49,6 +49,7 @@ class Disturbed:
         *,
         log: Any,
         pinned_kernels: dict[str, str] | None = None,
+        **_: object,
     ) -> FakeBuilt:
         if self.never:
             raise DeviceError("there is no such device")
@@ -80,7 +81,7 @@ class Paced:
     folder: Path
     step_s: float = 0.05
 
-    def __call__(self, model: object, engine: object, *, log: Any) -> FakeBuilt:
+    def __call__(self, model: object, engine: object, *, log: Any, **_: object) -> FakeBuilt:
         log_finished_rows(self.folder / f"pid-{os.getpid()}")
         build = FakeBuild(next_token=drawn)
         build.before_step = self._before_step

@@ -120,7 +120,9 @@ class Watched(FakeBuild):
 
     built: FakeBuilt
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+    def __call__(
+        self, model: object, engine: object, *, log: Callable[[str], None], **_: object
+    ) -> FakeBuilt:
         self.built = super().__call__(model, engine, log=log)
         return self.built
 

@@ -248,7 +248,7 @@ def test_finished_job_is_only_read(
         run_job(job(tmp_path, sampling={"n": 2}), build=build)
 
 
-def cannot_build(*_: object, log: Callable[[str], None]) -> FakeBuilt:
+def cannot_build(*_: object, log: Callable[[str], None], **__: object) -> FakeBuilt:
     raise DeviceError("no such device")
 
 

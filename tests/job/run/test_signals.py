@@ -93,7 +93,7 @@ def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
         "from batchinfer.job.run.run import run_job\n"
         "from batchinfer.process.process import leave_on_signals\n"
         "from batchinfer.job.spec.spec import JobSpec\n"
-        "def build(*model, log):\n"
+        "def build(*model, log, **_):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "leave_on_signals()\n"
         "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
