@@ -1,21 +1,18 @@
-"""Arguments, classes and results of the Python API that come from vLLM."""
+"""Tests of vLLM's arguments, classes and results in the Python API."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-import re
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +22,6 @@ from batchinfer import (
     BeamSearchOutput,
     BeamSearchParams,
     FlatLogprobs,
-    GuidedDecodingParams,
     LoRARequest,
     RequestOutput,
     RequestOutputKind,
@@ -61,44 +57,48 @@ def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("arguments", "warning"),
     [
         ({"max_loras": 2, "enforce_eager": True}, "max_loras, enforce_eager have"),
+        ({"trust_remote_code": True, "model_impl": "transformers"}, "trust_remote_code, model_"),
         ({"data_parallel_backend": "mp"}, "data_parallel_backend has"),
-        ({"model_impl": "transformers"}, "model_impl has"),
-        ({"trust_remote_code": True}, "trust_remote_code has"),
-        ({"trust_remote_code": False, "priority": None, "enforce_eager": None}, ""),
+        ({"trust_remote_code": False, "priority": None, "cpu_offload_gb": 0}, None),
     ],
 )
-def test_arguments_without_effect_are_named_in_one_warning(
-    given: dict[str, Any], named: str
+def test_llm_arguments_without_effect_give_one_warning(
+    arguments: dict[str, Any], warning: str | None
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine_config(given)
-    expected = [f"LLM: {named} no effect here"] if named else []
-    assert [str(warning.message) for warning in caught] == expected
+        engine_config(arguments)
+    assert len(caught) == (warning is not None)
+    assert all(str(entry.message).startswith(f"LLM: {warning}") for entry in caught)
 
 
 @pytest.mark.parametrize(
-    ("name", "default"),
+    ("arguments", "error", "message"),
     [
-        ("pipeline_parallel_size", 1),
-        ("cpu_offload_gb", 0),
-        ("prompt_embeds", None),
-        ("allowed_media_domains", None),
+        ({"pipeline_parallel_size": 2}, NotYetError, "pipeline_parallel_size"),
+        ({"prompt_embeds": torch.ones(3)}, NotYetError, "prompt_embeds"),
+        ({"tokenizer_mode": "custom"}, NotYetError, "tokenizer_mode='custom'"),
+        ({"tokenizer_mode": "mistral"}, ValueError, "tokenizer.json and the chat template"),
+        ({"hf_token": "x"}, TypeError, "set the environment variable HF_TOKEN"),
+        ({"blok_size": 2}, TypeError, "did you mean block_size"),
+        (
+            {"num_gpu_blocks_override": 7, "num_kv_blocks": 7},
+            ValueError,
+            "num_gpu_blocks_override and num_kv_blocks mean the same",
+        ),
     ],
 )
-def test_arguments_that_are_not_built_are_refused_unless_they_have_their_default(
-    name: str, default: object
+def test_unsupported_llm_arguments_are_refused_with_the_alternative(
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    engine_config({name: default})
-    for value in (2, torch.ones(3)):
-        with pytest.raises(NotYetError, match=name):
-            engine_config({name: value})
+    with pytest.raises(error, match=message):
+        engine_config(arguments)
 
 
-def test_arguments_without_effect_of_calls_are_warned_of_once_for_each_place(llm: LLM) -> None:
+def test_generate_warns_once_per_line_about_arguments_without_effect(llm: LLM) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
@@ -111,24 +111,17 @@ def test_arguments_without_effect_of_calls_are_warned_of_once_for_each_place(llm
         run(llm, "a", replace(GREEDY, stream_interval=2))
 
 
-def test_pool_sizes_have_the_other_names_of_vllm() -> None:
+def test_llm_accepts_vllm_names_of_pool_sizes_and_dtypes() -> None:
     engine = engine_config({"kv_cache_memory_bytes": 3_000_000, "num_gpu_blocks_override": 7})
-    assert engine.kv_cache_memory == "3000000B"
+    assert engine.kv_cache_memory is not None
     assert parse_size(engine.kv_cache_memory, "kv_cache_memory") == 3_000_000
     assert engine.num_kv_blocks == 7
-    with pytest.raises(ValueError, match="num_gpu_blocks_override and num_kv_blocks mean the same"):
-        engine_config({"num_gpu_blocks_override": 7, "num_kv_blocks": 7})
+    assert list(map(dtype_name, ["half", "float", torch.float16])) == [
+        *("float16", "float32", "float16")
+    ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "meant"),
-    [("half", "float16"), ("float", "float32"), (torch.float16, "float16")],
-)
-def test_dtypes_have_the_other_names_of_vllm(dtype: Any, meant: str) -> None:
-    assert dtype_name(dtype) == meant
-
-
-def test_a_seed_of_the_llm_repeats_its_calls(model: Path) -> None:
+def test_llm_seed_makes_calls_repeatable(model: Path) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def two_calls(seed: int | None) -> list[list[int]]:
@@ -141,7 +134,7 @@ def test_a_seed_of_the_llm_repeats_its_calls(model: Path) -> None:
     assert two_calls(8) != first
 
 
-def test_without_max_tokens_a_text_fills_the_model_length(model: Path) -> None:
+def test_max_tokens_none_fills_the_model_length(model: Path) -> None:
     llm = LLM(model, num_kv_blocks=16, max_model_len=24)
     params = replace(GREEDY, max_tokens=None)
     outputs = llm.generate([[5], [5] * 20], params, **QUIET)
@@ -149,7 +142,7 @@ def test_without_max_tokens_a_text_fills_the_model_length(model: Path) -> None:
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
-def test_more_tokens_than_the_length_leaves_are_refused(llm: LLM) -> None:
+def test_min_tokens_beyond_the_model_length_is_refused(llm: LLM) -> None:
     longest = llm.max_model_len
     params = SamplingParams(max_tokens=None, min_tokens=2**31)
     message = f"min_tokens must be less than or equal to max_tokens, {longest - 2}"
@@ -159,7 +152,7 @@ def test_more_tokens_than_the_length_leaves_are_refused(llm: LLM) -> None:
     assert output.error.code == "bad_sampling_params"
 
 
-def test_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
+def test_logprobs_minus_one_returns_the_whole_vocabulary(llm: LLM) -> None:
     params = replace(GREEDY, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
     output = run(llm, [5, 6, 7], params)
     for found in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs):
@@ -169,7 +162,7 @@ def test_logprobs_of_the_whole_vocabulary(llm: LLM) -> None:
         assert total == pytest.approx(1.0, abs=1e-5)
 
 
-def test_logprobs_list_the_token_before_its_alternatives(llm: LLM) -> None:
+def test_logprobs_list_the_sampled_token_first(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, temperature=2.0, seed=3, logprobs=3, ignore_eos=True)
     sample = run(llm, "a", params).outputs[0]
     assert [next(iter(entries)) for entries in sample.logprobs] == sample.token_ids
@@ -213,7 +206,7 @@ def test_max_logprobs_limits_logprobs(model: Path, llm: LLM, name: str) -> None:
     assert 30 <= len(found[0]) <= 31
 
 
-def test_detokenize_false_leaves_texts_out(llm: LLM) -> None:
+def test_detokenize_false_returns_no_text(llm: LLM) -> None:
     params = replace(GREEDY, detokenize=False, logprobs=1, prompt_logprobs=1)
     output = run(llm, "abc", params)
     (sample,) = output.outputs
@@ -245,7 +238,7 @@ def test_skip_tokenizer_init_runs_on_token_ids(model: Path, tmp_path: Path, llm:
         bare.get_tokenizer()
 
 
-def test_max_model_len_can_be_what_fits_the_pool(model: Path) -> None:
+def test_max_model_len_minus_one_fits_the_kv_pool(model: Path) -> None:
     llm = LLM(model, num_kv_blocks=4, block_size=8, max_model_len=-1)
     assert llm.max_model_len == 33, "the last token is never fed back"
     output = run(llm, [5] * 20, replace(GREEDY, max_tokens=None))
@@ -303,159 +296,7 @@ def test_outputs_have_request_metrics(llm: LLM) -> None:
         assert found.num_generation_tokens == 12
 
 
-STRUCTURES = [
-    ({"regex": "[ab]{3}"}, GuidedDecodingParams(regex="[ab]{3}", backend="xgrammar")),
-    ({"json_object": True}, StructuredOutputsParams(json_object=True)),
-    (
-        {"json": {"type": "null"}, "disable_any_whitespace": True},
-        StructuredOutputsParams(json='{"type": "null"}', disable_any_whitespace=True),
-    ),
-]
-
-
-@pytest.mark.parametrize(("plain", "params"), STRUCTURES)
-def test_structured_outputs_accept_the_classes_of_vllm(
-    plain: dict[str, Any], params: StructuredOutputsParams
-) -> None:
-    expected = SamplingParams(structured_outputs=plain)
-    assert SamplingParams(structured_outputs=params) == expected
-    assert SamplingParams(guided_decoding=params) == expected
-
-
-def test_structured_outputs_have_several_names(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    closed = StructuredOutputsParams(json=schema, disable_additional_properties=True)
-    found = SamplingParams(structured_outputs=closed).structured_outputs or {}
-    assert json.loads(found["json"]) == {**schema, "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
-    params = SamplingParams(response_format=wanted)
-    assert params == SamplingParams(structured_outputs={"json": schema})
-    with pytest.raises(ValueError, match="guided_decoding and structured_outputs mean the same"):
-        SamplingParams(guided_decoding={"regex": "a"}, structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="has nothing; give one of json, regex"):
-        StructuredOutputsParams()
-    with pytest.raises(ValueError, match="has regex and grammar; give one"):
-        GuidedDecodingParams(regex="a", grammar="b")
-    assert GuidedDecodingParams.from_optional(regex=None) is None
-    assert SamplingParams(thinking_token_budget=8) == SamplingParams(max_reasoning_tokens=8)
-    assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
-    with pytest.raises(ValueError, match="thinking_token_budget and max_reasoning_tokens mean"):
-        SamplingParams(thinking_token_budget=8, max_reasoning_tokens=8)
-    with pytest.raises(ValueError, match=r"prompt 0: structured_outputs: .*false"):
-        run(llm, "a", SamplingParams(structured_outputs={"json": False}))
-    (output,) = llm.generate(
-        "a", SamplingParams(structured_outputs={"json": False}), errors="return", **QUIET
-    )
-    assert output.error is not None
-    assert (output.error.code, output.prompt) == ("invalid_structured_output", "a")
-
-
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
-TAGS = [
-    {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
-    {"begin": "<f=b>", "content": {"type": "any_text"}, "end": "</f>"},
-]
-TRIGGERED = {"type": "triggered_tags", "tags": TAGS, "triggers": ["<f="]}
-
-
-@pytest.mark.parametrize(
-    ("tag", "right", "wrong"),
-    [
-        (
-            {"structures": [{**TAGS[0], "schema": SCHEMA}], "triggers": ["<f="]},
-            ["free text", 'so <f=a>{"n":7}</f> and <f=a>{"n": 7}</f>.'],
-            ["<f=b>", '<f=a>{"n":8}', "<f=a>x"],
-        ),
-        (
-            {"format": TRIGGERED},
-            ["", "< f", 'x<f=b>any < text</f>y<f=a>{"n":7}</f>'],
-            ["<f=c>", "<f=a>{}"],
-        ),
-        (
-            {"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}},
-            ["x<f=b>y</f>"],
-            ["", "free text", "<f=b>y</f>z"],
-        ),
-    ],
-)
-def test_structural_tags_compile_to_grammars(
-    tag: dict[str, Any], right: list[str], wrong: list[str]
-) -> None:
-    params = StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", **tag}))
-    tokenizer = LLTokenizer("byte")
-    grammar = LLMatcher.grammar_from_lark(params.mapping()["grammar"])
-    for texts, fits in ((right, True), (wrong, False)):
-        for text in texts:
-            matcher = LLMatcher(tokenizer, grammar)
-            assert not matcher.get_error()
-            taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
-            assert taken == fits, text
-
-
-@pytest.mark.parametrize(
-    ("tag", "message"),
-    [
-        ("[", "structural_tag is not JSON"),
-        ({"type": "x"}, "its type must be structural_tag"),
-        ({"type": "structural_tag", "format": {"type": "or"}}, 'not yet: .* format "or"'),
-        ({"type": "structural_tag", "format": {**TRIGGERED, "triggers": ["<g"]}}, "begin must be"),
-        ({"type": "structural_tag", "format": {**TRIGGERED, "tags": []}}, "must have tags"),
-    ],
-)
-def test_invalid_structural_tags_are_refused(tag: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
-
-
-def test_samples_obey_a_structural_tag(llm: LLM) -> None:
-    form = {**TRIGGERED, "at_least_one": True, "stop_after_first": True, "tags": TAGS[:1]}
-    tag = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
-    trigger = llm.get_tokenizer().convert_tokens_to_ids(list("<f="))
-
-    def trigger_first(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(output_token_ids) < len(trigger):
-            logits[trigger[len(output_token_ids)]] += 1000.0
-        return logits
-
-    params = SamplingParams(
-        structured_outputs=tag, logits_processors=[trigger_first], max_tokens=128, seed=1
-    )
-    assert re.fullmatch(r'<f=a>\{\s*"n"\s*:\s*7\s*\}</f>', run(llm, "a", params).outputs[0].text)
-
-
-def test_grammars_may_be_in_gbnf(llm: LLM) -> None:
-    grammar = 'root ::= "SELECT " column " FROM t" # what\ncolumn ::= "a" | "b"'
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
-    text = run(llm, "a", replace(params, max_tokens=64)).outputs[0].text
-    assert text in ("SELECT a FROM t", "SELECT b FROM t")
-    with pytest.raises(ValueError, match="Failed to convert the grammar"):
-        run(llm, "a", SamplingParams(structured_outputs={"grammar": "not a grammar"}))
-
-
-def test_backend_outlines_writes_its_whitespace_in_json(model: Path) -> None:
-    llm = LLM(model, num_kv_blocks=64, structured_outputs_config={"backend": "outlines"})
-    schema = {"type": "object", "properties": {"a": {"enum": [[1, 2]]}}, "required": ["a"]}
-    params = SamplingParams(
-        n=16, seed=1, max_tokens=64, structured_outputs={"json": schema, "unsupported": "check"}
-    )
-    texts = {sample.text for sample in run(llm, "a", params).outputs}
-    assert all(json.loads(text)["a"] == [1, 2] for text in texts)
-    assert any(" " in text for text in texts)
-    assert not any("\n" in text or "  " in text for text in texts)
-
-
-def test_schema_defaults_of_the_llm_apply_to_calls(model: Path) -> None:
-    wanted = ("disable_any_whitespace", "disable_additional_properties")
-    config = SimpleNamespace(backend="auto", **dict.fromkeys(wanted, True))
-    with pytest.warns(UserWarning, match="structured_outputs_backend has no effect"):
-        llm = LLM(model, num_kv_blocks=32, structured_outputs_config=config)
-    objects = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
-    params = SamplingParams(structured_outputs={"json": objects}, max_tokens=32)
-    for seed in range(4):
-        assert run(llm, "a", replace(params, seed=seed)).outputs[0].text == '{"a":null}'
-
-
-def test_lora_request_finds_an_adapter_by_name_or_path(model: Path, tmp_path: Path) -> None:
+def test_lora_request_selects_adapter_by_name_or_path(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     make_adapter(AutoModelForCausalLM.from_pretrained(model), folder, seed=3)
     llm = LLM(model, num_kv_blocks=32, adapters={"sql": folder})
@@ -484,7 +325,7 @@ def test_lora_request_finds_an_adapter_by_name_or_path(model: Path, tmp_path: Pa
         run(llm, "a", GREEDY, lora_request=[None, None])
 
 
-def test_enable_lora_loads_the_adapter_of_a_call(model: Path, tmp_path: Path) -> None:
+def test_enable_lora_loads_adapters_on_first_use(model: Path, tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("sql", "chess", "broken")}
     for seed, name in enumerate(("sql", "chess")):
         base = AutoModelForCausalLM.from_pretrained(model)
@@ -500,7 +341,7 @@ def test_enable_lora_loads_the_adapter_of_a_call(model: Path, tmp_path: Path) ->
     found = [output.outputs[0].token_ids for output in outputs]
     assert found == [expected[0], plain, expected[1], expected[0]]
     assert run(llm, "a", GREEDY, adapter="chess").outputs[0].token_ids == expected[1]
-    # The same name of another place is another adapter; one of a place is loaded once.
+    # The name with another folder is another adapter; each folder is loaded once.
     again = LoRARequest("sql", 7, lora_local_path=str(places["chess"]))
     assert run(llm, "a", GREEDY, lora_request=again).outputs[0].token_ids == expected[1]
     with pytest.raises(ModelError, match=r"model.adapters.broken"):
@@ -511,13 +352,12 @@ def test_enable_lora_loads_the_adapter_of_a_call(model: Path, tmp_path: Path) ->
 
 
 def test_request_output_drops_unknown_fields_with_a_warning() -> None:
-    """By programs that fill one of their own, in tests of what reads outputs, say."""
     with pytest.warns(UserWarning, match="RequestOutput: kv_events has no effect here"):
         made = RequestOutput("7", "abc", [1, 2], None, outputs=[], finished=True, kv_events=[])
     assert made == RequestOutput("7", "abc", [1, 2], None, outputs=[], finished=True)
 
 
-def test_beam_search_returns_sequences_in_the_form_of_vllm(llm: LLM, model: Path) -> None:
+def test_beam_search_returns_vllm_sequences(llm: LLM, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     params = BeamSearchParams(beam_width=3, max_tokens=8)
     (output,) = llm.beam_search([TextPrompt(prompt="abc")], params)
@@ -559,7 +399,7 @@ OPENED = "<|im_start|>assistant\n"
         ({"chat_template": "{{ messages[0].content }}!"}, "Hi!"),
     ],
 )
-def test_chat_ends_a_conversation_as_asked(
+def test_chat_generation_prompt_and_continuation(
     llm: LLM, model: Path, arguments: dict[str, Any], ending: str
 ) -> None:
     if "chat_template" in arguments:
@@ -577,7 +417,7 @@ def test_chat_ends_a_conversation_as_asked(
         assert output.prompt == tokenizer.apply_chat_template(TALK, tokenize=False, **given)
 
 
-def test_chat_template_of_the_llm(model: Path, tmp_path: Path) -> None:
+def test_llm_chat_template_applies_to_chats(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0].content }}!")
     messages = [{"role": "user", "content": "hi"}]
@@ -590,7 +430,7 @@ def test_chat_template_of_the_llm(model: Path, tmp_path: Path) -> None:
             LLM(model, chat_template=bad)
 
 
-def test_get_metrics_has_the_names_of_vllm(model: Path) -> None:
+def test_get_metrics_uses_vllm_names(model: Path) -> None:
     llm = LLM(model, num_kv_blocks=32)
     prompts = [[5] * 40, [5] * 40, [6] * 3]
     outputs = [run(llm, prompt, GREEDY) for prompt in prompts]
@@ -611,7 +451,7 @@ def test_get_metrics_has_the_names_of_vllm(model: Path) -> None:
     assert next(iter(llm.get_metrics())).value == 0  # type: ignore[attr-defined]
 
 
-def test_llm_engine_shows_the_configs_of_vllm(llm: LLM, model: Path) -> None:
+def test_llm_engine_exposes_vllm_configs(llm: LLM, model: Path) -> None:
     engine = llm.llm_engine
     assert engine.model_config is engine.get_model_config() is llm.model_config
     assert engine.model_config.model == str(model)
@@ -624,7 +464,7 @@ def test_llm_engine_shows_the_configs_of_vllm(llm: LLM, model: Path) -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_prompts_accept_the_types_of_vllm(llm: LLM) -> None:
+def test_generate_accepts_prompt_types_of_vllm(llm: LLM) -> None:
     ids = run(llm, "abc", GREEDY).prompt_token_ids
     shown = run(llm, TokensPrompt(prompt_token_ids=ids, prompt="what it says"), GREEDY)
     assert (shown.prompt, shown.prompt_token_ids) == ("what it says", ids)
@@ -634,7 +474,7 @@ def test_prompts_accept_the_types_of_vllm(llm: LLM) -> None:
         run(llm, {"prompt": "abc", "multi_modal_data": {"image": 1}}, GREEDY)
 
 
-def test_a_progress_bar_can_be_given(llm: LLM) -> None:
+def test_use_tqdm_accepts_a_progress_bar_function(llm: LLM) -> None:
     made = []
 
     def bar(**arguments: Any) -> Any:
@@ -660,7 +500,7 @@ def test_reset_prefix_cache(llm: LLM) -> None:
         ("zork", "LLM has no attribute zork"),
     ],
 )
-def test_missing_methods_say_what_to_use_instead(llm: LLM, name: str, instead: str) -> None:
+def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=instead):
         getattr(llm, name)
     assert not hasattr(llm, name)
@@ -692,13 +532,13 @@ def test_invalid_sampling_params_are_refused_by_name(
         SamplingParams(**arguments)
 
 
-def test_best_of_other_than_n_is_refused(llm: LLM) -> None:
+def test_best_of_must_equal_n(llm: LLM) -> None:
     assert len(run(llm, "a", SamplingParams(n=2, best_of=2)).outputs) == 2
     with pytest.raises(ValueError, match="best_of is 3; draw n=3 samples with logprobs=0"):
         run(llm, "a", SamplingParams(n=2, best_of=3))
 
 
-def test_sampling_params_can_be_changed_and_are_checked_again() -> None:
+def test_changed_sampling_params_are_validated() -> None:
     params = SamplingParams(stop="a", logprobs=True, seed=-1)
     assert (params.stop, params.logprobs, params.seed) == (("a",), 1, None)
     copied = params.clone()
@@ -723,11 +563,6 @@ def test_sampling_params_from_optional() -> None:
     with pytest.raises(ValueError, match='logit_bias has "a"; its keys must be token ids'):
         SamplingParams.from_optional(logit_bias={"a": 1.0})
     assert SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY).max_tokens == 16
-
-
-def test_generate_accepts_the_sampling_params_of_jobs(llm: LLM) -> None:
-    record = sampling.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    assert run(llm, "a", record).outputs == run(llm, "a", GREEDY).outputs
 
 
 def test_package_exports_its_names() -> None:
