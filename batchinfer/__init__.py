@@ -1,4 +1,4 @@
-"""Run a language model over a whole dataset, as many sequences at a time as memory allows."""
+"""Runs a language model over a whole dataset."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _PARAMS = {
     "SamplingParams": "call_params",
     "StructuredOutputsParams": "structured_params",
 }
-"""Names that need no torch, by their modules in ``config``."""
+"""Modules in ``config`` of the names that do not need torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when first used, so that the command line handles signals sooner."""
+    """Import a name when it is first used, so that the command line handles signals sooner."""
     if name in _PARAMS:
         from importlib import import_module
 

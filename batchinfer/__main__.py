@@ -1,4 +1,4 @@
-"""The ``batchinfer`` program in its own process, and ``python -m batchinfer``."""
+"""Entry point of the ``batchinfer`` program and of ``python -m batchinfer``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from batchinfer.process.process import bound_spinning, leaves_at_once, skip_opti
 
 
 def main() -> None:
-    """Run the program without imports that it never uses, and with threads that wait briefly."""
-    leave_as_asked()  # before the commands are imported, which takes long enough for a Ctrl-C
+    """Run the program, without imports that it never uses and with threads that wait briefly."""
+    leave_as_asked()  # first, because importing the commands takes long enough for a Ctrl-C
     skip_optional_imports()
     bound_spinning()
     from batchinfer.cli.commands import main as run_commands

@@ -77,7 +77,7 @@ class StorageError(JobError):
 
 
 class RowError(Exception):
-    """A row cannot be run: it becomes an error row with this code, and the job continues."""
+    """A row cannot be run; it becomes an error row with this code, and the job continues."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -89,10 +89,10 @@ class RowError(Exception):
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Returns an error's message, or its class, on one line of at most ``most`` characters.
+    """Return an error's message, or its class, on one line of at most ``most`` characters.
 
-    Errors of libraries may fill a page and repeat bytes of a damaged file: characters that cannot
-    be printed are escaped.
+    Messages of libraries may fill a page or repeat bytes of a damaged file, so unprintable
+    characters are escaped.
     """
     line = " ".join(str(error).split())[:most]
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
@@ -100,14 +100,14 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 _SUMMARY = "Run a language model over a whole Parquet dataset"
-"""The start of this project's summary in its package metadata."""
+"""Start of the summary in this project's package metadata."""
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra, for the end of a message.
+    """Return the command that installs an extra, for the end of a message.
 
-    It names a checkout, as this name on the package index belongs to another project. If that one
-    is installed, the message says so.
+    The command installs from a checkout, because the name on the package index belongs to another
+    project. If that project is installed, the command uninstalls it first.
 
     Args:
         extra: a name under ``[project.optional-dependencies]`` of ``pyproject.toml``.
@@ -120,8 +120,8 @@ def install_command(extra: str) -> str:
 
 
 def _other_distribution() -> str | None:
-    """Returns the version of another project that is installed under this name, or None."""
-    from importlib import metadata  # takes 20 ms, and is needed for such an error only
+    """Return the version of another project that is installed under this name, or None."""
+    from importlib import metadata  # takes 20 ms, and only this message needs it
 
     try:
         found = metadata.metadata("batchinfer")

@@ -1,7 +1,7 @@
-"""Suggests the name that a misspelled one meant, and says how names that look the same differ.
+"""Suggests the known name nearest to a misspelled name, for messages.
 
-A name can be written with a letter and its accent in one character (NFC) or in two (NFD), and hold
-invisible characters: https://www.unicode.org/reports/tr15/.
+Two names can look the same and differ: an accented letter can be one character (NFC) or two (NFD),
+and a name can contain invisible characters: https://www.unicode.org/reports/tr15/.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that looks the same as ``name``, else the most similar, else None."""
+    """Return the known name that looks the same as ``name``, else the most similar, else None."""
     others, look = [one for one in known if one != name], _as_seen(name)
     alike = (one for one in others if look and _as_seen(one) == look)
     return next(alike, None) or next(iter(difflib.get_close_matches(name, others, n=1)), None)
 
 
 def unseen_difference(name: str, near: str) -> str:
-    """Returns, in brackets, how two names that look the same differ; "" for other names."""
+    """Return, in brackets, how two names that look the same differ; "" for other names."""
     if name == near or _as_seen(name) != _as_seen(near):
         return ""
     forms = [_form(one) for one in (near, name)]
@@ -34,14 +34,14 @@ def unseen_difference(name: str, near: str) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Returns a question with the nearest known name; "" if none is near."""
+    """Return a question that suggests the nearest known name; "" if none is near."""
     near = nearest(name, known)
     return f"did you mean {near}{unseen_difference(name, near)}?" if near else ""
 
 
 def _as_seen(name: str) -> str:
-    """Returns a form that is equal for names that look the same: composed, with plain spaces, but
-    none at the ends, and without characters that only format or choose a variant."""
+    """Return a form that is equal for names that look the same: composed (NFC), stripped, with
+    plain spaces, and without invisible characters."""
     seen = (" " if unicodedata.category(c) == "Zs" else c for c in name if not _is_invisible(c))
     return unicodedata.normalize("NFC", "".join(seen)).strip()
 

@@ -1,4 +1,4 @@
-"""Protocols between the engine and the text plane, which do not import each other."""
+"""Protocols that connect the engine and text processing, which do not import each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that the text contains, and how many characters to keep."""
+    """A stop string in a sample's text, and the number of characters to keep."""
 
     stop: str
     text_end: int
@@ -44,14 +44,14 @@ class StopChecker(Protocol):
         """Advance by the sample's next token.
 
         Args:
-            may_stop: False while the sample is shorter than ``min_tokens``; a stop string that is
-                complete by then never counts.
+            may_stop: False while the sample is shorter than ``min_tokens``. A stop string that is
+                complete before this length never counts.
         """
         ...
 
 
 class GrammarState(Protocol):
-    """The matcher of one sample: says which tokens may come next."""
+    """State of a grammar for one sample: determines which tokens may come next."""
 
     @property
     def error(self) -> str | None:
@@ -62,13 +62,13 @@ class GrammarState(Protocol):
         """Advance by the sample's next token, which the mask allowed.
 
         Returns:
-            The tokens that must follow, which are taken too; empty if there is a choice. The last
-            is an end-of-sequence token if the text is complete and cannot continue.
+            The tokens that must follow, by which the state advances too; empty if there is a
+            choice. The last is an end-of-sequence token if the text cannot continue.
         """
         ...
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Advance by several of a sample's tokens, including forced ones; forces nothing itself.
+        """Advance by several tokens of a sample, including forced tokens, without forcing more.
 
         Sets ``error`` if the grammar does not allow them.
         """
@@ -76,7 +76,7 @@ class GrammarState(Protocol):
 
 
 class ForkingState(GrammarState, Protocol):
-    """The matcher of a beam, which several beams may continue."""
+    """State of a grammar for a beam, which may split into several beams."""
 
     def fork(self) -> ForkingState:
         """Returns an independent copy."""
@@ -87,15 +87,15 @@ class Grammar(Protocol):
     """A constraint on the text of a row's samples."""
 
     def begin(self) -> GrammarState:
-        """Returns a matcher for a new sample."""
+        """Return the state of a new sample."""
         ...
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-        """Returns the token masks of samples of this grammar, or of others for the same model.
+        """Return the token masks of samples, which may also use other grammars of the same model.
 
         Returns:
             [len(states), words]: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` may come
-            next. End-of-sequence tokens may if the text is complete. The mask of a state with an
-            error is undefined.
+            next. End-of-sequence tokens may come next if the text is complete. The mask of a state
+            with an error is undefined.
         """
         ...

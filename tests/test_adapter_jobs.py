@@ -71,7 +71,7 @@ def job(tmp_path: Path, folder: Path, **sections: dict[str, Any]) -> JobSpec:
 
 
 @torch.inference_mode()
-def test_a_mixed_job_equals_three_runs_of_peft(folder: Path, tmp_path: Path) -> None:
+def test_job_with_mixed_adapters_equals_peft(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     names = write_rows(tmp_path / "rows.parquet", 36)
@@ -102,7 +102,7 @@ def test_a_mixed_job_equals_three_runs_of_peft(folder: Path, tmp_path: Path) -> 
     assert summary["model"]["adapter_bytes"] == planned["model"]["adapter_bytes"] > 0
 
 
-def test_all_rows_may_run_through_one(folder: Path, tmp_path: Path) -> None:
+def test_prompt_adapter_applies_to_all_rows(folder: Path, tmp_path: Path) -> None:
     table = {"prompt": ["Some words", "and more"], "lora": ["two", "two"]}
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
     ways = {"column": {}, "key": {"prompt": {"adapter_column": None, "adapter": "two"}}}
@@ -115,7 +115,7 @@ def test_all_rows_may_run_through_one(folder: Path, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_scores_are_those_of_a_rows_adapter(folder: Path, tmp_path: Path) -> None:
+def test_score_job_uses_each_rows_adapter(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     prompt, completion, names = "Some words", " and some more", [None, "one", "two"]
@@ -137,7 +137,7 @@ def test_scores_are_those_of_a_rows_adapter(folder: Path, tmp_path: Path) -> Non
         assert row["score"][0]["sum_logprob"] == pytest.approx(float(wanted.sum()), abs=1e-3), name
 
 
-def test_an_adapter_trained_again_is_another_job(folder: Path, tmp_path: Path) -> None:
+def test_retrained_adapter_changes_the_job_fingerprint(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", 36)
     base = tiny_model("llama", vocab_size=259)
     for name in ("one", "two"):
@@ -150,7 +150,7 @@ def test_an_adapter_trained_again_is_another_job(folder: Path, tmp_path: Path) -
         run_job(job(tmp_path, tmp_path), quiet=True)
 
 
-def test_an_adapter_of_another_model_ends_with_exit_code_5(
+def test_adapter_of_another_model_exits_5(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -174,7 +174,7 @@ def test_an_adapter_of_another_model_ends_with_exit_code_5(
     assert not list((tmp_path / "out" / "data").iterdir())
 
 
-def test_a_plan_counts_adapters(folder: Path, tmp_path: Path) -> None:
+def test_plan_counts_adapter_bytes(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", 36)
     planned = plan_job(job(tmp_path, folder), device="cpu")
     alone = plan_job(
@@ -188,7 +188,7 @@ def test_a_plan_counts_adapters(folder: Path, tmp_path: Path) -> None:
     assert planned["prompt_computed"] > alone["prompt_computed"], "adapters share nothing"
 
 
-def test_prompts_of_the_python_api_choose_adapters(folder: Path) -> None:
+def test_generate_selects_adapter_per_prompt(folder: Path) -> None:
     names = {name: folder / name for name in ("one", "two")}
     llm = LLM(folder / "model", adapters=names, num_kv_blocks=60)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)

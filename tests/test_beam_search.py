@@ -163,14 +163,16 @@ def compare_with_transformers(width: int, penalty: float, checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("width", "penalty"), SOME)
-def test_prompts_come_out_as_from_transformers(width: int, penalty: float, checkpoint) -> None:
+def test_beams_equal_transformers(width: int, penalty: float, checkpoint) -> None:
     compare_with_transformers(width, penalty, checkpoint)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_width_comes_out_with_every_penalty(width: int, penalty: float, checkpoint) -> None:
+def test_beams_equal_transformers_for_every_width_and_penalty(
+    width: int, penalty: float, checkpoint
+) -> None:
     compare_with_transformers(width, penalty, checkpoint)
 
 
@@ -189,7 +191,7 @@ def test_some_beams_end_early_and_some_do_not(searched: list[list[tuple[int, flo
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "mistral"])
-def test_families_with_windows_and_sinks(family: str, checkpoint) -> None:
+def test_beam_search_with_sliding_windows_and_sinks(family: str, checkpoint) -> None:
     completions, _ = run(checkpoint(family), Setup(block_size=4), searches(4, 1.0, 6))
     for completion in completions.values():
         assert_found(family, completion)
@@ -205,7 +207,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
-def test_what_is_found_does_not_depend_on_the_pool(setup: Setup, checkpoint) -> None:
+def test_beams_do_not_depend_on_the_kv_pool_size(setup: Setup, checkpoint) -> None:
     completions, steps = run(checkpoint("llama"), setup, searches(4, 1.0, 16))
     for completion in completions.values():
         assert_found("llama", completion)
@@ -214,7 +216,7 @@ def test_what_is_found_does_not_depend_on_the_pool(setup: Setup, checkpoint) -> 
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_searches_beside_other_rows(runs_ahead: bool, checkpoint) -> None:
+def test_beams_do_not_depend_on_other_rows(runs_ahead: bool, checkpoint) -> None:
     """Searches of several widths, and sampled rows that want log-probabilities."""
     plain = SamplingParams(max_tokens=OUTPUT_TOKENS, n=2, seed=1, logprobs=3)
     kinds = [searches(2, 2.0, 1)[0], plain, searches(4, 1.0, 1)[0], searches(8, 0.0, 1)[0]]

@@ -117,7 +117,7 @@ def test_help_and_usage_errors_import_nothing_heavy(
     ("typed", "found"),
     [("pl", {"plan"}), ("run --retry", {"--retry-errors"}), ("nothing", set())],
 )
-def test_a_shell_completes_commands_and_options(
+def test_shell_completion_of_commands_and_options(
     monkeypatch: pytest.MonkeyPatch, typed: str, found: set[str]
 ) -> None:
     words = f"batchinfer {typed}"
@@ -137,7 +137,7 @@ def test_help_alone_does_not_load_the_job_plane() -> None:
 
 
 @pytest.mark.parametrize("end", ["| true", ">&-"], ids=["reader left", "closed"])
-def test_a_closed_stdout_is_no_error(end: str) -> None:
+def test_closed_stdout_exits_0(end: str) -> None:
     program = f"{sys.executable} -c 'from batchinfer.cli.commands import main; main()'"
     command = f"set -o pipefail; {program} schema {end}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -146,7 +146,7 @@ def test_a_closed_stdout_is_no_error(end: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [["schema"], ["validate", "{job}"], ["--help"]])
-def test_a_full_disk_under_stdout_is_exit_8(tmp_path: Path, arguments: list[str]) -> None:
+def test_full_disk_under_stdout_exits_8(tmp_path: Path, arguments: list[str]) -> None:
     job = str(write_job(tmp_path))
     command = [sys.executable, "-m", "batchinfer", *(a.format(job=job) for a in arguments)]
     with open("/dev/full", "w") as full:
@@ -212,7 +212,7 @@ def test_run_passes_its_options_to_run_job(batchinfer: Run, fake_run: Any, tmp_p
 
 
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.TOO_MANY_ROW_ERRORS])
-def test_the_code_of_run_is_the_exit_code(
+def test_run_exits_with_the_code_of_the_job(
     batchinfer: Run, fake_run: Any, tmp_path: Path, code: ExitCode
 ) -> None:
     fake_run(lambda spec, **options: code)
@@ -223,7 +223,7 @@ def test_the_code_of_run_is_the_exit_code(
     ("error", "code"),
     [(DataError, 4), (ModelError, 5), (DeviceError, 6), (LockedError, 7), (StorageError, 8)],
 )
-def test_a_job_error_prints_its_message_and_exits_with_its_code(
+def test_job_error_prints_message_and_sets_exit_code(
     batchinfer: Run, fake_run: Any, tmp_path: Path, error: type[JobError], code: int
 ) -> None:
     def run_job(spec: JobSpec, **options: bool) -> ExitCode:
@@ -235,7 +235,7 @@ def test_a_job_error_prints_its_message_and_exits_with_its_code(
     assert done.err.splitlines() == [f"[bold]line {i}" for i in range(12)]
 
 
-def test_a_bug_is_one_line_and_a_log_in_the_output(
+def test_bug_prints_one_line_and_writes_crash_log(
     batchinfer: Run, fake_run: Any, tmp_path: Path
 ) -> None:
     def run_job(spec: JobSpec, **options: bool) -> ExitCode:

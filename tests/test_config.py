@@ -25,7 +25,7 @@ from batchinfer.config.options import (
         (BenchOptions, EngineConfig, BENCH_ENGINE_KEYS),
     ],
 )
-def test_options_with_the_name_of_a_key_are_passed_on(
+def test_options_named_like_keys_reach_the_job(
     options: type, config: type, keys: tuple[str, ...]
 ) -> None:
     both = set(field_names(options)) & set(field_names(config))
@@ -47,9 +47,7 @@ def test_options_with_the_name_of_a_key_are_passed_on(
         ({"logit_bias": {"5": 1.0}}, "a dict of whole numbers and their numbers or None"),
     ],
 )
-def test_a_sampling_parameter_of_another_type_is_named(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         SamplingParams(**fields)
 
@@ -86,7 +84,7 @@ def test_a_sampling_parameter_of_another_type_is_named(
         ({"beam_width": 2, "top_k": 5}, "not yet: sampling.top_k with beam_width"),
     ],
 )
-def test_a_sampling_parameter_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
+def test_sampling_parameter_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
 
@@ -96,7 +94,7 @@ def test_beam_search_ignores_the_temperature() -> None:
     assert (params.temperature, params.beam_width, params.n) == (0.0, 4, 2)
 
 
-def test_values_that_mean_the_same_become_the_same() -> None:
+def test_equivalent_sampling_values_are_normalized() -> None:
     loose = SamplingParams(
         max_tokens=np.int64(8),  # type: ignore[arg-type]
         temperature=1,
@@ -119,7 +117,7 @@ def test_values_that_mean_the_same_become_the_same() -> None:
     assert type(loose.temperature) is float
 
 
-def test_the_other_records_check_their_types_too() -> None:
+def test_other_settings_check_their_types() -> None:
     with pytest.raises(TypeError, match="order is 'random'; it must be prefix or input"):
         EngineConfig(order="random")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kv_cache_memory is True; it must be a string or a whole"):

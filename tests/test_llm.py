@@ -38,7 +38,7 @@ def llm(model: Path) -> LLM:
     return LLM(str(model), num_kv_blocks=256)
 
 
-def test_generate_continues_raw_text_as_transformers_does(llm: LLM, model: Path) -> None:
+def test_generate_equals_transformers(llm: LLM, model: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = ["Hello", "a longer prompt <|im_end|> with a control token"]
@@ -81,7 +81,7 @@ def test_fp8_has_four_times_the_blocks_of_float32_for_the_memory(model: Path) ->
     assert len(output.outputs[0].token_ids) == 8
 
 
-def test_all_forms_of_a_prompt_give_the_same_text(llm: LLM) -> None:
+def test_all_prompt_forms_give_the_same_text(llm: LLM) -> None:
     ids = llm.generate("abc", GREEDY, use_tqdm=False)[0].prompt_token_ids
     forms = [["abc"], {"prompt": "abc"}, ids, [ids], {"prompt_token_ids": ids}]
     texts = {llm.generate(form, GREEDY, use_tqdm=False)[0].outputs[0].text for form in forms}
@@ -152,7 +152,7 @@ def test_decoded_tokens_of_a_multi_token_character(llm: LLM) -> None:
     assert texts[:5] == ["", "é", "", "", "€"]
 
 
-def test_bans_that_leave_no_token_fail_the_prompt(llm: LLM) -> None:
+def test_prompt_fails_if_bans_exclude_every_token(llm: LLM) -> None:
     words = ["h", "g"]
     encode = llm.get_tokenizer().encode
     allowed = [encode(word, add_special_tokens=False)[0] for word in words]
@@ -182,7 +182,7 @@ def test_fp8_kv_cache_gives_the_same_bits_in_any_batch(model: Path, dtype: str) 
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-def test_a_bad_prompt_ends_the_call_or_fails_alone(llm: LLM) -> None:
+def test_errors_argument_raises_or_returns_prompt_errors(llm: LLM) -> None:
     prompts = [[5] * 600, "fine"]
     with pytest.raises(ValueError, match=r"prompt 0: .*length 600.* is longer than the maximum"):
         llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -193,7 +193,7 @@ def test_a_bad_prompt_ends_the_call_or_fails_alone(llm: LLM) -> None:
     assert good.error is None
 
 
-def test_stats_are_those_of_the_summary_and_a_table_in_notebooks(model: Path) -> None:
+def test_stats_match_summary_and_render_as_a_table(model: Path) -> None:
     llm = LLM(str(model), num_kv_blocks=64)
     llm.generate(["one prompt", "one prompt too"], GREEDY, use_tqdm=False)
     stats = llm.stats()
@@ -206,7 +206,7 @@ def test_stats_are_those_of_the_summary_and_a_table_in_notebooks(model: Path) ->
     assert 0 < kv["peak_used_blocks"] <= 64
 
 
-def test_calls_have_a_report(model: Path, tmp_path: Path) -> None:
+def test_report_covers_all_calls(model: Path, tmp_path: Path) -> None:
     llm = LLM(model, dtype="float32", num_kv_blocks=64)
     for _ in range(2):
         llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
@@ -226,9 +226,7 @@ def test_calls_have_a_report(model: Path, tmp_path: Path) -> None:
     assert llm._calls.report_data("m", {}).lengths.rows == 0
 
 
-def test_an_interrupted_call_leaves_nothing_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_call_frees_its_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -241,7 +239,7 @@ def test_an_interrupted_call_leaves_nothing_behind(
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs == expected
 
 
-def test_an_interrupted_call_is_forgotten_before_its_error_is_handled(
+def test_interrupted_call_is_dropped_before_its_error_is_handled(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -257,7 +255,7 @@ def test_an_interrupted_call_is_forgotten_before_its_error_is_handled(
         assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs == expected
 
 
-def test_threads_take_turns(llm: LLM) -> None:
+def test_calls_from_threads_run_one_at_a_time(llm: LLM) -> None:
     prompts = [[f"thread {thread} prompt {at}" for at in range(3)] for thread in range(4)]
     alone = [llm.generate(mine, GREEDY, use_tqdm=False) for mine in prompts]
 
@@ -274,7 +272,7 @@ def test_threads_take_turns(llm: LLM) -> None:
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_a_call_from_within_a_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def call_again(*_: object) -> None:
         llm.generate("b", GREEDY, use_tqdm=False)
 
@@ -352,7 +350,7 @@ def test_invalid_prompts_are_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("prompts", [np.array(["a", "b"]), ({"prompt": "a"}, "b")])
-def test_prompts_may_be_any_collection(llm: LLM, prompts: Any) -> None:
+def test_prompts_accept_arrays_and_tuples(llm: LLM, prompts: Any) -> None:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["a", "b"]
 
@@ -376,7 +374,7 @@ def test_invalid_conversations_are_refused(llm: LLM, conversations: Any, message
         llm.chat(conversations, GREEDY, use_tqdm=False)
 
 
-def test_a_conversation_that_cannot_be_rendered_fails_alone(llm: LLM) -> None:
+def test_chat_render_error_fails_only_its_conversation(llm: LLM) -> None:
     good = [{"role": "user", "content": "hi"}]
     bad = [{"role": "user", "content": "\ud800"}]
     outputs = llm.chat([good, bad, []], GREEDY, use_tqdm=False, errors="return")
@@ -400,7 +398,7 @@ def test_chat_errors_name_the_conversation_and_no_column(
     assert outputs[1].error.message == error
 
 
-def test_a_hostile_template_or_tokenizer_fails_single_prompts(model: Path, tmp_path: Path) -> None:
+def test_hostile_template_or_tokenizer_fails_only_its_prompts(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     template = "{{ 'a' * (10 ** 11 if messages[0].content == 'bad' else 1) }}"
     (folder / "chat_template.jinja").write_text(template)
@@ -444,7 +442,11 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
         ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
         ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: adapters, .* block_size"),
-        ({"tokenizer_mode": "mistral"}, ValueError, r"mode='mistral'\) is not there; leave it out"),
+        (
+            {"tokenizer_mode": "mistral"},
+            ValueError,
+            r"mode='mistral'\) is not supported; leave it out",
+        ),
         ({"load_format": "gguf"}, NotYetError, r"not yet: LLM\(load_format='gguf'\)"),
         ({"task": "transcription"}, NotYetError, r"not yet: LLM\(task='transcription'\)"),
         ({"runner": "pooling", "task": "generate"}, ValueError, "leave one of them out"),
@@ -467,7 +469,7 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ),
     ],
 )
-def test_a_bad_argument_is_named(
+def test_invalid_llm_arguments_are_named(
     model: Path, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -486,7 +488,7 @@ def test_a_bad_argument_is_named(
         ({"use_tdqm": False}, TypeError, r"LLM\.generate has no argument use_tdqm; .*use_tqdm"),
     ],
 )
-def test_a_bad_argument_of_generate_is_named(
+def test_invalid_generate_arguments_are_named(
     llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -500,25 +502,25 @@ def test_a_bad_argument_of_generate_is_named(
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             ValueError,
-            "add_generation_prompt begins another; keep one",
+            "add_generation_prompt starts a new one; keep one",
         ),
         ({"messages": []}, TypeError, "give conversations, or messages"),
         ({"zork": 1}, TypeError, r"LLM\.chat has no argument zork; known: sampling_params, "),
     ],
 )
-def test_a_bad_argument_of_chat_is_named(
+def test_invalid_chat_arguments_are_named(
     llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         llm.chat([{"role": "user", "content": "hi"}], GREEDY, **arguments)
 
 
-def test_a_model_must_be_a_string_or_a_path() -> None:
+def test_model_argument_must_be_string_or_path() -> None:
     with pytest.raises(TypeError, match=r"model is 5; it must be a string"):
         LLM(5)  # type: ignore[arg-type]
 
 
-def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+def test_broken_config_error_names_config_json(tmp_path: Path) -> None:
     make_text_model(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": "x"}))
@@ -526,7 +528,7 @@ def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
         LLM(tmp_path)
 
 
-def test_beams_come_best_first(llm: LLM) -> None:
+def test_beam_search_returns_best_beam_first(llm: LLM) -> None:
     prompts = ["abc", [1, 2, 3]]
     params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5)
     for output in llm.beam_search(prompts, params):
@@ -543,7 +545,7 @@ def test_beams_come_best_first(llm: LLM) -> None:
     assert greedy.outputs[0].score is None
 
 
-def test_arguments_of_a_beam_search_are_checked(llm: LLM) -> None:
+def test_invalid_beam_search_arguments_are_named(llm: LLM) -> None:
     with pytest.raises(ValueError, match="beam_width is 0"):
         llm.beam_search("a", BeamSearchParams(beam_width=0, max_tokens=4))
     with pytest.raises(TypeError, match="params must be BeamSearchParams"):
@@ -552,7 +554,7 @@ def test_arguments_of_a_beam_search_are_checked(llm: LLM) -> None:
         llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=4), beams=2)
 
 
-def test_the_revision_does_not_apply_to_another_tokenizer(
+def test_revision_does_not_apply_to_tokenizer_argument(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

@@ -80,10 +80,6 @@ def test_llm_arguments_without_effect_give_one_warning(
     [
         ({"pipeline_parallel_size": 2}, NotYetError, "pipeline_parallel_size"),
         ({"prompt_embeds": torch.ones(3)}, NotYetError, "prompt_embeds"),
-        ({"tokenizer_mode": "custom"}, NotYetError, "tokenizer_mode='custom'"),
-        ({"tokenizer_mode": "mistral"}, ValueError, "tokenizer.json and the chat template"),
-        ({"hf_token": "x"}, TypeError, "set the environment variable HF_TOKEN"),
-        ({"blok_size": 2}, TypeError, "did you mean block_size"),
         (
             {"num_gpu_blocks_override": 7, "num_kv_blocks": 7},
             ValueError,
@@ -91,7 +87,7 @@ def test_llm_arguments_without_effect_give_one_warning(
         ),
     ],
 )
-def test_unsupported_llm_arguments_are_refused_with_the_alternative(
+def test_unsupported_llm_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.long
-def test_a_small_one_is_killed_goes_on_and_is_held_to_its_bounds(tmp_path: Path) -> None:
+def test_small_million_rows_benchmark_resumes_within_its_bounds(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "million_rows.py")
     # Killed when a third is done: with less to go it might end before the signal comes.
     size = ["--rows", "12000", "--kill-at", "0.3", "--slack", "20"]

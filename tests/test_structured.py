@@ -64,7 +64,7 @@ PATTERNS = [
 ]
 
 
-def test_greedy_text_equals_that_of_transformers(llm: LLM, model: Path) -> None:
+def test_greedy_structured_text_equals_transformers(llm: LLM, model: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = ["Is it so?", "When?", "Shout! " * 9]
@@ -96,7 +96,7 @@ def test_greedy_text_equals_that_of_transformers(llm: LLM, model: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_beams_equal_those_of_transformers(llm: LLM, model: Path, pattern: str) -> None:
+def test_structured_beams_equal_transformers(llm: LLM, model: Path, pattern: str) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     inputs = AutoTokenizer.from_pretrained(model)("When?", return_tensors="pt")
     prompt = inputs["input_ids"].shape[1]
@@ -185,14 +185,14 @@ def test_structured_text_does_not_depend_on_batch_or_pool_size(llm: LLM, model: 
             assert one.cumulative_logprob == two.cumulative_logprob == three.cumulative_logprob
 
 
-def test_a_complete_text_ends_before_min_tokens(llm: LLM) -> None:
+def test_complete_structured_text_ends_before_min_tokens(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, min_tokens=30, structured_outputs={"choice": ["ab"]})
     (output,) = llm.generate(["a"], params, use_tqdm=False)
     assert output.error is None
     assert output.outputs[0].text == "ab"
 
 
-def test_an_invalid_grammar_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_invalid_grammar_is_refused_before_prompts_run(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs={"regex": "("})
     with pytest.raises(ValueError, match=r"prompt 1: structured_outputs: a regular expression"):
         llm.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)
@@ -210,7 +210,7 @@ def job(folder: Path, model: Path, sampling: str) -> Path:
     return path
 
 
-def test_a_job_and_rows_with_grammars_of_their_own(tmp_path: Path, model: Path) -> None:
+def test_job_and_row_grammars(tmp_path: Path, model: Path) -> None:
     cells = [
         None,
         '{"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": [1]}}}}',
@@ -246,7 +246,7 @@ def test_a_job_and_rows_with_grammars_of_their_own(tmp_path: Path, model: Path) 
         ("  response_format: {type: json_schema}", "needs json_schema: {schema: ...}"),
     ],
 )
-def test_a_bad_grammar_ends_a_job_before_the_model_loads(
+def test_invalid_grammar_ends_job_before_the_model_loads(
     tmp_path: Path, sampling: str, message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -255,7 +255,7 @@ def test_a_bad_grammar_ends_a_job_before_the_model_loads(
     assert len(str(caught.value).splitlines()) <= 12
 
 
-def test_the_order_of_properties_is_part_of_the_job(tmp_path: Path, model: Path) -> None:
+def test_schema_property_order_is_part_of_the_job(tmp_path: Path, model: Path) -> None:
     pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "in.parquet")
     texts = [
         "{json: {type: object, properties: {a: {const: 1}, b: {const: 2}}, required: [a, b]}}",

@@ -35,7 +35,7 @@ def llm(text_model: Path) -> LLM:
     return LLM(text_model, dtype="float32", device="cpu", num_kv_blocks=16)
 
 
-def test_a_prompt_with_one_is_an_error_and_others_run(llm: LLM) -> None:
+def test_prompt_with_added_token_is_an_error(llm: LLM) -> None:
     message = "prompt 1: the text contains token 259.*token ids end at 258"
     with pytest.raises(ValueError, match=message):
         llm.generate(["fine", f"not {ADDED}"], SHORT, use_tqdm=False)
@@ -45,14 +45,14 @@ def test_a_prompt_with_one_is_an_error_and_others_run(llm: LLM) -> None:
     assert failed.error.code == "unsupported_content"
 
 
-def test_one_that_is_banned_needs_no_ban(llm: LLM) -> None:
+def test_banned_added_token_is_ignored(llm: LLM) -> None:
     banned = SamplingParams(max_tokens=2, bad_words=[ADDED], temperature=0.0)
     plain = SamplingParams(max_tokens=2, temperature=0.0)
     (one,), (other,) = (llm.generate("x", params, use_tqdm=False) for params in (banned, plain))
     assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
-def test_texts_that_are_read_whole_are_errors_too(tmp_path: Path) -> None:
+def test_encoder_text_with_added_token_is_an_error(tmp_path: Path) -> None:
     llm = LLM(with_added_token(make_encoder(tmp_path, "bert")), dtype="float32", device="cpu")
     fine, failed = llm.embed(["a b", ADDED], use_tqdm=False, errors="return")
     assert fine.error is None
@@ -60,7 +60,7 @@ def test_texts_that_are_read_whole_are_errors_too(tmp_path: Path) -> None:
     assert failed.error.code == "unsupported_content"
 
 
-def test_a_completion_with_one_is_an_error_of_its_row(tmp_path: Path, text_model: Path) -> None:
+def test_completion_with_added_token_is_a_row_error(tmp_path: Path, text_model: Path) -> None:
     rows = [{"prompt": "a", "answers": ["b", ADDED]}, {"prompt": "a", "answers": ["b"]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     job = {

@@ -222,8 +222,8 @@ def test_invalid_tool_choices_are_refused(llm: LLM, model: Path) -> None:
         ([LAMP], "often", plain, 'tool_choice is "often"; it must be auto, none, required or'),
         ([LAMP], named, plain, r"tool_choice names \"window\"; the tools are: lamp$"),
         ([LAMP], None, plain, "tool_choice is null; it must be"),
-        ([], "required", plain, "tool_choice is 'required', and there are no tools"),
-        (None, CALL_LAMP, plain, "and there are no tools"),
+        ([], "required", plain, "tool_choice is 'required', but the chat has no tools"),
+        (None, CALL_LAMP, plain, "but the chat has no tools"),
         (
             [LAMP],
             "required",

@@ -1,4 +1,4 @@
-"""``batchinfer bench``: throughput on synthetic or given prompts."""
+"""Measures throughput on synthetic prompts or on a dataset, for ``batchinfer bench``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
 def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
-    """Returns the first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
+    """Return the first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
 
     Raises:
         DataError: the file cannot be read, or a prompt is invalid; names its row.
@@ -37,7 +37,7 @@ def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
         if column is None:
             raise DataError(
                 f"{path} has no column of prompts: it has {', '.join(names)}",
-                hint=f"name one of them {' or '.join(_COLUMNS)}",
+                hint=f"rename the column of prompts to {' or '.join(_COLUMNS)}",
             )
         values = pq.read_table(path, columns=[column])[column].slice(0, limit)
     except (OSError, pa.ArrowException) as error:
@@ -79,12 +79,12 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     The clock starts after one prompt has run.
 
     Args:
-        show: takes the lines to show.
+        show: prints a line.
 
     Returns:
-        The measurements. With ``options.deterministic``, those of a second run with
-        ``engine.deterministic`` are under ``deterministic``, and ``deterministic_ratio`` is its
-        requests per second divided by those of the first.
+        The measurements. With ``options.deterministic``, ``deterministic`` holds the measurements
+        of a second run with ``engine.deterministic``, and ``deterministic_ratio`` the requests per
+        second of the second run divided by the first.
 
     Raises:
         JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
@@ -97,7 +97,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     result = _measure(options, dataset_prompts, show)
     if options.deterministic:
         show("With engine.deterministic:")
-        gc.collect()  # frees the first model and its pool
+        gc.collect()  # frees the first model and its KV pool
         other = _measure(options, dataset_prompts, show, deterministic=True)
         ratio = other["requests_per_s"] / result["requests_per_s"]
         show(f"engine.deterministic: {ratio:.2f} times the requests/s without it")
@@ -113,7 +113,11 @@ def _measure(
     show: Callable[[str], None],
     **engine_keys: bool,
 ) -> dict[str, Any]:
-    """Loads the model, with further keys of the engine, and runs the prompts once."""
+    """Load the model, run the prompts once, and return the measurements.
+
+    Args:
+        engine_keys: more keys of the engine than ``options`` sets.
+    """
     from batchinfer.llm import LLM  # imports torch, which takes seconds
     from batchinfer.llm.pooling.choose import choose_runner, refused_calls
 
@@ -177,7 +181,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size: int) -> None:
-    """Raises DataError for token ids that the model does not have; names their row."""
+    """Raise DataError, naming the row, for a token id outside of the vocabulary."""
     for row, prompt in enumerate(prompts):
         for token_id in () if isinstance(prompt, str) else prompt:
             if not 0 <= token_id < vocab_size:
@@ -188,7 +192,7 @@ def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size
 
 
 def _synthetic(options: BenchOptions, vocab_size: int, room: int) -> list[str | list[int]]:
-    """Returns prompts of random token ids, by default no longer than there is room for."""
+    """Return prompts of random token ids; ``room`` limits the default length, in tokens."""
     length = options.input_len or min(_INPUT_LEN, max(1, room))
     rng = np.random.default_rng(options.seed)
     ids = rng.integers(0, vocab_size, (options.num_prompts, length))

@@ -1,4 +1,4 @@
-"""The commands and their options. No logic, and no heavy import before it is needed."""
+"""Commands and options of the program; each command imports its code when it runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Reuse = Annotated[
 def _read_job(
     job: Path, overrides: list[str] | None, variables: list[str] | None, **others: Any
 ) -> JobSpec:
-    """Returns the job that a job file and options of the command describe."""
+    """Return the job that a job file and the options of a command describe."""
     from batchinfer.job.spec.load import load_job, parse_variables
 
     given = parse_variables(variables or ())
@@ -84,7 +84,7 @@ def _read_job(
 def _takes(
     record: type[_Options],
 ) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Turns a command that takes ``record`` into one whose options are the record's fields."""
+    """Return a decorator: the options of the command become the fields of ``record``."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
         @wraps(command)
@@ -125,7 +125,9 @@ def run(
     limit: Limit = None,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="I/N", help="Run shard I of N; auto: of a Slurm array."),
+        typer.Option(
+            "--shard", metavar="I/N", help="Run shard I of N; auto: use the Slurm array task."
+        ),
     ] = None,
     worker: Annotated[
         bool,
@@ -156,7 +158,9 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
     log_format: Annotated[
         LogFormat,
-        typer.Option("--log-format", help="json: one object per line, on stderr."),
+        typer.Option(
+            "--log-format", help="Log format: text, or json (an object per line) on stderr."
+        ),
     ] = LogFormat.TEXT,
     metrics: Annotated[
         str | None,
@@ -212,7 +216,7 @@ def run(
 
 
 def _fleet_of(spec: JobSpec) -> RunFleet | None:
-    """The runner for several workers; None where one process runs the job."""
+    """Return the function that runs several workers; None if one process runs the job."""
     if spec.scale.workers == 1:
         return None
     from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
@@ -323,7 +327,7 @@ def status(
 
 @app.command(short_help="Check every byte of an output.")
 def verify(out: Folder, as_json: AsJson = False) -> None:
-    """Check the files of an output directory: checksums, rows, columns, fingerprint."""
+    """Check the files of an output: checksums, rows, columns, fingerprint."""
     from batchinfer.console.format import printable
     from batchinfer.console.table import render_table
     from batchinfer.job.output.open import output_at
@@ -351,7 +355,7 @@ def report(
         typer.Option("--output", metavar="FILE", help="File to write (default: OUT/report.html)."),
     ] = None,
 ) -> None:
-    """Write an HTML report of a running or ended job: memory, speed, errors, cost."""
+    """Write an HTML report of a running or finished job: memory, speed, errors, cost."""
     import time
 
     from batchinfer.console.format import printable

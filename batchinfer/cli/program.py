@@ -1,4 +1,4 @@
-"""The program around its commands: output, exit codes, crash logs."""
+"""Runs a command: prints its output, writes crash logs, and exits with the right code."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run_program(app: Callable[..., object]) -> None:
 
 
 def leave_as_asked() -> None:
-    """``leave_on_signals`` with a last message in the log format that the arguments ask for.
+    """Exit at once on a signal, with a last message in the log format of the arguments.
 
-    It reads the unparsed arguments, as a signal may come while the commands are imported.
+    Reads the unparsed arguments, because a signal may arrive while the commands are imported.
     """
     asked = sys.argv[1:]
     if "--log-format=json" not in asked and ("--log-format", "json") not in pairwise(asked):
@@ -61,14 +61,14 @@ def _leave_in_json(log: JsonLog, descriptor: int) -> None:
 
 
 _json_programs: list[JsonProgram] = []
-"""The JSON log of this program, if it has one."""
+"""Holds the JSON log of this program, if it writes one."""
 
 
 def log_as_json(*, keep_stdout: bool) -> JsonLog:
     """Write all further messages as a JSON log on stderr; its last object has the exit code.
 
     Args:
-        keep_stdout: stdout has a result that the caller reads.
+        keep_stdout: leave stdout alone, because the caller reads a result from it.
     """
     from batchinfer.console.json_log import JsonProgram
 
@@ -79,7 +79,7 @@ def log_as_json(*, keep_stdout: bool) -> JsonLog:
 
 
 def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
-    """Runs a command; returns its exit code and an error message."""
+    """Run a command, and return its exit code and an error message (or "")."""
     try:
         app(prog_name="batchinfer")
     except SystemExit as done:
@@ -95,7 +95,8 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
             return ExitCode.STORAGE, problem
         try:
             return ExitCode.BUG, (
-                f"batchinfer met a bug; please report it with {write_crash_log(error)}"
+                "a bug in batchinfer ended the command; please report it with "
+                f"{write_crash_log(error)}"
             )
         except OSError:  # no file can be written
             return ExitCode.BUG, "".join(traceback.format_exception(error))
@@ -103,7 +104,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
 
 
 def _is_full_stdout(error: Exception) -> bool:
-    """Whether ``error`` comes from printing: errors about files name the file."""
+    """Return True if printing raised ``error``: errors about files name the file."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -126,7 +127,7 @@ def print_stdout(text: str) -> None:
 
 @contextmanager
 def crash_directory(directory: Path) -> Iterator[None]:
-    """Have a bug inside this block logged to ``directory``, if that exists by then."""
+    """Write the crash log of a bug inside this block to ``directory``, if that exists."""
     try:
         yield
     except Exception as error:

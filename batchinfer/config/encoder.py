@@ -1,4 +1,4 @@
-"""Encoders and other bidirectional models, by their config.json."""
+"""Recognizes encoders and other bidirectional models by their config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from batchinfer.config.types import format_value
 
 _OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
-"""Families whose positions start after that of padding (as in fairseq)."""
+"""Families whose first position follows the position of padding (as in fairseq)."""
 ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,
     *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),
@@ -17,27 +17,27 @@ ENCODER_FAMILIES = (
 
 
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
-    """Whether attention is bidirectional: encoders, and decoders trained so (EmbeddingGemma's
-    ``use_bidirectional_attention``, GTE-Qwen's ``is_causal: false``)."""
+    """Return True if attention is bidirectional: in encoders, and in some decoders (EmbeddingGemma
+    with ``use_bidirectional_attention``, GTE-Qwen with ``is_causal: false``)."""
     text = config.get("text_config") or config
     both_ways = text.get("use_bidirectional_attention") or text.get("is_causal") is False
     return bool(both_ways) or is_encoder(config)
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether the family is in ``ENCODER_FAMILIES`` and not configured as a decoder."""
+    """Return True if the family is in ``ENCODER_FAMILIES`` and not configured as a decoder."""
     return config.get("model_type") in ENCODER_FAMILIES and not config.get("is_decoder")
 
 
 def position_offset(config: Mapping[str, Any]) -> int:
-    """The position of a text's first token."""
+    """Return the position of a text's first token."""
     if config.get("model_type") not in _OFFSET_FAMILIES:
         return 0
     return int(config.get("pad_token_id") or 0) + 1
 
 
 def longest_text(values: Mapping[str, Any]) -> int | None:
-    """Most tokens of a text by sentence_bert_config.json; None if it does not say.
+    """Return the most tokens of a text, from sentence_bert_config.json; None if it sets no limit.
 
     Raises:
         ValueError: the value is not a number of tokens.
@@ -46,6 +46,6 @@ def longest_text(values: Mapping[str, Any]) -> int | None:
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(
             f"max_seq_length is {format_value(length)}; it must be a whole number of 1 or more: "
-            "mend it, or leave it out"
+            "fix the value, or leave it out"
         )
     return length

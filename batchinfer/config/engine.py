@@ -1,4 +1,4 @@
-"""Settings of the engine."""
+"""Settings of the engine, with their defaults and ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """How the engine uses its device. Values found at run time are not written back."""
+    """Settings of the engine. Values chosen at run time are not written back."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
@@ -80,7 +80,7 @@ class EngineConfig(Record):
         if self.deterministic and self.cpu_kernels not in ("auto", "own"):
             raise ValueError(
                 "deterministic: true needs kernels that compute each row by itself, which "
-                f"cpu_kernels: {self.cpu_kernels} does not promise; set own, or auto"
+                f"cpu_kernels: {self.cpu_kernels} does not guarantee; set own or auto"
             )
 
     @property
@@ -106,7 +106,7 @@ _CPU_STEP_TOKENS = 1024
 
 
 def sized_for(device_type: str, engine: EngineConfig) -> EngineConfig:
-    """The settings with the best step size for a device type, ``cpu`` or ``cuda``."""
+    """Return the settings with the best step size for a device type, ``cpu`` or ``cuda``."""
     if device_type != "cpu":
         return engine
     tokens = max(_CPU_STEP_TOKENS, engine.max_num_seqs)

@@ -1,4 +1,4 @@
-"""The model to run."""
+"""Settings of the model to run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from batchinfer.config.types import Record, coerce_fields
 
 Runner = Literal["generate", "pooling", "whole_texts"]
-"""What a model is run for, as vLLM names it: text, or hidden states. whole_texts: hidden states of
-all tokens of a text, which is computed at once, without a KV pool."""
+"""Purpose of a model, as in vLLM. generate: text; pooling: hidden states; whole_texts: hidden
+states of all tokens of a text, which is computed in one step without a KV pool."""
 
 
 @dataclass(frozen=True)
 class ModelConfig(Record):
-    """Which model to load, and how; keys as in the job file's ``model`` section."""
+    """Settings of a model, with the keys of the job file's section ``model``."""
 
     name: str
     """Hub id or local directory."""
@@ -30,14 +30,14 @@ class ModelConfig(Record):
     quantization: str | None = None
     """One of ``QUANTIZATIONS``; None: the checkpoint's."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folder or hub id of each LoRA adapter by name; rows use them by number, in this order from
+    """Folder or hub id of each LoRA adapter by name. Requests use their numbers, in this order from
     1."""
     runner: Runner = "generate"
     """pooling: the model may have no output head."""
 
     @property
     def pools(self) -> bool:
-        """Whether the model is run for hidden states."""
+        """True if the model is run for hidden states."""
         return self.runner in ("pooling", "whole_texts")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of token ids whose log-probabilities a call asks for."""
+"""Checks the token ids whose log-probabilities a call requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _NO_ID = -1
 
 
 def token_id_table(given: Any, name: str) -> TokenIdTable:
-    """Lists of token ids, or an array [rows, ids], as an array [rows, longest row] padded with -1.
+    """Return lists of token ids as an array [rows, longest row], padded with -1.
 
     Args:
-        name: of the parameter, for messages.
+        given: lists of token ids, or an array [rows, ids].
+        name: name of the parameter, for messages.
 
     Raises:
-        ValueError: the value is empty, or not lists of token ids.
+        ValueError: the value is empty, or does not consist of lists of token ids.
     """
     if isinstance(given, np.ndarray):
         rows = given.tolist() if given.ndim == 2 and given.dtype.kind in "iu" else None
@@ -75,7 +76,7 @@ def check_token_id_table(
 
 
 def check_named_tokens(token_ids: Sequence[int], name: str, vocab_size: int) -> None:
-    """Raise ValueError if there are too many token ids, or one is not the model's."""
+    """Raise ValueError if there are too many token ids, or one is outside of the vocabulary."""
     if len(token_ids) > MAX_NAMED_TOKENS:
         raise ValueError(f"{name} has {len(token_ids)} ids; the most are {MAX_NAMED_TOKENS}")
     if token_ids and min(token_ids) < 0:

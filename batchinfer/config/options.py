@@ -1,6 +1,6 @@
 """Options of ``batchinfer run-batch`` and ``batchinfer bench``.
 
-Imports nothing heavy, so that usage errors are quick.
+The module imports nothing heavy, so that usage errors appear quickly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from batchinfer.errors import StorageError, UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BENCH_TASKS = ("auto", "generate", "embed", "classify")
 MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
-"""Options that are also keys of the section ``model``."""
+"""Options that are also keys of the job file's section ``model``."""
 BENCH_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dtype")
-"""Options that are also keys of the section ``engine``."""
+"""Options that are also keys of the job file's section ``engine``."""
 
 
 def _option(help_: str, metavar: str | None = None, *names: str, **limits: Any) -> Any:
@@ -32,15 +32,17 @@ def _option(help_: str, metavar: str | None = None, *names: str, **limits: Any) 
 Model = Annotated[str, _option("Hub id or local directory.", "MODEL", "--model")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", "NAME")]
 Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
-"""None: the default of the engine or the model."""
+"""None means the default of the engine or the model."""
 Text = str | None
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """A batch file, a model, and keys of the job that answers it; None: the key's default."""
+    """Options of ``run-batch``: files, the model, and keys of the job; None: the default."""
 
-    input_file: Annotated[str, _option("Requests, one per line.", "FILE", "-i", "--input-file")]
+    input_file: Annotated[
+        str, _option("File of requests, one per line.", "FILE", "-i", "--input-file")
+    ]
     output_file: Annotated[
         str,
         _option(
@@ -52,15 +54,16 @@ class BatchOptions:
         list[str] | None, _option("Model name that requests must use (default: any).", "NAME")
     ] = None
     max_tokens: Annotated[
-        int | None, _option("Default max_tokens (default: up to the model's limit).", "N", min=1)
+        int | None,
+        _option("max_tokens of requests without it (default: the model's limit).", "N", min=1),
     ] = None
     revision: Annotated[Text, _option("Branch, tag or commit.", "REF")] = None
     tokenizer: Annotated[Text, _option("Hub id or local directory.", "MODEL")] = None
     dtype: Dtype = "auto"
     max_model_len: Count = None
-    chat_template: Annotated[Text, _option("A file, or none.", "FILE")] = None
+    chat_template: Annotated[Text, _option("Template file, or none.", "FILE")] = None
     default_chat_template_kwargs: Annotated[
-        Text, _option("E.g. '{\"enable_thinking\": false}'.", "JSON")
+        Text, _option("Template variables, e.g. '{\"enable_thinking\": false}'.", "JSON")
     ] = None
     reasoning_parser: Annotated[
         str, _option("Split reasoning from answers: auto, qwen3, ..., none.", "NAME")
@@ -68,7 +71,7 @@ class BatchOptions:
     tool_call_parser: Annotated[str, _option("Tool call format: auto, hermes, ...", "NAME")] = (
         "none"
     )
-    seed: Annotated[int, _option("Default seed.", "N", min=0)] = 0
+    seed: Annotated[int, _option("Seed of requests without one.", "N", min=0)] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
@@ -78,7 +81,8 @@ class BatchOptions:
     num_kv_blocks: Count = None
     kv_cache_dtype: Annotated[Text, _option("auto or fp8.", "NAME")] = None
     max_error_rate: Annotated[
-        float, _option("Failed share above which the exit code is 3.", "SHARE", min=0, max=1)
+        float,
+        _option("Share of failed requests above which the exit code is 3.", "SHARE", min=0, max=1),
     ] = 1.0
     overwrite: Annotated[
         bool, _option("Delete existing answers and start over.", None, "--overwrite")
@@ -90,7 +94,7 @@ class BatchOptions:
     quiet: Annotated[bool, _option("Hide progress.", None, "--quiet")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """The JSON object in ``default_chat_template_kwargs``; UsageError if it is not one."""
+        """Return the parsed template variables; raise UsageError unless they are an object."""
         text, option = self.default_chat_template_kwargs, "--default-chat-template-kwargs"
         try:
             value = None if text is None else json.loads(text)
@@ -103,9 +107,9 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """A model, the prompts to run, and the engine keys that affect throughput.
+    """Options of ``bench``: the model, the prompts, and the engine keys that affect throughput.
 
-    Names are those of ``vllm bench throughput``. End-of-sequence tokens are ignored.
+    The names come from ``vllm bench throughput``. Runs ignore end-of-sequence tokens.
 
     Raises:
         UsageError: unknown dtype or task.
@@ -116,8 +120,7 @@ class BenchOptions:
     input_len: Annotated[
         int | None,
         _option(
-            "Tokens per synthetic prompt; default: 1024, or fewer where the model or answers "
-            "need the room.",
+            "Tokens per synthetic prompt (default: 1024, or fewer if the model is shorter).",
             "N",
             min=1,
         ),
@@ -133,10 +136,7 @@ class BenchOptions:
     num_kv_blocks: Count = None
     task: Annotated[
         str,
-        _option(
-            "auto (what the model is saved for), generate, embed or classify; of the last two "
-            "a row is a prompt."
-        ),
+        _option("generate, embed, classify, or auto: by the model's class."),
     ] = "auto"
     dataset: Annotated[
         Path | None, _option("Parquet file of prompts or token ids to run.", "FILE", "--dataset")
@@ -156,13 +156,13 @@ class BenchOptions:
 
 
 def given(options: BatchOptions | BenchOptions, names: Iterable[str]) -> dict[str, Any]:
-    """The options among ``names`` that are not None, by name."""
+    """Return the options in ``names`` that are not None, by name."""
     values = ((name, getattr(options, name)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 
 def _check_writable(path: Path) -> None:
-    """Check before measuring, without creating the file."""
+    """Raise StorageError if ``path`` cannot be written; does not create the file."""
     problem = None
     if path.is_dir():
         problem = "is a folder"

@@ -1,4 +1,4 @@
-"""Settings of prompts, and of which samples are kept."""
+"""Settings of prompts, and of the filter that keeps samples."""
 
 from __future__ import annotations
 

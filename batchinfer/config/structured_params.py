@@ -59,7 +59,7 @@ class StructuredOutputsParams:
             raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(_KINDS)}")
 
     def mapping(self) -> dict[str, Any]:
-        """The value as for ``SamplingParams.structured_outputs``."""
+        """Return the value for ``SamplingParams.structured_outputs``."""
         if self.structural_tag is not None:
             return {"grammar": structural_grammar(self.structural_tag)}
         names = (*KINDS, "whitespace_pattern", "unsupported")
@@ -77,13 +77,13 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @staticmethod
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
-        """The parameters; None if no form is given."""
+        """Return the parameters; None if no constraint is given."""
         kept = {name: value for name, value in given.items() if value is not None}
         return GuidedDecodingParams(**kept) if any(kind in kept for kind in _KINDS) else None
 
 
 def closed_schema(schema: Any) -> Any:
-    """A schema with ``additionalProperties: false`` in its objects, unless they say otherwise."""
+    """Return a schema whose objects set ``additionalProperties: false`` unless they set it."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -95,10 +95,10 @@ def closed_schema(schema: Any) -> Any:
 
 
 def structural_grammar(value: Any) -> str:
-    """A structural tag, given as data or JSON text, as a Lark grammar.
+    """Convert a structural tag, given as data or as JSON text, to a Lark grammar.
 
     Raises:
-        ValueError: not a structural tag, or an unsupported form.
+        ValueError: the value is not a structural tag, or has an unsupported form.
     """
     try:
         tag = json.loads(value) if isinstance(value, str) else value
@@ -117,7 +117,7 @@ def structural_grammar(value: Any) -> str:
 
 
 def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], bool, bool]:
-    """Tags, triggers, whether a tag is required, and whether the first tag ends the text."""
+    """Return tags, triggers, True if a tag is required, and True if the first tag ends the text."""
     if "structures" in tag:
         found, form = tag["structures"], tag
         tags = [{**one, "content": {"json_schema": one.get("schema")}} for one in found]

@@ -11,9 +11,9 @@ from batchinfer.config.types import Record, coerce_fields
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
 )
-"""Sampling of a score job's requests, which score tokens and draw none."""
+"""Sampling parameters of a score job, whose requests score tokens and draw none."""
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
-"""Sampling of an embed or classify job's requests; the token that is drawn is not used."""
+"""Sampling parameters of an embed or classify job; the drawn token is not used."""
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ class ClassifyConfig(Record):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether pairs of a query and a document are scored instead of prompts."""
+        """True if rows are pairs of a query and a document instead of prompts."""
         return self.query_column is not None

@@ -1,4 +1,4 @@
-"""Base class of records: types and ranges of fields, sizes, and values in messages."""
+"""Base class of settings, which checks the types and ranges of fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class Record:
-    """A frozen dataclass of settings without other keys, described by its fields' docstrings.
+    """Base of a frozen dataclass of settings, whose fields' docstrings form the reference.
 
     Raises:
         TypeError: naming the field, if a value has the wrong type.
@@ -68,7 +68,7 @@ def coerce_fields(record: Any) -> None:
 
 
 class _WrongTypeError(Exception):
-    """A value does not have a type."""
+    """A value does not have the required type."""
 
 
 @cache
@@ -78,7 +78,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """``value`` converted to the type ``hint``."""
+    """Return ``value`` converted to the type ``hint``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for choice in args:
@@ -115,7 +115,7 @@ def _words(hint: Any) -> str:
 
 
 def parse_size(value: str | int | float, key: str) -> int:
-    """Bytes of a size like ``"40GiB"``, ``"512 MB"`` or a bare number of GiB.
+    """Return the bytes of a size such as ``"40GiB"``, ``"512 MB"`` or a bare number of GiB.
 
     Raises:
         ValueError: naming ``key``.
@@ -128,12 +128,12 @@ def parse_size(value: str | int | float, key: str) -> int:
 
 
 def format_value(value: object) -> str:
-    """A value as in a job file, cut to 60 characters."""
+    """Format a value as in a job file, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or nothing."""
+    """Return the end of a message about an unknown name: the nearest known name, or ""."""
     question = meant(name, known)
     return f"; {question}" if question else ""

@@ -1,4 +1,4 @@
-"""The command group: its errors about unknown options and invalid values."""
+"""Rewrites Typer's messages about unknown options and invalid values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WORDINGS = (
     (re.compile(r"Input should be greater than or equal to (\S+)"), r"it must be \1 or more"),
     (re.compile(r"Input should be less than or equal to (\S+)"), r"it must be \1 or less"),
 )
-"""Pydantic's words, which Typer shows for an invalid value, and our own."""
+"""Pydantic's messages about invalid values, which Typer shows, and their replacements."""
 
 
 class Commands(TyperGroup):
-    """Words errors about options as for commands and job files: one suggestion, our own terms."""
+    """A command group whose errors about options read like the errors of job files."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _in_own_words():

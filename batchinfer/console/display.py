@@ -1,4 +1,4 @@
-"""Output of a run: text for people here, JSON objects for machines in ``json_log``."""
+"""Shows a run to people as text; ``json_log`` shows it to machines as JSON objects."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Level = Literal["info", "warning", "error"]
 
 
 class Display:
-    """Writes text to stderr, with a bar if that is a terminal, and the result to stdout.
+    """Writes text to stderr, with a progress bar on a terminal, and the result to stdout.
 
     Args:
         quiet: show only errors.
-        result_on_stdout: whether people read stdout.
+        result_on_stdout: write the result to stdout, because people read it.
     """
 
     def __init__(self, *, quiet: bool = False, result_on_stdout: bool = True) -> None:
         self._quiet = quiet
         self._result_on_stdout = result_on_stdout
         self.phases: PhaseView | None = make_phase_view(quiet=quiet)
-        """Shows phases; None: nothing does."""
+        """Shows phases; None: phases are not shown."""
 
     def progress(self, meter: Meter) -> Progress:
-        """Return a display of the rows' progress."""
+        """Return a display of the progress of rows."""
         return make_progress(meter, quiet=self._quiet)
 
     def say(
@@ -44,7 +44,7 @@ class Display:
         Args:
             event: its name, for machines.
             text: the event in words, for people; ``printable``.
-            is_result: write it to stdout if people read that.
+            is_result: the text belongs to stdout if people read stdout.
             fields: facts, for machines; JSON data.
         """
         if level == "error" or not self._quiet:

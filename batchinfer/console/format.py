@@ -1,4 +1,4 @@
-"""Values and untrusted text in messages: short, on one line, harmless."""
+"""Formats values and untrusted text for messages: short, on one line, without control codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.near_names import nearest, unseen_difference
 MAX_LINE = 300
 """Longest line of a message."""
 _MOST_NAMES = 2000
-"""Names in a folder that are searched for a similar one: it may hold millions."""
+"""Most names in a folder to search for a similar name: a folder may hold millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Sequence[str], what: str = "known") -> str:
-    """End a sentence about an unknown name with the most similar known name, else with all.
+    """End a sentence about an unknown name with the most similar known name, else with all names.
 
     Args:
         what: describes the known names.
@@ -66,7 +66,7 @@ def near_path(path: str | PurePath) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """Format a number of things; ``word`` is their singular."""
+    """Format a count with its noun; ``word`` is the singular."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 

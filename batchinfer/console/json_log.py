@@ -1,7 +1,7 @@
-"""A run's output as JSON: one object per line on stderr, and nothing else there or on stdout.
+"""Writes the output of a run as JSON, one object per line on stderr.
 
-Output of libraries and of child processes becomes the text of an object as well: stderr and stdout
-are replaced by pipes, which a thread reads.
+Pipes replace stderr and stdout, and a thread turns each line that libraries or child processes
+write into an object too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JsonLog:
         return json.dumps({**head, "message": message, **fields}, default=str).encode() + b"\n"
 
     def emit(self, event: str, message: str, level: Level = "info", **fields: object) -> None:
-        """Write an object, unless the reader has gone or ``end`` was called."""
+        """Write an object, unless the reader has closed the stream or ``end`` was called."""
         line = self.line(event, message, level, **fields)
         if level == "error":
             self._last_error = message
@@ -62,7 +62,7 @@ class JsonLog:
                 self._put(line)
 
     def end(self, exit_code: int, message: str, level: Level) -> None:
-        """Write the last object; an error without a message repeats the last one."""
+        """Write the last object; an error without a message repeats the last error."""
         if level == "error":
             message = message or self._last_error
         line = self.line("exit", message, level, exit_code=exit_code)
@@ -78,10 +78,10 @@ class JsonLog:
 
 
 class CapturedStream:
-    """A stream of this process and its children, each line of which becomes an object.
+    """Turns each line of a stream of this process and its children into an object.
 
     Args:
-        descriptor: of stdout or stderr.
+        descriptor: file descriptor of stdout or stderr.
     """
 
     def __init__(self, descriptor: int, name: str, log: JsonLog) -> None:
@@ -94,7 +94,7 @@ class CapturedStream:
         Thread(target=self._read, args=(reader,), daemon=True).start()
 
     def sync(self) -> None:
-        """Wait until all that was written so far is in the log."""
+        """Wait until the log contains everything written so far."""
         os.write(self._writer, b"\n" + self._mark + b"\n")
         self._marked.wait(_WAIT_S)
 
@@ -109,7 +109,7 @@ class CapturedStream:
 
 
 class JsonProgram:
-    """The JSON log of a program, which captures its streams until it exits.
+    """Writes the JSON log of a program, and captures its streams until it exits.
 
     Args:
         keep_stdout: leave stdout alone, because the caller reads a result from it.
@@ -128,7 +128,7 @@ class JsonProgram:
             line = line[os.write(self.descriptor, line) :]
 
     def end(self, exit_code: int, message: str = "") -> None:
-        """Write the last object: the exit code and the error."""
+        """Write the last object, with the exit code and the error."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

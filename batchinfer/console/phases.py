@@ -1,8 +1,8 @@
-"""Phases: the named waits of a run, such as loading the model.
+"""Phases: named waits of a run, such as loading the model.
 
-Code that makes others wait says so on the spot, ``with phase("loading the model")``, at any depth.
-The program makes a ``Phases`` the active one, which shows and records them. Without one, as in a
-library, phases do nothing.
+Slow code names its wait with ``with phase("loading the model")``, at any depth of calls. The
+program activates a ``Phases`` object, which shows and records phases. Without an active
+object, for example in a notebook, phases do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PhaseView(Protocol):
         """Show that a phase has lasted ``seconds``; called again and again.
 
         Args:
-            detail: how far it is; "" if unknown.
+            detail: progress of the phase; "" if unknown.
         """
         ...
 
@@ -40,7 +40,7 @@ class PhaseView(Protocol):
 
 
 class StatusLine:
-    """Shows the current phase on a line of a terminal, which the next phase takes."""
+    """Shows the current phase on a line of a terminal, which the next phase replaces."""
 
     def __init__(self) -> None:
         self._line: TerminalLine | None = None
@@ -57,7 +57,7 @@ class StatusLine:
 
 
 class PhaseLines:
-    """Writes a line for each phase that has ended, and a few while a long one lasts."""
+    """Writes a line for each phase that has ended, and a few lines during a long phase."""
 
     def __init__(
         self, write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True)
@@ -83,11 +83,11 @@ def make_phase_view(*, quiet: bool) -> PhaseView | None:
 
 
 class Phase:
-    """A wait, and how far it is.
+    """A wait and its progress.
 
     Args:
-        total: amount of work; 0: unknown.
-        unit: of ``total``: ``bytes``, or what is counted.
+        total: amount of work; 0 if unknown.
+        unit: unit of ``total``: ``bytes``, or the plural of the counted things.
     """
 
     def __init__(self, name: str, total: float = 0, unit: str = "") -> None:
@@ -106,7 +106,7 @@ class Phase:
 
     @property
     def detail(self) -> str:
-        """How far it is, such as ``3.2 of 14.9 GB``; "" if unknown."""
+        """Progress, such as ``3.2 of 14.9 GB``; "" if unknown."""
         if not self._total:
             return ""
         done = min(self._done, self._total)
@@ -116,13 +116,13 @@ class Phase:
 
 
 class Phases:
-    """The phases of a run: the current one, and the seconds of each so far.
+    """The current phase of a run, and the seconds of each phase so far.
 
-    A phase inside another replaces it while it lasts, so that the times of all phases add up to no
-    more than the time that has passed.
+    An inner phase replaces the outer phase while it lasts, so the times of all phases add up to at
+    most the elapsed time.
 
     Args:
-        view: shows phases; None: nothing does.
+        view: shows phases; None: phases are not shown.
         clock: returns seconds.
     """
 
@@ -142,7 +142,7 @@ class Phases:
 
     @property
     def current(self) -> tuple[str, str, float] | None:
-        """Name, detail and seconds of the current phase; None if there is none."""
+        """Name, detail and seconds of the current phase; None if no phase is active."""
         with self._lock:
             if not self._stack:
                 return None
@@ -201,11 +201,11 @@ class Phases:
 
 
 _active: list[Phases] = []
-"""The last one is in use."""
+"""Active objects; the last one is in use."""
 
 
 def active_phases() -> Phases | None:
-    """Return the phases in use, if any."""
+    """Return the ``Phases`` in use, or None."""
     return _active[-1] if _active else None
 
 

@@ -1,4 +1,4 @@
-"""Progress of a running job: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a job: a bar on a terminal, a line every 30 s elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress(Protocol):
     """Receives a job's progress."""
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        """Add the counts of a step, and show the pool's use."""
+        """Add the counts of a step, and show the use of the KV pool."""
 
     def fail(self, rows: int) -> None:
         """Count failed rows. The thread that writes rows calls this."""
@@ -42,17 +42,17 @@ class Progress(Protocol):
         """Count rows copied from another output. Any thread may call this."""
 
     def note(self, text: str) -> None:
-        """Show ``text`` in place of the pool's use, for example about several engines."""
+        """Show ``text`` in place of the use of the KV pool, for example about several engines."""
 
     def close(self) -> None:
-        """Show nothing more, and leave the screen in order."""
+        """Stop showing progress, and clean up the terminal line."""
 
 
 class MeteredProgress(Progress):
     """Counts progress with a meter. Subclasses also show it.
 
     Args:
-        warn: receives a line if no step has ended for 30 s, then for twice as long; None: nothing.
+        warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None: no lines.
         clock: returns seconds.
     """
 
@@ -101,8 +101,8 @@ class MeteredProgress(Progress):
         if self._warn is not None and waited >= self._patience_s:
             self._patience_s *= 2
             self._warn(
-                f"no step has ended for {duration(waited)}; if that is long for this model, see "
-                "whether its threads have cores: other processes, OMP_NUM_THREADS, cgroup limits"
+                f"no step has ended for {duration(waited)}; if that is long for this model, check "
+                "that its threads have cores: other processes, OMP_NUM_THREADS, cgroup limits"
             )
 
     def _show_if_due(self) -> None: ...
@@ -148,7 +148,7 @@ class Bar(MeteredProgress):
         now = time.monotonic()
         if now - self._drawn_s >= _DRAW_EVERY_S:
             self._drawn_s = now
-            if self._line is None:  # not before: until now a phase may have the line
+            if self._line is None:  # created late, because a phase may use the line until now
                 self._line = TerminalLine()
             self._line.show(bar_line(self.meter, columns()))
 
@@ -193,7 +193,7 @@ def draw_bar(share: float, cells: int) -> str:
 
 
 def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
-    """Append as many texts, each after its separator, as fit."""
+    """Append texts, each after its separator, until the next one does not fit."""
     for separator, text in texts:
         longer = f"{line}{separator}{text}"
         if disp_len(longer) > width:

@@ -1,4 +1,4 @@
-"""Facts about a job, as a table on a terminal, as plain lines elsewhere."""
+"""Renders facts about a job as a table on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {"good": "green", "bad": "red", "": "bold"}
 
 @dataclass(frozen=True)
 class SummaryLine:
-    """A fact with its label. Untrusted text in it is ``printable``."""
+    """A fact with its label; untrusted text has passed through ``printable``."""
 
     label: str
     value: str
@@ -31,7 +31,7 @@ class SummaryLine:
     share: float | None = None
     """Drawn as a bar on a terminal, from 0 to 1."""
     tone: str = ""
-    """``good``, ``bad`` or neither."""
+    """``good``, ``bad`` or ""."""
 
     @property
     def line(self) -> str:
@@ -50,7 +50,7 @@ def render_table(
     """Return facts for stdout: a table if it is a terminal, else plain lines. Respects NO_COLOR.
 
     Args:
-        title: ``printable``.
+        title: a string that has passed through ``printable``.
         lines: other plain lines with the same content.
     """
     if not draws_tables(sys.stdout):

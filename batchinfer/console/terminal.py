@@ -1,4 +1,4 @@
-"""Output on a terminal: whole lines, one line that is rewritten in place, colors."""
+"""Writes to a terminal: whole lines, one line that is rewritten in place, colors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 LINE_EVERY_S = 30.0
-"""Seconds between lines about something that lasts, where no line can be rewritten."""
+"""Seconds between progress lines where a line cannot be rewritten."""
 _UNKNOWN_COLUMNS = 80
 _SGR = {"good": "32", "bad": "31", "bar": "36", "dim": "2"}
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Print a line. A closed stream is no error: its reader has seen enough."""
+    """Print a line; ignore a closed stream."""
     name = "stderr" if to_stderr else "stdout"
     stream = getattr(sys, name)
     try:
@@ -27,14 +27,14 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
         else:
             print(text, file=stream, flush=True)
     except (OSError, ValueError):
-        setattr(sys, name, None)  # Python flushes once more at exit; give it nothing to fail on
+        setattr(sys, name, None)  # Python flushes it at exit, which would fail again
 
 
 class TerminalLine:
-    """A line of stderr that is rewritten in place, and never wraps.
+    """A line of stderr that is rewritten in place and never wraps.
 
-    The cursor rests at its beginning. Text that the terminal itself writes there, such as the
-    ``^C`` of Ctrl-C, is overwritten the next time, and does not begin a new line.
+    The cursor stays at the start of the line, so the next text overwrites what the terminal itself
+    writes there, such as the ``^C`` of Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class TerminalLine:
         self._line.set_description_str(disp_trim(text, columns()))
 
     def close(self, last: str = "") -> None:
-        """Leave ``last`` on the screen. Without it, the next text takes the line."""
+        """End the line with ``last``; if that is "", the next text replaces the line."""
         self._line.close()
         if last:
             tqdm.write(disp_trim(last, columns()), file=sys.stderr)
 
 
 class _Line(tqdm):  # type: ignore[misc]
-    """tqdm's line, with the cursor at its beginning."""
+    """A line of tqdm that keeps the cursor at the start."""
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
@@ -69,7 +69,7 @@ class _Line(tqdm):  # type: ignore[misc]
 
 
 def columns() -> int:
-    """Return the columns of a line of stderr that does not wrap: some terminals wrap a full one."""
+    """Return the usable columns of stderr: one less than all, as some terminals wrap full lines."""
     found = 0
     with suppress(OSError, ValueError):
         found = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -1,4 +1,4 @@
-"""Checks the arguments that an ``LLM`` is made from."""
+"""Checks the arguments of ``LLM(...)``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from batchinfer.llm.compatibility import settle
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 FIT = -1
-"""The ``max_model_len`` that means: as long as the KV pool has room for."""
+"""Value of ``max_model_len`` that means: as long as fits in the KV pool."""
 _SUGGESTED = (
     *("adapters", "dtype", "max_logprobs", "max_model_len", "quantization", "seed", "tokenizer"),
     *field_names(EngineConfig),
 )
-"""Arguments of ``LLM`` that a misspelled one may have meant."""
+"""Arguments of ``LLM`` to suggest for a misspelled argument."""
 _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
-"""vLLM's names of keys of the engine."""
+"""Keys of the engine by their names in vLLM."""
 _OUTLINES_WHITESPACE = "[ ]?"
 """What outlines, a backend of vLLM, writes between the parts of JSON
 (``outlines_core.json_schema.WHITESPACE``)."""
@@ -36,10 +36,10 @@ _OUTLINES_WHITESPACE = "[ ]?"
 
 @dataclass(frozen=True, kw_only=True)
 class CallDefaults:
-    """Arguments of an ``LLM`` that no other record of settings checks.
+    """Arguments of an ``LLM`` that no other dataclass of settings checks.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has the wrong type.
         ValueError: ``max_logprobs`` is below -1.
     """
 
@@ -81,11 +81,11 @@ def as_text(path: Any) -> Any:
 
 
 def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
-    """Returns the engine's configuration; None leaves a key out.
+    """Return the engine's configuration; a value of None means the default.
 
     Raises:
         NotYetError: the argument exists in job files or in vLLM, but ``LLM`` does not support it.
-        TypeError, ValueError: an argument is unknown, has another type or is out of range.
+        TypeError, ValueError: an argument is unknown, has the wrong type or is out of range.
     """
     given = {name: value for name, value in keys.items() if name not in _ENGINE_ALIASES}
     for alias, name in _ENGINE_ALIASES.items():
@@ -104,10 +104,10 @@ def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
 
 
 def wants_random_weights(load_format: object) -> bool:
-    """Whether ``LLM(load_format=...)`` asks for random weights; warns about other formats.
+    """Return True if ``LLM(load_format=...)`` requests random weights; warn about other formats.
 
     Raises:
-        NotYetError: there is no such format.
+        NotYetError: the format is unknown.
     """
     if load_format == "dummy":
         return True
@@ -137,7 +137,7 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
 def reasoning_markers(
     reasoning: str | Mapping[str, str], parser: str | None
 ) -> str | Mapping[str, str]:
-    """Returns how the model marks its reasoning, from either of two arguments.
+    """Return the markers of the model's reasoning, from either of two arguments.
 
     Args:
         parser: vLLM's name of a parser; "" counts as None.

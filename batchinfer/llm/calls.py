@@ -33,7 +33,7 @@ class Calls:
     """Runs the requests of one call at a time. Statistics can be read at any time.
 
     Args:
-        refused: calls that the model is not loaded for, and why.
+        refused: reasons by the names of calls that the model does not support.
     """
 
     def __init__(self, context: EngineContext, refused: Mapping[str, str]) -> None:
@@ -48,10 +48,10 @@ class Calls:
 
     @contextmanager
     def one_call(self, name: str) -> Iterator[None]:
-        """Wait until the call that runs has ended, and keep others waiting.
+        """Wait until the active call has ended, and make later calls wait for this one.
 
         Raises:
-            RuntimeError: the call that runs belongs to this thread, so that waiting would not end.
+            RuntimeError: the active call belongs to this thread, so waiting would never end.
             ValueError: the model is not loaded for this call.
         """
         if name in self._refused:
@@ -60,7 +60,7 @@ class Calls:
         if self._caller == thread:
             raise RuntimeError(
                 f"{name} is called from within another call of the same LLM "
-                "(a signal handler or a callback); call it when that one has returned"
+                "(in a signal handler or a callback); call it after that call has returned"
             )
         with self._lock:
             self._caller = thread
@@ -73,7 +73,7 @@ class Calls:
     def completions(
         self, requests: Sequence[Request], num_prompts: int, use_tqdm: ProgressBar
     ) -> Iterator[tuple[Iterator[Completion], Meter, Any]]:
-        """Run requests to their ends; if the block is left early, the engine drops the rest.
+        """Run requests until they finish; if the block ends early, the engine drops the rest.
 
         Yields:
             The completions as they finish, the rates so far, and the progress bar over
@@ -88,7 +88,7 @@ class Calls:
             yield completions, meter, bar
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests to the call that runs, between two of its completions."""
+        """Add requests to the active call, between two of its completions."""
         for request in requests:
             self._engine.add_request(request)
 

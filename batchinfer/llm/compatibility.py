@@ -1,8 +1,7 @@
-"""vLLM's arguments and methods that this package does not have, and what happens to each.
+"""Decides what happens to arguments and methods of vLLM that this package does not have.
 
-An argument without effect is accepted with a warning that names it. An argument that is not built
-is refused unless it has its default. An argument that is spelled differently here is refused with
-the spelling to use.
+An argument without effect causes a warning that names it. An unsupported argument is refused unless
+it has its default. An argument with another name in this package is refused with that name.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ tokenizer_pool_size ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load u
 watchdog_config watermark worker_cls worker_extension_cls worker_use_ray
 """
 NO_EFFECT = frozenset(_NO_EFFECT.split())
-"""Arguments without effect: they tune what this engine does not have or does in one way only."""
+"""Arguments without effect, because the engine does not have the feature or has no choice."""
 
 _PREFIXES = """
 cpu_distributed_ data_parallel_ dbo_ dcp_ ec_manager_ elastic_ep_ eplb_ jit_monitor_
@@ -60,7 +59,7 @@ long_prefill_token_threshold_ mamba_ master_ mm_ node_rank numa_bind offload_ re
 safetensors_ sleep_ video_pruning_
 """
 NO_EFFECT_PREFIXES = tuple(_PREFIXES.split())
-"""The same for all arguments that begin like this."""
+"""Arguments that start with these prefixes have no effect either."""
 
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
@@ -71,7 +70,7 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow"),
     "trust_remote_code": (True,),
 }
-"""Arguments of which only these values have no effect; other values are not built."""
+"""Values without effect, by argument; other values are not supported yet."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params
@@ -93,7 +92,7 @@ NOT_YET: Mapping[str, int] = {
     **dict.fromkeys(_NOT_YET.split(), 0),
     **dict.fromkeys(_SIZES.split(), 1),
 }
-"""Arguments that are not built, with the value that leaves them out; None always does."""
+"""Unsupported arguments with their default values, which are accepted; so is None."""
 
 ELSEWHERE: Mapping[str, str] = {
     "device_ids": "set the environment variable CUDA_VISIBLE_DEVICES",
@@ -105,12 +104,12 @@ ELSEWHERE: Mapping[str, str] = {
     "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=...), or token ids",
     "tokenizer_revision": "give the tokenizer's folder as tokenizer",
 }
-"""Arguments that are spelled differently here, with what to do instead."""
+"""Arguments that are refused, with the alternative."""
 
 _NO_MISTRAL = (
-    "leave it out, and tokenizer.json and the chat template of the model's folder are used; give "
-    "tokenizer=... of another folder where there are none, as tekken.json and mistral_common's "
-    "templates are not read"
+    "leave it out to use tokenizer.json and the chat template of the model's folder; if they are "
+    "missing, give tokenizer=... with a folder that has them: tekken.json and mistral_common's "
+    "templates are not supported"
 )
 
 METHODS: Mapping[str, str] = {
@@ -122,24 +121,24 @@ METHODS: Mapping[str, str] = {
     "update_weights": "save the weights, and make the LLM again",
     "wake_up": "an LLM does not sleep; delete it, and make it again",
 }
-"""Methods and attributes of vLLM's ``LLM`` that are missing here, with what to do instead."""
+"""Missing methods and attributes of vLLM's ``LLM``, with the alternative."""
 
 
 def settle(
     call: str, given: Mapping[str, object], known: Sequence[str], *, stacklevel: int = 3
 ) -> None:
-    """Warn once about the arguments without effect, and refuse those that ``call`` does not have.
+    """Warn once about the arguments without effect, and refuse unsupported arguments.
 
     Args:
-        call: its name in messages.
-        given: the arguments by name; None counts as left out.
-        known: names to suggest for a misspelled one.
-        stacklevel: of the warning; 3 is the line that called the caller of this function.
+        call: name of the call in messages.
+        given: arguments by name; None means that the argument is missing.
+        known: names to suggest for a misspelled name.
+        stacklevel: stack level of the warning; 3 means the line that called this function's caller.
 
     Raises:
-        NotYetError: an argument or its value is not built.
-        TypeError: an argument is unknown, or spelled differently here.
-        ValueError: a value is spelled differently here.
+        NotYetError: an argument or its value is not supported yet.
+        TypeError: an argument is unknown, or has another name in this package.
+        ValueError: a value has an alternative in this package.
     """
     ignored = []
     for name, value in given.items():
@@ -154,7 +153,7 @@ def settle(
             if value is None or (name == "trust_remote_code" and value is False):
                 continue
             if name == "tokenizer_mode" and value == "mistral":
-                raise ValueError(f"{call}({name}={value!r}) is not there; {_NO_MISTRAL}")
+                raise ValueError(f"{call}({name}={value!r}) is not supported; {_NO_MISTRAL}")
             if name in ONLY_VALUES and value not in ONLY_VALUES[name]:
                 raise NotYetError(f"{call}({name}={value!r})")
             ignored.append(name)

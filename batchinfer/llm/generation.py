@@ -38,7 +38,7 @@ from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 
 ANY_LENGTH = 2**31
-"""As ``max_model_len`` of prompt builders: the engine says which prompts are too long."""
+"""``max_model_len`` of prompt builders, because the engine refuses prompts that are too long."""
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 _FROM_GENERATION_CONFIG: Mapping[str, str] = {
     "repetition_penalty": "repetition_penalty",
@@ -79,30 +79,31 @@ class GenerationCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue prompts. Text is taken raw: without a template, and with special tokens parsed.
+        """Continue prompts. Texts are used raw: without a template, and with special tokens parsed.
 
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
                 ``{"prompt_token_ids": ...}``.
-            sampling_params: one for all prompts, or one each; default
+            sampling_params: one for all prompts, or a list with one per prompt; default
                 ``get_default_sampling_params()``.
-            adapter: name of the adapter for all prompts, or one each; None runs the base model.
-            lora_request: the same as vLLM's class.
-            use_tqdm: show a progress bar; or a function that makes one, called like tqdm's class.
-            errors: ``raise``: a prompt that cannot run ends the call before any has run;
-                ``return``: its output has an ``error``, and the others run. A prompt that fails
-                while it runs has an ``error`` either way.
-            others: other arguments of vLLM's ``generate``: without effect, or refused with what to
-                do instead.
+            adapter: name of the adapter for all prompts, or a list; None means the base model.
+            lora_request: the adapter as vLLM's class, or a list.
+            use_tqdm: True to show a progress bar, or a function that creates one, with the
+                arguments of tqdm's class.
+            errors: ``raise``: a prompt that cannot run ends the call before any prompt has run;
+                ``return``: its output has an ``error``, and the other prompts run. A prompt that
+                fails while it runs has an ``error`` either way.
+            others: other arguments of vLLM's ``generate``, which have no effect or are refused
+                with the alternative.
 
         Returns:
             An output for each prompt, in order.
 
         Raises:
-            TypeError, ValueError: an argument is invalid, or a prompt cannot run; before any has
-                run.
+            TypeError, ValueError: an argument is invalid, or a prompt cannot run. No prompt has
+                run then.
             RuntimeError: called from within another call.
-            NotYetError: an argument is not built yet.
+            NotYetError: an argument is not supported yet.
         """
         settle("LLM.generate", others, (*_KNOWN, "prompts"))
         check_errors(errors)
@@ -131,8 +132,8 @@ class GenerationCalls:
     ) -> list[RequestOutput]:
         """Answer conversations, rendered by the model's chat template.
 
-        A conversation that ends with a message of the assistant is continued there, unless
-        ``add_generation_prompt`` or ``continue_final_message`` say otherwise.
+        If the last message is the assistant's, the model continues it, unless
+        ``add_generation_prompt`` or ``continue_final_message`` is given.
 
         Args:
             messages: vLLM's name of ``conversations``.
@@ -141,7 +142,7 @@ class GenerationCalls:
             add_generation_prompt: True: start a message of the assistant after the last message;
                 False: add nothing.
             continue_final_message: continue the last message.
-            tools: what the model may call, in OpenAI's format; for the template.
+            tools: tools that the model may call, in OpenAI's format; the template gets them.
             tool_choice: ``auto``: the model decides; ``none``: the template gets no tools;
                 ``required``: each answer consists of calls; or ``{"type": "function", "function":
                 {"name": ...}}``: each answer is a call of that tool. A grammar enforces calls, in
@@ -226,8 +227,8 @@ class GenerationCalls:
             return [beam_search_output(output, params, tokenizer) for output in outputs]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the parameters of calls that give none: what the model's
-        ``generation_config.json`` says where that differs from transformers' defaults.
+        """Return the default parameters of calls: the values in the model's
+        ``generation_config.json`` that differ from transformers' defaults.
 
         Unlike in vLLM, changing them does not change later calls.
         """

@@ -1,4 +1,4 @@
-"""A model that is loaded once; the base classes of ``LLM`` have its calls."""
+"""``LLM``, the class of the Python API; its base classes define the calls."""
 
 from __future__ import annotations
 
@@ -48,48 +48,49 @@ _LOG = logging.getLogger("batchinfer.llm")
 
 
 class LLM(GenerationCalls, PoolingCalls):
-    """A model that is loaded once and runs as many prompts as it is given.
+    """A language model that is loaded once and then runs prompts.
 
-    Calls may come from several threads: one runs at a time, the others wait. Give all prompts in
-    one call where you can; that is what the engine is fast at.
+    Several threads may call it; calls run one at a time. Pass all prompts in one call if you can,
+    because the engine is fastest with many prompts.
 
     Args:
         model: hub id or local directory.
         tokenizer: hub id or directory of another tokenizer; default the model's.
-        skip_tokenizer_init: take and give token ids only; the tokenizer's files are not read.
-        revision: of a model on the hub; another tokenizer is loaded at its latest revision.
+        skip_tokenizer_init: accept and return only token ids; do not read the tokenizer's files.
+        revision: branch, tag or commit of a model on the hub. It does not apply to ``tokenizer``.
         dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
             (``half``), or a torch dtype.
-        max_model_len: longest prompt and output together; default: what the model allows; -1: what
-            the KV pool has room for.
-        max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may ask for; -1:
-            any number; default: 20, or all with ``logprobs=-1``.
-        logprobs_mode: what log-probabilities are: ``raw_logprobs``, of the unmodified logits;
-            ``processed_logprobs``, after penalties, temperature, top-k and so on; ``raw_logits``
-            and ``processed_logits``, the logits themselves. Those of prompts are never processed,
-            and beams always have log-probabilities.
-        seed: decides samples without a seed of their own, together with the number of the call;
-            default: they are fresh in every call.
-        load_format: ``dummy``: random weights of the model's shapes, to try settings and speed; its
-            folder needs no weight files. Other formats change nothing.
+        max_model_len: most tokens of prompt and output together; default: the model's limit; -1:
+            as long as fits in the KV pool.
+        max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may request; -1:
+            any number; default: 20, or the whole vocabulary with ``logprobs=-1``.
+        logprobs_mode: ``raw_logprobs``: log-probabilities of the unmodified logits;
+            ``processed_logprobs``: after penalties, temperature, top-k and so on; ``raw_logits``
+            and ``processed_logits``: the logits themselves. Values of prompt tokens are never
+            processed, and beams always have log-probabilities.
+        seed: seeds samples whose parameters have no seed, together with the number of the call;
+            default: they differ in every call.
+        load_format: ``dummy`` makes random weights of the model's shapes, to try settings and
+            speed without weight files. Other formats have no effect.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
-            ``int4_weight_only``; default as saved.
-        adapters: LoRA adapters as peft saves them: folder or hub id by name.
-        enable_lora: calls may bring more adapters as ``LoRARequest``, which are loaded when first
-            asked for.
+            ``int4_weight_only``; default: as saved.
+        adapters: LoRA adapters in peft's format: folder or hub id by name.
+        enable_lora: calls may use more adapters as ``LoRARequest``, which are loaded when first
+            used.
         generation_config: the source of ``get_default_sampling_params``: ``auto``: the model's
             folder; ``vllm``: none; or another folder.
-        override_generation_config: keys that win over those of ``generation_config.json``.
+        override_generation_config: values that replace those of ``generation_config.json``.
         structured_outputs_config: vLLM's class, or a dict; ``disable_any_whitespace`` and
             ``disable_additional_properties`` apply to schemas that do not set them.
         guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
         reasoning: separates the model's reasoning from ``text`` in all outputs: ``auto``, by the
             markers of its chat template, or ``{"start": text, "end": text}``.
-        reasoning_parser: the same by vLLM's name of the format, like ``qwen3``.
-        tool_parser: the format of calls of the tools that ``chat`` is given: ``auto``, by the chat
-            template, or vLLM's name of it, like ``hermes``; ``none``: calls stay in the text.
-        chat_template: the text of a template (Jinja2), or its file, for chats that give none;
-            default the model's.
+        reasoning_parser: vLLM's name of the reasoning format, such as ``qwen3``, in place of
+            ``reasoning``.
+        tool_parser: format of tool calls: ``auto``, by the chat template, or vLLM's name, such as
+            ``hermes``; ``none``: calls stay in the text.
+        chat_template: text or file of the default template (Jinja2) for chats; default: the
+            model's.
         runner: ``generate``: write text; ``pooling``: only ``embed``, ``classify`` and ``score``;
             ``auto``: by the model's class.
         task: the earlier name of ``runner``: ``generate``, ``embed``, ``classify`` or ``score``.
@@ -101,8 +102,8 @@ class LLM(GenerationCalls, PoolingCalls):
     Raises:
         ModelError: the model cannot be loaded or run.
         DeviceError: the device is missing or too small.
-        NotYetError: an argument is not built yet.
-        TypeError: an argument is unknown or has another type.
+        NotYetError: an argument is not supported yet.
+        TypeError: an argument is unknown or has the wrong type.
         ValueError: an argument is out of range.
     """
 
@@ -198,7 +199,7 @@ class LLM(GenerationCalls, PoolingCalls):
         self._view = EngineView(self._model, engine, self._context, self._pooling)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every prefix that is kept for later prompts; waits for the call that runs."""
+        """Drop all cached prefixes, after the active call has ended. Returns True."""
         with self._calls.one_call("reset_prefix_cache"):
             self._context.engine.reset_prefix_cache()
         return True
@@ -248,8 +249,8 @@ class LLM(GenerationCalls, PoolingCalls):
         return self._calls.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """Returns the tokens, prefix cache hits and preemptions of all calls so far and the number
-        of active requests, under vLLM's names. Never waits. ``stats`` has more."""
+        """Return counters of all calls so far (tokens, prefix cache hits, preemptions) and the
+        number of active requests, under vLLM's names. Never waits. ``stats`` has more."""
         return read_metrics(self.stats(), self._context, str(self._settings["model"]["name"]))
 
     def report(

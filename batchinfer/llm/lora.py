@@ -13,13 +13,13 @@ from batchinfer.llm.prompts import one_for_each
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter, as vLLM's calls ask for it."""
+    """vLLM's class that selects a LoRA adapter."""
 
     lora_name: str
     lora_int_id: int = 1
     """Ignored: the name identifies an adapter."""
     lora_path: str = ""
-    """Folder or hub id; also finds an adapter that was loaded under another name."""
+    """Folder or hub id. It also selects an adapter that was loaded under another name."""
     base_model_name: str | None = None
     """Ignored."""
     lora_local_path: str | None = None
@@ -40,10 +40,10 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class Adapters:
-    """The adapters of a model; an adapter that a call brings is loaded.
+    """Adapters of a model; loads an adapter when a call first uses it.
 
     Args:
-        paths: folders or hub ids of the adapters that the model was loaded with, by name.
+        paths: folder or hub id of each adapter that was loaded with the model, by name.
     """
 
     def __init__(self, paths: Mapping[str, str], context: EngineContext) -> None:
@@ -55,9 +55,9 @@ class Adapters:
         """Returns the number of the adapter of each of ``count`` prompts; 0 is the base model.
 
         Raises:
-            TypeError, ValueError: an adapter is invalid or unknown, or there are not as many as
-                prompts.
-            ModelError: a new adapter is not one for this model.
+            TypeError, ValueError: an adapter is invalid or unknown, or the numbers of adapters and
+                prompts differ.
+            ModelError: a new adapter does not fit this model.
         """
         numbers = self._numbers
         if lora_request is not None:
@@ -73,7 +73,7 @@ class Adapters:
         return [0 if name is None else numbers[name] for name in given]
 
     def _loaded_name(self, request: LoRARequest) -> str:
-        """Returns the name of a request's adapter here, after loading it if necessary."""
+        """Load a request's adapter if necessary, and return its name in this object."""
         name, path = request.lora_name, request.lora_path
         same = [known for known, place in self._paths.items() if path and _is_same(place, path)]
         if name in self._paths and (not path or name in same):

@@ -1,4 +1,4 @@
-"""Results of the Python API: outputs made from completions, and ``LLM.stats`` as a table."""
+"""Results of the Python API: outputs of calls, and ``LLM.stats`` as a table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CompletionOutput:
     """``stop``, ``length`` or ``error``."""
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
-    """Sum over all tokens; None unless log-probabilities or beams are asked for."""
+    """Sum over all tokens; None unless the call requests log-probabilities or beams."""
     logprobs: Logprobs | None = None
     score: float | None = None
     """Ranks beams; None without beam search."""
@@ -55,11 +55,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a prompt arrived, started and finished, under the names of vLLM's outputs.
+    """Times at which a prompt arrived, started and finished, under vLLM's names.
 
     Times are in seconds. ``arrival_time`` is a wall clock time (``time.time``); times that end in
-    ``_ts`` count from when the prompt was queued. The last token is that of the sample that
-    finished last. For a prompt that never ran, all but the arrival are 0.
+    ``_ts`` count from when the prompt was queued. The last token is the last token of
+    the sample that finished last. If a prompt never ran, all times but the arrival are 0.
     """
 
     arrival_time: float
@@ -99,7 +99,7 @@ class RequestMetrics:
 
 
 def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
-    """Make a dataclass warn about arguments that it has no fields for, and drop them."""
+    """Make a dataclass warn about arguments without a field, and drop them."""
     made: Any = record
     make, known = made.__init__, {entry.name for entry in fields(made)}
 
@@ -117,7 +117,7 @@ def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
 @_drop_unknown_fields
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its samples. A prompt that could not be run has none, and an ``error``.
+    """A prompt and its samples, or the ``error`` of a prompt that could not run.
 
     Programs may create one with fields of later vLLM versions, which are dropped with a warning.
     """
@@ -126,7 +126,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None
-    """Those of each prompt token, if asked for; None for the first token."""
+    """Log-probabilities of each prompt token, if requested; None for the first token."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
@@ -135,19 +135,19 @@ class RequestOutput:
     lora_request: LoRARequest | None = None
     """As the call gave it."""
     prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
-    """[tokens, ids] of ``prompt_logprob_token_ids``, where these are given: row i belongs to prompt
-    token ``prompt_logprob_start + i + 1``; -inf where there is no id."""
+    """Log-probabilities [tokens, ids] of ``prompt_logprob_token_ids``, if given. Row i belongs to
+    prompt token ``prompt_logprob_start + i + 1``; padding has -inf."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A beam as vLLM returns it: with its prompt."""
+    """A beam in vLLM's form, together with its prompt."""
 
     tokens: list[int]
     """Tokens of the prompt and the beam, without the end-of-sequence token unless
     ``include_stop_str_in_output`` keeps it."""
     cum_logprob: float
-    """Sum over the beam's tokens, the end-of-sequence token included."""
+    """Sum of log-probabilities over the beam's tokens, including the end-of-sequence token."""
     text: str | None
     """Text of ``tokens``; None without a tokenizer."""
     finish_reason: str | None
@@ -162,12 +162,12 @@ class BeamSearchOutput(RequestOutput):
     """A prompt and its beams, best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
-    """The beams of ``outputs`` as vLLM returns them."""
+    """The beams of ``outputs`` in vLLM's form."""
 
 
 @dataclass(slots=True)
 class PromptRequest:
-    """One prompt of a call, and what the call asks for."""
+    """A prompt of a call, with its parameters and its adapter."""
 
     prompt: Prompt | RowError
     params: SamplingParams
@@ -181,7 +181,7 @@ class PromptRequest:
 
 
 def refused(item: PromptRequest, error: RowError) -> RequestOutput:
-    """The output of a prompt that never ran."""
+    """Return the output of a prompt that never ran."""
     text: str | None = None
     token_ids: list[int] = []
     if isinstance(item.prompt, Prompt):
@@ -200,7 +200,7 @@ def refused(item: PromptRequest, error: RowError) -> RequestOutput:
 
 
 def finished(item: PromptRequest, completion: Completion, answers: AnswerReader) -> RequestOutput:
-    """The output of a prompt that the engine is done with."""
+    """Return the output of a prompt that the engine has finished."""
     assert isinstance(item.prompt, Prompt)
     request, params = completion.request, item.params
     samples = [_sample(sample, request, item, answers) for sample in completion.outputs]
@@ -273,7 +273,7 @@ def _sample(
 def beam_search_output(
     output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
 ) -> BeamSearchOutput:
-    """The output of a beam search, with ``sequences``."""
+    """Return the output of a beam search, with ``sequences``."""
     sequences = []
     for beam in output.outputs:
         assert beam.cumulative_logprob is not None

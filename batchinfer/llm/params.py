@@ -1,4 +1,4 @@
-"""Sampling parameters of a call: checked against the model, and put into its requests."""
+"""Checks the sampling parameters of a call against the model, and adds them to requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MODES: Mapping[str, LogprobsMode] = {
     "raw_logits": LogprobsMode.LOGITS,
     "processed_logits": LogprobsMode.PROCESSED | LogprobsMode.LOGITS,
 }
-"""By vLLM's names."""
+"""Modes by vLLM's names."""
 
 
 def read_logprobs_mode(name: object) -> LogprobsMode:
     """Returns the mode that ``LLM(logprobs_mode=...)`` names.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: the mode is unknown.
     """
     if not isinstance(name, str) or name not in MODES:
         raise ValueError(f"logprobs_mode is {name!r}; it must be one of {', '.join(MODES)}")
@@ -39,13 +39,13 @@ def read_logprobs_mode(name: object) -> LogprobsMode:
 def check_params(
     params: SamplingParams, vocab_size: int, max_logprobs: int | None, max_model_len: int
 ) -> None:
-    """Check the parameters of a call against the model, and warn about those without effect.
+    """Check the parameters of a call against the model, and warn about unused parameters.
 
     Args:
-        max_logprobs: most alternatives that may be asked for; -1 = any number; None: 20, or all.
+        max_logprobs: ``LLM(max_logprobs=...)``.
 
     Raises:
-        ValueError: they ask for too much, or name a token id that the model does not have.
+        ValueError: too many log-probabilities, or a token id outside of the vocabulary.
     """
     params.check_token_ids(vocab_size)
     params.check_call()
@@ -73,7 +73,7 @@ def check_params(
 def as_called(
     requests: Sequence[Request], params: SamplingParams, mode: LogprobsMode
 ) -> Sequence[Request]:
-    """Returns the requests of a prompt with what only calls from Python can ask for."""
+    """Return the requests of a prompt with the options that only the Python API has."""
     named, processors = params.logprob_token_ids or (), params.logits_processors or ()
     table, scored_from = params.prompt_logprob_token_ids, 1
     if mode == LogprobsMode.RAW and not named and table is None and not processors:
@@ -98,7 +98,10 @@ def as_called(
 
 
 def _with_prompt(processor: Callable[..., Any]) -> LogitsProcessor:
-    """Returns a logits processor that takes the prompt's token ids, which ``processor`` need not.
+    """Return a logits processor that also takes the prompt's token ids.
+
+    Args:
+        processor: function of (output token ids, logits), or of these after the prompt's token ids.
 
     Raises:
         TypeError: ``processor`` takes neither two nor three arguments.
@@ -130,7 +133,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def rows_to_score_problem(params: SamplingParams, num_prompt_tokens: int) -> str | None:
-    """Returns why ``prompt_logprob_token_ids`` do not fit the prompt; None if they do."""
+    """Return the reason why ``prompt_logprob_token_ids`` do not fit the prompt, or None."""
     table, skipped = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
     wanted = max(num_prompt_tokens - 1 - skipped, 0)
     if table is None or len(table) == wanted:

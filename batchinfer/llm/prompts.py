@@ -1,4 +1,4 @@
-"""Reads the prompts and conversations of a call, and refuses bad ones before anything runs."""
+"""Reads the prompts and conversations of a call, and refuses invalid prompts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 def final_message(
     add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> FinalMessage:
-    """Returns what to write after a conversation, by vLLM's arguments; None leaves one out.
+    """Return how the prompt of a conversation ends, from vLLM's arguments.
 
     Raises:
         ValueError: both are True.
@@ -97,8 +97,8 @@ def final_message(
     if continue_final_message:
         if add_generation_prompt:
             raise ValueError(
-                "continue_final_message goes on with the last message, add_generation_prompt "
-                "begins another; keep one"
+                "continue_final_message continues the last message, add_generation_prompt starts "
+                "a new one; keep one"
             )
         return "continue"
     if add_generation_prompt is None and continue_final_message is None:
@@ -107,10 +107,10 @@ def final_message(
 
 
 def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools | None:
-    """Returns the tools of a chat; None if it has none or may not call any.
+    """Return the tools of a chat; None if it has no tools or ``choice`` is ``none``.
 
     Args:
-        has_parser: whether the format of the model's tool calls is known.
+        has_parser: the format of the model's tool calls is known.
 
     Raises:
         ValueError: the tools or the choice are invalid, or the choice needs a known format.
@@ -118,7 +118,7 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
     checked = checked_tools([] if tools is None else tools)
     if not checked:
         if choice not in ("auto", "none"):
-            raise ValueError(f"tool_choice is {choice!r}, and there are no tools")
+            raise ValueError(f"tool_choice is {choice!r}, but the chat has no tools; give tools")
         return None
     chosen = checked_choice(choice, checked)
     if chosen not in ("auto", "none") and not has_parser:
@@ -130,7 +130,7 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether ``prompts`` is a single prompt."""
+    """Return True if ``prompts`` is a single prompt."""
     if isinstance(prompts, str | Mapping):
         return True
     if isinstance(prompts, np.ndarray):
@@ -151,8 +151,8 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
-    """Returns the text or token ids of a prompt that is a dict, the text to show for token ids, and
-    the value's name in messages."""
+    """Return, for a prompt that is a dict, its text or token ids, the text to show for token ids,
+    and the name of the value in messages."""
     others = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
         settle(name, others, _KEYS, stacklevel=8)
@@ -174,7 +174,7 @@ def checked_text(text: str, name: str) -> str:
     """Returns a string as Python's own type.
 
     Raises:
-        ValueError: it has no UTF-8 form.
+        ValueError: the string cannot be encoded as UTF-8.
     """
     try:
         text.encode()
@@ -207,7 +207,7 @@ def listed(values: Any, name: str, expected: str) -> list[Any]:
     """Returns the items of a list, an array or a column of a data frame.
 
     Raises:
-        TypeError: ``values`` is something else; says that it must be ``expected``.
+        TypeError: ``values`` has another type; the message names ``expected``.
     """
     several = isinstance(values, Sized) and hasattr(values, "__iter__")
     unordered = isinstance(values, set | frozenset) or hasattr(values, "columns")
@@ -224,13 +224,13 @@ def one_for_each(
 
     Args:
         kinds: types of a single value.
-        what: a single value, for messages.
-        count: of the prompts.
-        plural: several values, for messages.
+        what: description of a single value, for messages.
+        count: number of prompts.
+        plural: description of several values, for messages.
 
     Raises:
-        TypeError: a value has another type.
-        ValueError: there are not as many values as prompts.
+        TypeError: a value has the wrong type.
+        ValueError: the numbers of values and prompts differ.
     """
     if isinstance(value, kinds):
         return [value] * count

@@ -1,4 +1,4 @@
-"""Turns the prompts of a call into requests, runs them, and makes outputs from the completions."""
+"""Turns the prompts of a call into requests, runs them, and returns their outputs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class CallRunner:
     """Runs the prompts of calls.
 
     Args:
-        seed: decides samples without a seed of their own, together with the number of the call;
-            None: they are fresh in every call.
-        reasoning: how the model marks its reasoning; None: it stays in the text.
-        tool_format: how the model writes tool calls; None: they stay in the text.
-        mode: what log-probabilities mean; those of beams are always raw.
+        seed: seeds samples whose parameters have no seed, together with the number of the call;
+            None: they differ in every call.
+        reasoning: format of the model's reasoning; None: reasoning stays in the text.
+        tool_format: format of the model's tool calls; None: calls stay in the text.
+        mode: meaning of log-probabilities; log-probabilities of beams are always raw.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CallRunner:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the format of the model's tool calls is known."""
+        """True if the format of the model's tool calls is known."""
         return self._tool_choices is not None
 
     def run(
@@ -76,7 +76,7 @@ class CallRunner:
         """Returns the output of each prompt.
 
         Raises:
-            ValueError: a prompt cannot run, and ``on_error`` is ``raise``; before any has run.
+            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. No prompt has run then.
         """
         seed, now = self._random.getrandbits(64), time.time()
         sampling: dict[tuple[int, int | None], RowSampling] = {}
@@ -91,9 +91,9 @@ class CallRunner:
             except RowError as error:
                 if on_error == "raise":
                     raise ValueError(f"prompt {at}: {error.message}") from None
-                # Another error, as this one holds the frames that it was raised from.
+                # A new error, because ``error`` keeps the frames of its traceback in memory.
                 outputs[at] = refused(item, RowError(error.code, error.message))
-        if self._context.warm_up is not None:  # compiles what the steps will sample with
+        if self._context.warm_up is not None:  # compiles the sampling kernels of the steps
             distinct = {id(row.sampling): row.sampling for row in rows.values() if row.sampling}
             self._context.warm_up(sampled.params for sampled in distinct.values())
         finished_samples: dict[int, list[Completion]] = {}
@@ -123,8 +123,8 @@ class CallRunner:
         """Returns the row of a prompt.
 
         Args:
-            made: the sampling of earlier rows, by their parameters and, if these depend on it, the
-                prompt's length. Most calls have one for all rows, and a check takes 0.1 ms.
+            made: sampling of earlier rows, by their parameters and, if ``max_tokens`` is None, the
+                prompt's length. Most calls use one for all rows, and a check takes 0.1 ms.
 
         Raises:
             RowError: the prompt or its parameters cannot be run.
@@ -155,7 +155,7 @@ class CallRunner:
         """Returns the requests that a row starts with.
 
         Raises:
-            RowError: it cannot run.
+            RowError: the row cannot run.
         """
         assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
@@ -197,7 +197,7 @@ class CallRunner:
 
 
 def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
-    """Returns the prompt with the last tokens that ``truncate_prompt_tokens`` keeps."""
+    """Return the prompt cut to its last ``kept`` tokens (``truncate_prompt_tokens``)."""
     if kept is None:
         return prompt
     if kept > max_model_len:

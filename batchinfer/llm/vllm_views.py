@@ -1,4 +1,4 @@
-"""Settings and metrics of an ``LLM`` under vLLM's names, to read."""
+"""Read-only settings and metrics of an ``LLM`` under vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.llm.pooling.runner import PoolingRunner
 
 
 class ModelView(SimpleNamespace):
-    """vLLM's ``ModelConfig``; ``dtype`` is as asked for."""
+    """vLLM's ``ModelConfig``; ``dtype`` is the argument of ``LLM``."""
 
     embedder: PoolingRunner
 
@@ -27,7 +27,7 @@ class ModelView(SimpleNamespace):
 
 
 class EngineView:
-    """vLLM's ``LLMEngine``, to read: only the calls of the ``LLM`` run it."""
+    """Read-only view of the engine in the form of vLLM's ``LLMEngine``."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The number of cores that a process may use: by machine, affinity and cgroup quota.
+"""Counts the cores that this process may use, by machine, affinity and cgroup quota.
 
-Formats: cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v2.rst (``cpu.max``) and
+File formats: cgroups(7), and the kernel's Documentation/admin-guide/cgroup-v2.rst (``cpu.max``) and
 Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Set, they make libgomp bind threads, unless ``OMP_PROC_BIND`` is false."""
+"""Variables that make libgomp bind threads to cores, unless ``OMP_PROC_BIND`` is false."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class CpuLimits:
     machine: int
     """Cores that are online."""
     affinity: int
-    """Cores that its threads may run on (``taskset``, ``docker --cpuset-cpus``); all of the machine
-    where OpenMP binds them."""
+    """Cores that the threads of this process may run on (``taskset``, ``docker --cpuset-cpus``).
+    If OpenMP binds threads, all cores of the machine."""
     quota: float | None
-    """CPU time per second that its control group may use; None if unlimited."""
+    """Cores' worth of CPU time that the control group may use; None if unlimited."""
 
     @property
     def count(self) -> int:
@@ -55,7 +55,7 @@ def cpu_limits(root: str = "/") -> CpuLimits:
 
 
 def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether libgomp binds each thread to a core, the first as soon as torch is loaded.
+    """Return True if libgomp binds each thread to a core, as soon as torch is loaded.
 
     See OMP_PROC_BIND in the OpenMP specification, and "Environment Variables" in libgomp's manual.
     """
@@ -66,10 +66,11 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def cgroup_quota(root: str = "/") -> float | None:
-    """Returns the lowest CPU quota of the process's control groups and their parents, in cores.
+    """Return the lowest CPU quota of the process's control groups and their parents, in cores.
 
-    None means no limit; files that cannot be read or parsed set none. A container may see only the
-    end of its group's path below the mount point, so every part of the path is tried.
+    Returns None if there is no limit, and ignores files that cannot be read or parsed. A container
+    may see only the end of its group's path below the mount point, so the function tries every
+    part of the path.
     """
     quotas = list[float]()
     for line in _read(root, "/proc/self/cgroup").splitlines():
@@ -101,7 +102,7 @@ def _quota(text: str) -> list[float]:
 
 
 def _read(root: str, path: str) -> str:
-    """Returns a file's text, "" if it cannot be read."""
+    """Return a file's text, or "" if it cannot be read."""
     try:
         with open(
             os.path.join(root, path.lstrip("/")), encoding="utf-8", errors="surrogateescape"

@@ -1,4 +1,4 @@
-"""The process that a job runs in: signals, garbage collection, OpenMP threads, imports."""
+"""Settings of a job's process: signals, garbage collection, OpenMP threads, imports."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _STDERR = 2
 
 SPIN_COUNT = "10000"
-"""Turns of libgomp's loop before a waiting thread goes to sleep.
+"""Iterations of libgomp's wait loop before a waiting thread sleeps.
 
-libgomp's default is 300,000: milliseconds in which a thread that others wait for may have no core,
-so that fewer turns are better beside other processes. But 1,000, which libgomp itself uses where
-more threads run than there are cores, cost a tenth of the speed when measured alone; 4,000 to
-300,000 made no difference there.
+libgomp's default is 300,000, which takes milliseconds. While threads spin, a thread that they wait
+for may get no core, so fewer iterations are better if other processes run. With 1,000, libgomp's
+value for more threads than cores, a run alone on its machine lost a tenth of its speed; 4,000 to
+300,000 made no difference.
 """
 UNUSED = ("accelerate", "scipy")
-"""Packages that transformers imports for every model wherever they are installed, to spread models
-over devices and to train object detectors. Without them a start of 4.5 s takes 0.3 s less."""
+"""Packages that transformers imports for every model if they are installed. batchinfer does not use
+them, and without them a start of 4.5 s takes 0.3 s less."""
 
 
 def _stopped() -> bytes:
@@ -40,14 +40,14 @@ def _stopped() -> bytes:
 
 
 _farewell: tuple[int, Callable[[], bytes]] = (_STDERR, _stopped)
-"""File descriptor and message for when a signal ends the process at once."""
+"""File descriptor and last message of a process that a signal ends at once."""
 
 
 @contextmanager
 def leaves_at_once() -> Iterator[None]:
-    """Have ``SystemExit`` end the process without tearing down its modules, after ``atexit``.
+    """Make ``SystemExit`` end the process right after ``atexit``, without unloading modules.
 
-    The tear-down of torch and triton takes two seconds.
+    Unloading torch and triton takes two seconds.
     """
     codes: list[int] = []
     atexit.register(_end_at_once, codes)  # registered first, so it runs last
@@ -60,7 +60,7 @@ def leaves_at_once() -> Iterator[None]:
 
 
 def _end_at_once(codes: list[int]) -> None:
-    if not codes:  # Python has an error to show
+    if not codes:  # Python shows an error
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # missing, full or closed
@@ -82,7 +82,7 @@ def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int =
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGUSR1 from here on, as the process is about to end."""
+    """Ignore SIGINT, SIGTERM and SIGUSR1, because the process is about to end."""
     _handle_with(signal.SIG_IGN)
 
 
@@ -100,10 +100,10 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 
 class SignalledEvent(threading.Event):
-    """An event that a signal handler may set, whatever the interrupted thread is doing.
+    """An event that a signal handler may set at any time.
 
-    ``Event.set`` takes a lock; a thread that is interrupted in ``Event.wait`` while it holds that
-    lock would deadlock. ``SimpleQueue.put`` is reentrant.
+    ``Event.set`` takes a lock. If a signal interrupts a thread in ``Event.wait`` that holds this
+    lock, setting the event in the handler would deadlock. ``SimpleQueue.put`` is reentrant.
     """
 
     def __init__(self) -> None:
@@ -130,11 +130,11 @@ class SignalledEvent(threading.Event):
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Set an event on SIGINT, SIGTERM and SIGUSR1; a second SIGINT ends the process at once.
+    """Yield an event that SIGINT, SIGTERM or SIGUSR1 sets; a second SIGINT ends the process.
 
-    If ``leave_on_signals`` was active before, signals are ignored afterwards: the outcome is
-    decided, and a late signal must not change the exit code. Outside the main thread, where Python
-    handles no signals, the event is never set.
+    If ``leave_on_signals`` was active before, the process ignores signals afterwards, because a
+    late signal must not change the exit code. Outside of the main thread, where Python handles no
+    signals, the event is never set.
     """
     stop = SignalledEvent()
 
@@ -156,12 +156,12 @@ def stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collections, unless a caller has frozen objects.
+    """Exclude existing objects from garbage collection, unless the caller has frozen objects.
 
-    A full collection walks every object of torch, transformers and the model, which takes a quarter
+    A full collection walks every object of torch, transformers and the model. This takes a quarter
     of a second in the middle of a run.
     """
-    is_ours = not gc.get_freeze_count()  # else ``unfreeze`` would undo the caller's too
+    is_ours = not gc.get_freeze_count()  # ``unfreeze`` would affect the caller's objects too
     if is_ours:
         gc.freeze()
     try:
@@ -173,10 +173,10 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collections, and have the next one skip what was made meanwhile.
+    """Pause garbage collection, and move objects created meanwhile to the oldest generation.
 
-    Importing torch and transformers and loading a model makes a million objects that all stay;
-    walking them again and again takes a fifth of the time of a start.
+    Importing torch and transformers and loading a model creates a million objects that stay alive;
+    walking them repeatedly takes a fifth of the time of a start.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -191,9 +191,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def bound_spinning() -> None:
-    """Have the OpenMP threads of this process and its children sleep after a short wait.
+    """Make OpenMP threads of this process and its children sleep after a short wait.
 
-    Does nothing where the environment sets how they wait, or where torch is loaded already.
+    Does nothing if the environment already sets how threads wait, or if torch is loaded.
     """
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     if "torch" not in sys.modules and not any(name in os.environ for name in names):
@@ -201,9 +201,9 @@ def bound_spinning() -> None:
 
 
 def skip_optional_imports() -> None:
-    """Make ``UNUSED`` look not installed to imports.
+    """Make imports treat the packages in ``UNUSED`` as not installed.
 
-    For processes of this program only: a notebook may use more of transformers.
+    Call this only in processes of this program: a notebook may need these packages.
     """
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: not found

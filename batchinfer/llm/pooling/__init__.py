@@ -1,1 +1,1 @@
-"""Calls for vectors, labels and scores: ``LLM.embed``, ``classify``, ``score`` and ``encode``."""
+"""The calls ``LLM.embed``, ``classify``, ``score`` and ``encode``."""

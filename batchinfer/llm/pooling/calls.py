@@ -42,7 +42,7 @@ _PARAMS = "PoolingParams(...)"
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments that all calls have."""
+    """Arguments that all calls share."""
 
     adapter: AdapterNames
     lora_request: LoRARequests
@@ -76,17 +76,17 @@ class PoolingCalls:
         """Embed prompts, from the hidden states of their tokens.
 
         Args:
-            prompts: as of ``generate``; texts are taken raw.
-            pooling_params: one for all prompts, or one each. ``dimensions`` cuts embeddings;
-                ``normalize=False`` keeps their length, which is 1 by default.
-            others: as of ``generate``.
+            prompts: as for ``generate``; texts are used raw.
+            pooling_params: one for all prompts, or a list with one per prompt. ``dimensions`` cuts
+                embeddings; ``normalize=False`` leaves their length unchanged.
+            others: as for ``generate``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.embedding`` is a list of floats.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as ``generate``, or ``dimensions`` are too many.
-            NotYetError: an argument is not built yet.
+            TypeError, ValueError, RuntimeError: as for ``generate``; or too many ``dimensions``.
+            NotYetError: an argument is not supported yet.
         """
         _check("embed", others, errors)
 
@@ -108,18 +108,18 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Classify prompts, with a model that has a head for it (``...ForSequenceClassification``).
+        """Classify prompts with a model that has a head for it (``...ForSequenceClassification``).
 
         Args:
-            pooling_params: ``activation=False`` gives logits.
-            others: as of ``embed``.
+            pooling_params: ``activation=False`` returns logits.
+            others: as for ``embed``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.probs`` has a score for each label.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError: as ``embed``.
-            ModelError: the model has no such head.
+            TypeError, ValueError, RuntimeError, NotYetError: as for ``embed``.
+            ModelError: the model has no classification head.
         """
         _check("classify", others, errors)
 
@@ -142,17 +142,18 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Do what ``embed`` or ``classify`` does, and return tensors.
+        """Run ``embed`` or ``classify``, and return tensors.
 
         Args:
-            pooling_task: ``embed`` or ``classify``; by default what the model has a head for.
-            others: as of ``embed``.
+            pooling_task: ``embed`` or ``classify``; default: ``classify`` if the model has a
+                classification head.
+            others: as for ``embed``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.data`` is a float32 tensor.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as those.
+            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as for both calls.
         """
         import torch
 
@@ -185,21 +186,21 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """Score the similarity of texts: of one and each of several, or pair by pair.
+        """Score the similarity of texts: of one text with several texts, or pair by pair.
 
-        A model with a head of one label scores both texts joined by its tokenizer; with other
-        models, the score is the cosine of the texts' embeddings.
+        A model with a head for one label scores both texts joined by its tokenizer. With other
+        models, the score is the cosine of the embeddings.
 
         Args:
-            data_1: one text, or as many as in ``data_2``.
+            data_1: one text, or the same number of texts as ``data_2``.
             data_2: one or several texts.
-            others: as of ``embed``; one adapter applies to all.
+            others: as for ``embed``; one adapter applies to all texts.
 
         Returns:
             An output for each pair, in order; its ``outputs.score`` is a float.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as ``classify``.
+            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as for ``classify``.
         """
         _check("score", others, errors)
         if not isinstance(pooling_params, PoolingParams | None):
@@ -233,7 +234,7 @@ class PoolingCalls:
         )
         with self._calls.one_call("score"):
             rows = [dict(zip(_DATA, pair, strict=True)) for pair in pairs]
-            # An error names the argument: there are no columns.
+            # Errors must name the argument, because a call has no columns.
             prompts = [
                 RowError(one.code, one.message.replace("column data", "the text of data"))
                 if isinstance(one, RowError)
@@ -323,7 +324,8 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
         ones = ones * len(others)
     if len(ones) != len(others):
         raise ValueError(
-            f"data_1 has {len(ones)} texts and data_2 {len(others)}; give one, or as many"
+            f"data_1 has {len(ones)} texts and data_2 {len(others)}; give one text as data_1, or "
+            "the same number of texts"
         )
     return list(zip(ones, others, strict=True))
 

@@ -1,4 +1,4 @@
-"""Chooses what a model is loaded for, by vLLM's arguments or by its folder."""
+"""Chooses the runner of a model (text or pooling) by vLLM's arguments or by its folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_r
 
 
 def choose_runner(runner: str, task: str | None, model: str, revision: str | None) -> Runner:
-    """Returns what a model (folder or hub id) is run for.
+    """Return the runner of a model (folder or hub id).
 
-    ``auto`` means text, unless the model's class has no output head, or its tokens attend to
-    later ones.
+    ``auto`` means ``generate``, unless the model's class has no output head or its attention is
+    bidirectional.
 
     Raises:
-        NotYetError: there is no such runner or task.
-        ValueError: they contradict each other.
+        NotYetError: the runner or task is unknown.
+        ValueError: runner and task contradict each other.
     """
     asked = "auto" if task in (None, "auto") else _TASKS.get(str(task))
     if asked is None:
@@ -95,7 +95,7 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 
 
 def refused_calls(runner: Runner) -> dict[str, str]:
-    """Returns the calls that a model which is run for its hidden states cannot do, and why."""
-    why = 'the model is loaded for its hidden states and writes no text; give runner="generate"'
+    """Return the reasons by the names of calls that a model with this runner does not support."""
+    why = 'the model is loaded for pooling and writes no text; give runner="generate"'
     calls = ("generate", "chat", "beam_search") if runner in ("pooling", "whole_texts") else ()
     return dict.fromkeys(calls, why)

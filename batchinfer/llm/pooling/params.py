@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     import torch
 
 _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
-"""The names of one setting."""
+"""Names of the same setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """What a call makes of hidden states; accepts vLLM's earlier names too.
+    """Parameters of pooling; accepts vLLM's earlier names too.
 
     Raises:
-        TypeError: a parameter has another type.
+        TypeError: a parameter has the wrong type.
         ValueError: a parameter is out of range, or two contradict each other.
     """
 
     truncate_prompt_tokens: int | None = None
     """Cut the end of a longer prompt to this many tokens, as vLLM does for pooling. Special tokens
-    around a text stay, and the longer text of a pair is cut. -1: as many as there is room for."""
+    around a text stay, and the longer text of a pair is cut. -1: as long as the model allows."""
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
@@ -51,7 +51,7 @@ class PoolingParams:
 
     @property
     def activates(self) -> bool:
-        """Whether embeddings are normalized, and logits turned into scores."""
+        """True if embeddings are normalized and logits become scores."""
         return next(iter(self._given().values()), True)
 
     def _given(self) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Runs prompts for their hidden states, and makes results from these."""
+"""Runs prompts, and turns their hidden states into embeddings or scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Output = TypeVar("Output", bound=PoolingRequestOutput[Any])
 
 @dataclass(frozen=True)
 class PoolingRequest:
-    """One prompt of a call, and what the call asks for."""
+    """A prompt of a call, with its parameters and its adapter."""
 
     prompt: Prompt | RowError
     params: PoolingParams
@@ -38,15 +38,15 @@ class PoolingRequest:
     """Turns the prompt's hidden state into values."""
     adapter: int
     name: str
-    """What errors call the prompt."""
+    """Name of the prompt in error messages."""
 
 
 class PoolingRunner:
-    """Runs prompts for their hidden states.
+    """Runs prompts, and turns their hidden states into embeddings or scores.
 
     Args:
-        tokens: the answers of a reranker, no and yes; None: its own head says.
-        random_weights: the model's weights are random, so that no head goes with them.
+        tokens: tokens with which a reranker answers no and yes; None: the model has its own head.
+        random_weights: the model's weights are random, so it cannot use a stored head.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PoolingRunner:
 
     @cached_property
     def is_classifier(self) -> bool:
-        """Whether a head scores two texts, rather than the similarity of their embeddings."""
+        """True if a head scores two texts; otherwise the similarity of their embeddings does."""
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
@@ -81,8 +81,7 @@ class PoolingRunner:
         """Returns the function from a hidden state [H] to an embedding, float32 [D].
 
         Raises:
-            ValueError: the model is loaded to write text, or embeddings have fewer dimensions than
-                are asked for.
+            ValueError: the model is loaded to write text, or ``dimensions`` is too large.
         """
         config = EmbedConfig(normalize=params.activates, dimensions=params.dimensions)
         embedder = Embedder(self._modules, config)
@@ -102,9 +101,9 @@ class PoolingRunner:
         """Returns the function from a hidden state [H] to scores, float32 [L].
 
         Raises:
-            ModelError: the model has no head that classifies.
-            NotYetError: its weights are random.
-            ValueError: ``dimensions`` are asked for.
+            ModelError: the model has no classification head.
+            NotYetError: the model's weights are random.
+            ValueError: ``dimensions`` is given.
         """
         if params.dimensions is not None:
             raise ValueError(
@@ -126,11 +125,11 @@ class PoolingRunner:
         """Returns the output of each prompt.
 
         Args:
-            make_result: makes the output's ``outputs`` from a head's values.
+            make_result: turns the values of a head into the output's ``outputs``.
             kind: the class of the outputs.
 
         Raises:
-            ValueError: a prompt cannot run, and ``on_error`` is ``raise``; before any has run.
+            ValueError: a prompt cannot run, and ``on_error`` is ``raise``. No prompt has run then.
         """
         request_ids = [str(next(self._request_ids)) for _ in items]
         requests, outputs = [], dict[int, Output]()
@@ -173,10 +172,10 @@ class PoolingRunner:
         return row if refusal is None else PromptRow(at, RowError(*refusal))
 
     def most_tokens(self, params: PoolingParams) -> int | None:
-        """Returns the length that prompts are cut to; None: they are not cut.
+        """Return the most tokens of a prompt, to which longer prompts are cut; None: no limit.
 
         Raises:
-            ValueError: it is more than ``max_model_len``.
+            ValueError: ``truncate_prompt_tokens`` is more than ``max_model_len``.
         """
         most, longest = params.truncate_prompt_tokens, self._context.max_model_len
         if most is not None and most > longest:
