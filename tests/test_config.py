@@ -61,7 +61,7 @@ def test_sampling_parameter_of_wrong_type_is_named(fields: dict[str, Any], messa
         ({"structured_outputs": {"json": "{"}}, "structured_outputs json is not JSON: Expecting"),
         ({"structured_outputs": {"json": {"a": float("nan")}}}, "json is not JSON: Out of range"),
         ({"structured_outputs": {"choice": []}}, r"choice is \[\]; it must be a list of strings"),
-        ({"structured_outputs": {"regex": "\ud800"}}, "regex holds half of a surrogate pair"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "regex contains half of a surrogate pair"),
         ({"structured_outputs": {"regex": "a" * 2**21}}, "regex has over 1,048,576 characters"),
         ({"structured_outputs": {"json_object": False}}, "json_object is false; it must be true"),
         ({"structured_outputs": {"type": "xml"}}, 'type is "xml"; it must be text, json_object'),

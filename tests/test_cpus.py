@@ -81,7 +81,7 @@ def test_an_invalid_cgroup_quota_is_no_limit(text: str, tmp_path: Path) -> None:
     ),
     version=st.sampled_from([1, 2]),
 )
-def test_the_lowest_quota_of_nested_cgroups_counts(
+def test_lowest_quota_of_nested_cgroups_counts(
     quotas: list[tuple[int, int] | None], version: int
 ) -> None:
     point = "sys/fs/cgroup" if version == 2 else V1
@@ -107,7 +107,7 @@ LINES = st.lists(
 
 
 @given(cgroup=LINES, quota=st.text(max_size=30))
-def test_malformed_files_are_no_error(cgroup: list[str], quota: str) -> None:
+def test_malformed_cgroup_files_are_ignored(cgroup: list[str], quota: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = {"sys/fs/cgroup/cpu.max": quota}
         found = cgroup_quota(tree(Path(folder), "".join(cgroup), files))
@@ -125,7 +125,7 @@ def test_malformed_files_are_no_error(cgroup: list[str], quota: str) -> None:
         (4, 64, None, 4),
     ],
 )
-def test_the_smallest_limit_counts(
+def test_smallest_cpu_limit_counts(
     machine: int, affinity: int, quota: float | None, count: int
 ) -> None:
     assert CpuLimits(machine, affinity, quota).count == count

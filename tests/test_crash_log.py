@@ -10,9 +10,7 @@ from batchinfer.cli.program import crash_directory, write_crash_log
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_traceback_goes_to_the_output_directory_if_that_exists(
-    tmp_path: Path, exists: bool
-) -> None:
+def test_crash_log_is_written_to_an_existing_output_directory(tmp_path: Path, exists: bool) -> None:
     directory = tmp_path if exists else tmp_path / "missing"
     with pytest.raises(ZeroDivisionError) as caught, crash_directory(directory):
         raise ZeroDivisionError("oh \udcff no")

@@ -33,7 +33,7 @@ def values(stage: str, instruction: str) -> list[str]:
     return [value for name, value in stages()[stage] if name == instruction]
 
 
-def test_a_stage_begins_with_an_image_or_a_stage_before_it() -> None:
+def test_docker_stages_start_from_images_or_earlier_stages() -> None:
     before: list[str] = []
     for name in stages():
         [value] = values(name, "FROM")
@@ -43,7 +43,7 @@ def test_a_stage_begins_with_an_image_or_a_stage_before_it() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_runs_the_program_as_nobody_special(image: str) -> None:
+def test_docker_image_runs_without_root(image: str) -> None:
     instructions = [name for name, _ in stages()[image]]
     assert values(image, "USER") == ["batchinfer"]
     assert instructions.index("USER") > max(
@@ -54,7 +54,7 @@ def test_an_image_runs_the_program_as_nobody_special(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_models_stay_in_a_volume(image: str) -> None:
+def test_docker_image_keeps_models_in_a_volume(image: str) -> None:
     assert values(image, "VOLUME") == ["/models"]
     folders = re.findall(r"=(\S+)", values("base", "ENV")[0])
     assert folders
@@ -62,13 +62,13 @@ def test_models_stay_in_a_volume(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_has_extras_that_there_are(image: str) -> None:
+def test_docker_image_installs_existing_extras(image: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [extras] = [value for value in values(image, "ARG") if value.startswith("EXTRAS=")]
     assert set(extras.removeprefix("EXTRAS=").split(",")) <= project["optional-dependencies"].keys()
 
 
-def test_what_the_wheel_is_made_of_is_sent_to_the_builder() -> None:
+def test_docker_build_context_contains_the_package() -> None:
     kept = {
         line.removeprefix("!")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -83,7 +83,7 @@ def test_what_the_wheel_is_made_of_is_sent_to_the_builder() -> None:
     assert all((ROOT / name).exists() for name in kept)
 
 
-def test_the_python_is_one_that_the_project_runs_on() -> None:
+def test_docker_python_version_is_supported() -> None:
     [line] = [
         line
         for line in (ROOT / "Dockerfile").read_text().splitlines()

@@ -85,7 +85,7 @@ def job(
 
 @pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
 @pytest.mark.usefixtures("limits")
-def test_rows_that_kill_are_errors_and_the_others_run(tmp_path: Path, model: Path) -> None:
+def test_rows_that_kill_text_processes_become_errors(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, TEXTS)
 
     planned = plan_job(spec)
@@ -104,7 +104,7 @@ def test_rows_that_kill_are_errors_and_the_others_run(tmp_path: Path, model: Pat
 
 @pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
 @pytest.mark.usefixtures("limits")
-def test_requests_that_kill_are_errors_and_the_others_run(tmp_path: Path, model: Path) -> None:
+def test_requests_that_kill_text_processes_become_errors(tmp_path: Path, model: Path) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_text("".join(json.dumps(request(text)) + "\n" for text in TEXTS))
 
@@ -123,7 +123,7 @@ def request(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
 @pytest.mark.usefixtures("limits")
-def test_bad_words_that_kill_are_an_error_of_their_row(tmp_path: Path, model: Path) -> None:
+def test_bad_words_that_kill_text_processes_become_row_errors(tmp_path: Path, model: Path) -> None:
     run_job(job(tmp_path, model, ["fine"] * 3, [None, "good", PANIC]), quiet=True)
 
     errors = pl.read_parquet(tmp_path / "out" / "data" / "*.parquet")["error"].to_list()
@@ -133,7 +133,7 @@ def test_bad_words_that_kill_are_an_error_of_their_row(tmp_path: Path, model: Pa
 
 @pytest.mark.parametrize("limits", [ENDLESS], indirect=True, ids=["endless"])
 @pytest.mark.usefixtures("limits")
-def test_a_signal_ends_a_run_that_waits_for_a_row(tmp_path: Path, model: Path) -> None:
+def test_signal_ends_a_run_that_waits_for_a_row(tmp_path: Path, model: Path) -> None:
     before = set(psutil.Process().children(recursive=True))  # multiprocessing's, of other tests
     hanging = threading.Thread(target=_signal_once_a_child_hangs)
     hanging.start()
@@ -152,9 +152,7 @@ def _signal_once_a_child_hangs() -> None:
                 return os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_chat_template_that_cannot_be_compiled_is_the_models_fault(
-    tmp_path: Path, model: Path
-) -> None:
+def test_invalid_chat_template_is_a_model_error(tmp_path: Path, model: Path) -> None:
     changed = tmp_path / "model"
     changed.mkdir()
     for file in model.iterdir():

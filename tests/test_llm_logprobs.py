@@ -155,7 +155,7 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
         ({"logprob_token_ids": [-1]}, "logprob_token_ids has -1; token ids are 0 or more"),
         ({"logprob_token_ids": [5, 9999]}, "has 9999, which is out-of-vocab; .* below"),
         ({"logprob_token_ids": [5] * 129}, "has 129 ids; the most are 128"),
-        ({"logprob_token_ids": [5], "logprobs": 3}, "logprobs is 3, but logprob_token_ids are 1"),
+        ({"logprob_token_ids": [5], "logprobs": 3}, "logprobs is 3, but logprob_token_ids has 1"),
         ({"prompt_logprob_token_ids": [1, 2]}, r"shape \[num_rows, num_ids\]"),
         ({"prompt_logprob_token_ids": [[], []]}, "non-empty: all of its 2 rows"),
         ({"prompt_logprob_token_ids": [[5], [True]]}, "row 1 must be a list of integer token ids"),
@@ -169,7 +169,7 @@ def test_prompt_logprob_token_ids_with_chunks_and_preemptions(
             {"prompt_logprob_token_ids": [[5]]},
             "has 1 rows, but the prompt of 3 tokens has 2 scored",
         ),
-        ({"logprob_token_ids": [5], "beam_width": 2}, "do not go with beams"),
+        ({"logprob_token_ids": [5], "beam_width": 2}, "cannot be combined with beam"),
         ({"prompt_logprob_start": 3}, "prompt_logprob_start requires prompt_logprob_token_ids"),
         (
             {"prompt_logprob_start": -1, "prompt_logprob_token_ids": [[5]]},

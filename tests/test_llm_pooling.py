@@ -57,7 +57,7 @@ def unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return vector / np.linalg.norm(vector)
 
 
-def test_embeddings_equal_those_of_transformers(llm: LLM, model: Path) -> None:
+def test_embeddings_equal_transformers(llm: LLM, model: Path) -> None:
     ids = llm.get_tokenizer()(PROMPTS[1])["input_ids"]
     for output, prompt in zip(llm.embed([PROMPTS[0], ids], use_tqdm=False), PROMPTS, strict=True):
         assert output.outputs is not None
@@ -115,7 +115,7 @@ def test_score_is_the_cosine_of_embeddings(llm: LLM, model: Path) -> None:
     assert len(llm.score(others, others, use_tqdm=False)) == 2
 
 
-def test_a_prompt_that_cannot_run_raises_or_fails_alone(llm: LLM) -> None:
+def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
     with pytest.raises(ValueError, match="prompt 1: the prompt has 600 tokens"):
         llm.embed(["a", [5] * 600], use_tqdm=False)
     fine, failed = llm.embed(["a", [5] * 600], use_tqdm=False, errors="return")
@@ -192,7 +192,7 @@ def test_score_accepts_subclasses_of_str_and_names_bad_texts(
         head.score("a", ["b", " "], use_tqdm=False)
 
 
-def test_random_weights_have_no_head(tmp_path: Path, model: Path) -> None:
+def test_random_weights_cannot_classify(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "one", model, num_labels=1)
     (folder / "model.safetensors").unlink()
     llm = LLM(folder, load_format="dummy", **ENGINE)
@@ -216,7 +216,7 @@ def test_contradicting_pooling_params_are_refused() -> None:
         PoolingParams(use_activation=False, normalize=True)
 
 
-def test_class_scores_equal_those_of_transformers(tmp_path: Path, model: Path) -> None:
+def test_classify_equals_transformers(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "three", model, num_labels=3)
     llm = LLM(folder, **ENGINE)
     for output, prompt in zip(llm.classify(PROMPTS, use_tqdm=False), PROMPTS, strict=True):
@@ -269,7 +269,7 @@ def test_hf_overrides_make_a_reranker(tmp_path: Path, model: Path) -> None:
         ([], "generate"),
     ],
 )
-def test_the_runner_follows_the_model_class(tmp_path: Path, config: Any, runner: str) -> None:
+def test_runner_auto_follows_the_model_class(tmp_path: Path, config: Any, runner: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert choose_runner("auto", None, str(tmp_path), None) == runner
     assert choose_runner("auto", "embed", str(tmp_path), None) == "pooling"
@@ -293,7 +293,7 @@ def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
         llm.generate("a")
 
 
-def test_an_encoder_that_classifies_embeds_too(tmp_path: Path) -> None:
+def test_encoder_with_classification_head_also_embeds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", num_labels=2, **encoder_config("bert"))
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)

@@ -118,7 +118,7 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_every_good_line_is_answered_in_openais_types(done: Path) -> None:
+def test_valid_requests_are_answered_in_openai_format(done: Path) -> None:
     answered = lines(done / "openai" / "output.jsonl")
     wanted = [good(row) for row in range(NUM_LINES) if row not in BAD]
     assert [line["custom_id"] for line in answered] == [line["custom_id"] for line in wanted]
@@ -146,7 +146,7 @@ def test_every_good_line_is_answered_in_openais_types(done: Path) -> None:
         assert made.model == "tiny"
 
 
-def test_every_bad_line_is_in_the_error_file_with_its_code(done: Path) -> None:
+def test_invalid_requests_are_in_the_error_file(done: Path) -> None:
     failed = lines(done / "openai" / "errors.jsonl")
     assert len(failed) == len(BAD)
     for line, (row, (code, _)) in zip(failed, BAD.items(), strict=True):
@@ -168,7 +168,7 @@ def test_every_bad_line_is_in_the_error_file_with_its_code(done: Path) -> None:
     assert ids[17] is ids[41] is None
 
 
-def test_greedy_answers_are_the_models_own(done: Path, model: Path) -> None:
+def test_greedy_batch_answers_equal_generate(done: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model).eval()
     answers = {line["custom_id"]: line for line in lines(done / "openai" / "output.jsonl")}
@@ -203,7 +203,7 @@ def test_completions_have_the_offsets_of_their_token_texts(done: Path) -> None:
         assert logprobs["text_offset"] == [sum(map(len, texts[:at])) for at in range(len(texts))]
 
 
-def test_the_same_rows_are_in_parquet(done: Path) -> None:
+def test_batch_answers_are_also_in_parquet(done: Path) -> None:
     rows = pq.read_table(sorted((done / "data").iterdir())).to_pylist()
     assert [row["row_id"] for row in rows] == list(range(NUM_LINES))
     failed = {row["row_id"]: row["error"]["code"] for row in rows if row["error"]}
@@ -211,7 +211,7 @@ def test_the_same_rows_are_in_parquet(done: Path) -> None:
     assert json.loads(rows[0]["body"]) == good(0)["body"]
 
 
-def test_files_that_are_gone_or_damaged_are_written_again(done: Path, model: Path) -> None:
+def test_missing_or_damaged_answer_files_are_rewritten(done: Path, model: Path) -> None:
     from batchinfer.job.output.directory import OutputDir
     from batchinfer.job.output.verify import verify
 
@@ -273,7 +273,7 @@ def answer_of(model: Path, folder: Path, *requests: dict[str, Any]) -> list[dict
     return [line["response"]["body"] for line in lines(target)]
 
 
-def test_several_prompts_echoes_and_what_vllm_adds(model: Path, tmp_path: Path) -> None:
+def test_batch_with_several_prompts_echo_and_vllm_fields(model: Path, tmp_path: Path) -> None:
     words = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
     template = {"messages": HELLO, "max_tokens": 1, "temperature": 0}
     plain, echoed, of_ids, several, chosen, *talks = answer_of(

@@ -67,7 +67,7 @@ def answers(
     return {line["custom_id"]: line for line in found}
 
 
-def test_embeddings_have_openais_shape(tmp_path: Path, model: Path) -> None:
+def test_embedding_answers_have_openai_format(tmp_path: Path, model: Path) -> None:
     texts = ["is it so?", "another text", "<|im_end|>"]
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -106,7 +106,7 @@ def test_embeddings_have_openais_shape(tmp_path: Path, model: Path) -> None:
         assert decoded.tolist() == pytest.approx(vector(model, text).tolist(), abs=1e-5)
 
 
-def test_lines_that_cannot_be_embedded_say_why(tmp_path: Path, model: Path) -> None:
+def test_invalid_embedding_requests_name_the_reason(tmp_path: Path, model: Path) -> None:
     bad = {
         "url": ("invalid_request", request("url", "/v1/completions", prompt="x")),
         "none": ("invalid_request", request("none")),
@@ -130,7 +130,9 @@ def test_lines_that_cannot_be_embedded_say_why(tmp_path: Path, model: Path) -> N
     assert said == "prompt 1: body.input is empty or whitespace only"
 
 
-def test_no_request_passes_for_a_prompt_of_the_one_before_it(tmp_path: Path, model: Path) -> None:
+def test_embedding_requests_are_not_merged_with_the_previous_one(
+    tmp_path: Path, model: Path
+) -> None:
     lines = [request(name, input=name) for name in ("a", "a", "b")]
     lines[1]["body"]["prompt_index"] = 1
     answers(tmp_path, model, lines)
@@ -140,7 +142,7 @@ def test_no_request_passes_for_a_prompt_of_the_one_before_it(tmp_path: Path, mod
     assert json.loads(third)["response"]["status_code"] == 200
 
 
-def test_what_a_file_asks_for_is_read_off_its_first_request(tmp_path: Path) -> None:
+def test_first_request_decides_the_kind_of_a_batch_file(tmp_path: Path) -> None:
     path, line = tmp_path / "batch.jsonl", json.dumps(request("a", input="x"))
     path.write_text(f"\n{line}\nnot json\n")
     assert first_url(str(path)) == URL

@@ -53,7 +53,7 @@ def answers(
     return {line["custom_id"]: line["response"]["body"] for line in found}
 
 
-def test_pairs_are_scored_and_documents_ordered(tmp_path: Path, reranker: Path) -> None:
+def test_score_and_rerank_requests(tmp_path: Path, reranker: Path) -> None:
     texts = ["it is so", "he did", "nobody knows"]
     wanted = [float(logits(reranker, "who?", text).sigmoid()) for text in texts]
     several = {"text_1": ["who?"] * 3, "text_2": texts}
@@ -111,7 +111,7 @@ def test_pairs_are_scored_and_documents_ordered(tmp_path: Path, reranker: Path) 
     assert said["both"] == "body has text_1 and text_2, and queries too; leave it out"
 
 
-def test_texts_are_classified(tmp_path: Path, text_model: Path) -> None:
+def test_classify_requests(tmp_path: Path, text_model: Path) -> None:
     labels = {0: "bad", 1: "so-so", 2: "good"}
     model = make_classifier(tmp_path / "tiny", text_model, id2label=labels)
     texts = ["it is so", "he did"]
@@ -156,5 +156,5 @@ def test_texts_are_classified(tmp_path: Path, text_model: Path) -> None:
         (None, {"documents": ["a", "b"]}, []),
     ],
 )
-def test_a_request_is_cut_into_its_prompts(url: Any, body: Any, parts: Any) -> None:
+def test_score_request_is_split_into_prompts(url: Any, body: Any, parts: Any) -> None:
     assert [tuple(part.values()) for part in parts_of_body(url, body)] == parts

@@ -78,7 +78,7 @@ def test_greedy_equals_transformers(family: str, setup: Setup, checkpoint) -> No
         "llama4_text",
     ],
 )
-def test_layers_that_differ_in_their_kv(family: str, setup: str, checkpoint) -> None:
+def test_families_with_different_kv_per_layer(family: str, setup: str, checkpoint) -> None:
     completions, _ = run(checkpoint(family), SETUPS[setup])
     assert_greedy(eager(family), completions)
 
@@ -149,7 +149,7 @@ def test_rows_that_attend_together_equal_transformers(
     assert max(int(of.shared_lens.max()) for of in told) == 192  # the samples of one row
 
 
-def test_a_generate_call_agrees(checkpoint) -> None:
+def test_llm_generate_equals_transformers(checkpoint) -> None:
     """The check above reads logits; this one compares with ``generate`` itself."""
     completions, _ = run(checkpoint("llama"), Setup())
     model = eager("llama")
@@ -171,14 +171,14 @@ def test_a_generate_call_agrees(checkpoint) -> None:
     ],
     ids=["other_order", "preempted", "uncached_small_chunks", "more_samples", "one_ahead"],
 )
-def test_sampled_tokens_do_not_depend_on_company(other: Setup, checkpoint) -> None:
+def test_sampled_tokens_do_not_depend_on_other_rows(other: Setup, checkpoint) -> None:
     loaded = checkpoint("qwen3")
     alone = tokens_of(run(loaded, Setup(temperature=1.0))[0])
     beside = tokens_of(run(loaded, other)[0])
     assert {key: beside[key] for key in alone} == alone
 
 
-def test_preempted_rows_are_recomputed(checkpoint) -> None:
+def test_preempted_rows_equal_transformers(checkpoint) -> None:
     """Guards the setup above: rows must lose blocks that others then take."""
     _, steps = run(checkpoint("llama"), SETUPS["rows_preempted"])
     assert sum(step.recomputed_tokens for step in steps) > 10

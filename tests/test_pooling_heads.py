@@ -34,7 +34,7 @@ def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_are_read_as_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_stored_tensors_equal_saved_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = torch.randn(7, 5).to(dtype)
     others = {"a": torch.zeros(3, dtype=torch.int8), "model.z.weight": torch.ones(2)}
     folder = folder_of(tmp_path / "m", {}, {"model.score.weight": saved, **others})
@@ -92,7 +92,7 @@ def test_invalid_model_folders_are_refused(
         read_classifier(str(folder), None, ClassifyConfig(), TOKENS.get)
 
 
-def test_unrelated_oddities_are_ignored(tmp_path: Path) -> None:
+def test_unrelated_files_in_model_folder_are_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"sentence_transformers": 5, "text_config": None}, HEAD)
     (folder / "config_sentence_transformers.json").write_text("[]")
     classifier = read_classifier(str(folder), None, ClassifyConfig(), TOKENS.get)
@@ -100,7 +100,7 @@ def test_unrelated_oddities_are_ignored(tmp_path: Path) -> None:
     assert classifier(np.ones(4, np.float32)).tolist() == pytest.approx([1 / 3] * 3)
 
 
-def test_models_that_change_logits_are_refused(tmp_path: Path) -> None:
+def test_classify_tokens_refuses_models_with_changed_logits(tmp_path: Path) -> None:
     config = {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
     folder = folder_of(tmp_path / "m", config, {"model.embed_tokens.weight": torch.ones(3, 4)})
     asked = ClassifyConfig(tokens=("no", "yes"))
@@ -121,7 +121,7 @@ def test_embeddings_do_not_replace_a_quantized_head(tmp_path: Path) -> None:
     assert read_classifier(str(tmp_path), None, asked, ["no", "yes"].index).labels == ("no", "yes")
 
 
-def test_the_bias_of_the_output_head_is_added(tmp_path: Path) -> None:
+def test_classify_tokens_adds_the_output_head_bias(tmp_path: Path) -> None:
     values = {"model_type": "phi", "architectures": ["PhiForCausalLM"], "hidden_size": 4}
     (tmp_path / "config.json").write_text(json.dumps(values))
     head = {"lm_head.weight": torch.arange(12.0).view(3, 4), "lm_head.bias": torch.arange(3.0)}
@@ -144,7 +144,7 @@ def test_activations_equal_those_of_torch() -> None:
         np.testing.assert_allclose(activation(values), theirs(torch.from_numpy(values)), atol=1e-6)
 
 
-def test_an_encoder_refuses_classify_tokens(tmp_path: Path) -> None:
+def test_classify_tokens_refuses_encoders(tmp_path: Path) -> None:
     tensors = {"embed_tokens.weight": torch.ones(3, 4)}
     folder = folder_of(tmp_path / "m", {"model_type": "eurobert"}, tensors)
     config = ClassifyConfig(tokens=("no", "yes"))

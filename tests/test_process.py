@@ -32,7 +32,7 @@ def test_spinning_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_variables_of_the_environment_win(given: dict[str, str]) -> None:
+def test_environment_variables_override_bounded_spinning(given: dict[str, str]) -> None:
     assert environment_after(BOUND, **given) == given
 
 

@@ -38,7 +38,7 @@ def llm(model: Path) -> LLM:
     return LLM(str(model), dtype="float32", num_kv_blocks=200, reasoning="auto")
 
 
-def test_python_calls_think_within_their_budget(llm: LLM) -> None:
+def test_generate_limits_reasoning_tokens(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=60, n=2, seed=1, max_reasoning_tokens=5, structured_outputs=REGEX, logprobs=0
     )
@@ -55,7 +55,7 @@ def test_python_calls_think_within_their_budget(llm: LLM) -> None:
     assert sample.reasoning
 
 
-def test_a_model_without_markers_has_to_be_told(llm: LLM, model: Path) -> None:
+def test_reasoning_auto_needs_markers_in_the_template(llm: LLM, model: Path) -> None:
     plain = LLM(str(model), dtype="float32", num_kv_blocks=50)
     with pytest.raises(ValueError, match=r"prompt 0: max_reasoning_tokens needs LLM\(reasoning"):
         plain.generate("x", SamplingParams(max_reasoning_tokens=3), use_tqdm=False)
@@ -63,7 +63,7 @@ def test_a_model_without_markers_has_to_be_told(llm: LLM, model: Path) -> None:
         LLM(str(model), dtype="float32", num_kv_blocks=50, reasoning="yes")
 
 
-def test_formats_of_thinking_have_vllm_names_from_python(llm: LLM, model: Path) -> None:
+def test_reasoning_parser_accepts_vllm_names(llm: LLM, model: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, max_reasoning_tokens=5)
     named = LLM(str(model), dtype="float32", num_kv_blocks=50, reasoning_parser="qwen3")
     one, other = (each.chat(TALK, params, use_tqdm=False)[0].outputs[0] for each in (named, llm))
@@ -75,7 +75,7 @@ def test_formats_of_thinking_have_vllm_names_from_python(llm: LLM, model: Path) 
         LLM(str(model), reasoning="auto", reasoning_parser="qwen3")
 
 
-def test_batches_tell_thinking_apart(model: Path, tmp_path: Path) -> None:
+def test_batch_files_separate_reasoning(model: Path, tmp_path: Path) -> None:
     body: dict[str, Any] = {"messages": TALK, "max_tokens": 60, "temperature": 0}
     bodies = [
         {**body, "max_reasoning_tokens": 5, "structured_outputs": REGEX},

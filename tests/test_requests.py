@@ -29,7 +29,7 @@ def request_of(params: SamplingParams) -> Request:
     return maker.make(PromptRow(7, prompt("ask"), RowSampling(params, own_seed=False)))
 
 
-def test_a_request_carries_what_the_job_says() -> None:
+def test_request_maker_copies_the_jobs_settings() -> None:
     params = SamplingParams(seed=3, stop=("\n",), bad_words=("no",))
     request = request_of(params)
     assert (request.row_id, request.rng_key, request.eos_token_ids) == (7, (3, 7), {0})

@@ -36,7 +36,7 @@ def test_leave_on_signals_ends_the_process_with_code_75(number: signal.Signals) 
 
 
 @pytest.mark.parametrize(("term", "before"), [("xterm", "\r\x1b[K"), ("dumb", "\r\n")])
-def test_the_last_message_clears_the_line_of_a_terminal(term: str, before: str) -> None:
+def test_last_message_clears_the_terminal_line(term: str, before: str) -> None:
     controller, terminal = os.openpty()
     script = "from batchinfer.process.process import leave_on_signals\nimport os, signal\n"
     script += "leave_on_signals()\nos.write(2, b'waiting^C')\nos.kill(os.getpid(), signal.SIGINT)"
@@ -67,7 +67,7 @@ def test_signals_are_handled_before_heavy_imports() -> None:
 
 
 @pytest.mark.parametrize("asked", [[], ["--log-format", "json"], ["--log-format=json"]])
-def test_a_signal_during_imports_is_logged_in_the_log_format(asked: list[str]) -> None:
+def test_signal_during_imports_uses_the_log_format(asked: list[str]) -> None:
     script = (
         "import sys\n"
         "class Sender:\n"
@@ -89,7 +89,7 @@ def test_a_signal_during_imports_is_logged_in_the_log_format(asked: list[str]) -
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_signals_are_ignored_once_the_outcome_is_known(number: signal.Signals) -> None:
+def test_signals_are_ignored_after_the_job_has_ended(number: signal.Signals) -> None:
     script = (
         "leave_on_signals()\n"
         "with stop_signals() as stop:\n"
@@ -110,7 +110,7 @@ def test_signals_are_ignored_once_the_outcome_is_known(number: signal.Signals) -
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
 
 
-def test_a_second_interrupt_ends_the_process_at_once() -> None:
+def test_second_sigint_ends_the_process_at_once() -> None:
     done = run("with stop_signals():\n    send()\n    send()\n    print('here')", signal.SIGINT)
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
 
@@ -160,7 +160,7 @@ print(json.dumps(found))
 """
 
 
-def test_wait_may_be_interrupted_at_any_line() -> None:
+def test_signalled_event_wait_survives_a_signal_at_any_line() -> None:
     """``Event.wait`` holds a lock that ``Event.set`` takes: a handler would wait for its own."""
     command = [sys.executable, "-c", AT_EACH_LINE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

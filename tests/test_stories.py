@@ -117,9 +117,7 @@ def move(place: Place) -> None:
 
 
 @pytest.mark.parametrize("change", [touch, move])
-def test_what_is_touched_or_moved_is_the_same_job(
-    place: Place, change: Callable[[Place], None]
-) -> None:
+def test_touched_or_moved_files_keep_the_job(place: Place, change: Callable[[Place], None]) -> None:
     before = place.data()
     change(place)
     assert place.run() == 0
@@ -154,7 +152,7 @@ def nothing(place: Place) -> None:
         (nothing, ["--update", "--set", "output.rows_per_part=3"], 0),
     ],
 )
-def test_rows_that_are_new_run_alone(
+def test_update_runs_only_new_rows(
     place: Place, edit: Callable[[Place], None], options: list[str], drawn: int
 ) -> None:
     edit(place)
@@ -165,7 +163,7 @@ def test_rows_that_are_new_run_alone(
 
 
 @pytest.mark.long
-def test_some_rows_are_tried_and_then_all(place: Place) -> None:
+def test_update_after_limit_runs_the_other_rows(place: Place) -> None:
     out = ("--output", str(place.folder / "tried"))
     place.here(*out, "--limit", "7")
     assert place.run(*out, "--update") == (len(ROWS) - 7 - 1) * TOKENS
@@ -173,7 +171,7 @@ def test_some_rows_are_tried_and_then_all(place: Place) -> None:
 
 
 @pytest.mark.long
-def test_the_next_day_runs_what_the_first_has_not(place: Place) -> None:
+def test_reuse_of_the_previous_days_output(place: Place) -> None:
     place.write([*ROWS[6:9], "of the second day", *ROWS[:3]], folder="second")
     second = ("--set", f"input.path={place.folder / 'second'}")
     out = ("--output", str(place.folder / "next"))
@@ -188,7 +186,7 @@ AT_LENGTH = (
 
 
 @pytest.mark.long
-def test_long_answers_go_on_after_ctrl_c(place: Place) -> None:
+def test_long_answers_resume_after_ctrl_c(place: Place) -> None:
     out = place.folder / "long"
     command = place.command(*AT_LENGTH, "--output", str(out), "--metrics", str(place.metrics))
     run = subprocess.Popen(command, start_new_session=True)

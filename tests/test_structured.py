@@ -242,7 +242,7 @@ def test_job_and_row_grammars(tmp_path: Path, model: Path) -> None:
         ),
         ("  guided_decoding: {json: {type: strnig}}", "Invalid type: strnig"),
         ("  structured_outputs: {regex: '(a{1000}){1000}'}", "too many expressions"),
-        ("  structured_outputs: {choice: [yes, 1]}", "choice holds 1; it must hold strings"),
+        ("  structured_outputs: {choice: [yes, 1]}", "choice contains 1, which is not a string"),
         ("  response_format: {type: json_schema}", "needs json_schema: {schema: ...}"),
     ],
 )

@@ -117,7 +117,7 @@ def in_a_large_pool(llama: LoadedModel) -> dict[int, list[tuple[list[int], float
         ("swap", 2000, True),
     ],
 )
-def test_rows_get_what_they_get_in_a_large_pool(
+def test_swapped_rows_equal_rows_of_a_large_pool(
     llama: LoadedModel,
     in_a_large_pool: dict[int, list[tuple[list[int], float]]],
     preemption: Preemption,

@@ -46,7 +46,7 @@ def config_of(family: str, **labels: Any) -> PreTrainedConfig:
         if "embed" in CLAIMED[one]
     ],
 )
-def test_bodies_are_run_as_the_page_says(tmp_path: Path, family: str) -> None:
+def test_models_without_head_run_the_documented_tasks(tmp_path: Path, family: str) -> None:
     torch.manual_seed(0)
     config, ids = config_of(family, num_labels=3), torch.tensor([_IDS])
     make: Any = AutoModelForSequenceClassification if "classify" in CLAIMED[family] else AutoModel

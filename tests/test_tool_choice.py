@@ -32,9 +32,7 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
     ("tokenizer", "name", "kind"),
     [(QWEN, "hermes", ReasoningGrammar), (GPT_OSS, "openai", CompiledGrammar)],
 )
-def test_where_calls_are_messages_their_grammar_has_the_thinking_in_it(
-    tokenizer: Tokenizer, name: str, kind: type
-) -> None:
+def test_tool_call_grammar_includes_reasoning(tokenizer: Tokenizer, name: str, kind: type) -> None:
     compiler = grammars(tokenizer)
     sampling = ToolChoices(FORMATS[name], tokenizer, compiler).applied(PLAIN, TOOLS)
     assert isinstance(sampling, RowSampling)
@@ -46,7 +44,7 @@ def test_where_calls_are_messages_their_grammar_has_the_thinking_in_it(
     assert type(maker.make(PromptRow(0, prompt, sampling, tools=TOOLS)).grammar) is kind
 
 
-def test_such_a_grammar_has_no_budget() -> None:
+def test_tool_call_grammar_with_reasoning_has_no_budget() -> None:
     harmony = ToolChoices(FORMATS["openai"], GPT_OSS, grammars(GPT_OSS)).applied(BUDGET, TOOLS)
     assert isinstance(harmony, RowError)
     assert harmony.message.startswith("max_reasoning_tokens cannot be combined with a tool_choice")

@@ -75,7 +75,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_job_must_call_the_tools_of_its_file(model: Path, tmp_path: Path) -> None:
+def test_job_with_required_tool_choice(model: Path, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([LAMP, DOOR]))
     prompt = {"tools": "tools.json", "tool_choice": "required"}
     rows = {"prompt": ["hello", "go"], "sampling_params": ['{"n": 2}', None]}
@@ -96,7 +96,7 @@ def test_a_job_must_call_the_tools_of_its_file(model: Path, tmp_path: Path) -> N
     assert len(ids) == sum(len(one["tool_calls"]) for row in done for one in row["outputs"])
 
 
-def test_rows_may_have_their_own_tools(model: Path, tmp_path: Path) -> None:
+def test_tools_column(model: Path, tmp_path: Path) -> None:
     tools = [json.dumps([LAMP]), None, "["]
     spec = job(
         *(tmp_path, model, {"prompt": ["a", "b", "c"], "tools": tools}),
@@ -201,7 +201,7 @@ def llm(model: Path) -> LLM:
         ("none", set(), False),
     ],
 )
-def test_chat_obeys_tool_choice(llm: LLM, choice: Any, names: set[str], shown: bool) -> None:
+def test_chat_follows_tool_choice(llm: LLM, choice: Any, names: set[str], shown: bool) -> None:
     params = SamplingParams(max_tokens=200, n=4, seed=3)
     (output,) = llm.chat(TALK, params, tools=[LAMP, DOOR], tool_choice=choice, use_tqdm=False)
     assert (output.prompt or "").startswith("lamp door Answer with") == shown

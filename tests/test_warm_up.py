@@ -39,7 +39,7 @@ def names(engines: WatchedEngines) -> set[str]:
     return {name for name, *_ in engines.in_steps}
 
 
-def test_calls_of_llm_with_parameters_side_by_side(model: Path, engines: WatchedEngines) -> None:
+def test_warm_up_compiles_all_kernels_of_an_llm_call(model: Path, engines: WatchedEngines) -> None:
     llm = LLM(str(model), device="cpu", num_kv_blocks=64)
     llm.generate("a", GREEDY, use_tqdm=False)
     assert names(engines) == {DRAWS}
@@ -53,7 +53,7 @@ def test_calls_of_llm_with_parameters_side_by_side(model: Path, engines: Watched
     assert not engines.late
 
 
-def test_calls_of_llm_with_tools(model: Path, engines: WatchedEngines) -> None:
+def test_warm_up_compiles_kernels_of_chats_with_tools(model: Path, engines: WatchedEngines) -> None:
     llm = LLM(str(model), device="cpu", num_kv_blocks=128, tool_parser="hermes")
     talk: Any = [{"role": "user", "content": "hello"}]
     llm.chat(talk, GREEDY, tools=[LAMP], tool_choice="required", use_tqdm=False)
@@ -75,7 +75,9 @@ def run(tmp_path: Path, engines: WatchedEngines, rows: dict[str, Any], **section
     assert not engines.late
 
 
-def test_jobs_that_score(model: Path, engines: WatchedEngines, tmp_path: Path) -> None:
+def test_warm_up_compiles_kernels_of_score_jobs(
+    model: Path, engines: WatchedEngines, tmp_path: Path
+) -> None:
     run(
         *(tmp_path, engines, {"prompt": ["so? ", "or "], "choices": [["yes", "no"], ["not"]]}),
         task="score",
@@ -87,7 +89,7 @@ def test_jobs_that_score(model: Path, engines: WatchedEngines, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("are_of_rows", [False, True])
-def test_jobs_with_tools(
+def test_warm_up_compiles_kernels_of_jobs_with_tools(
     model: Path, engines: WatchedEngines, tmp_path: Path, *, are_of_rows: bool
 ) -> None:
     rows: dict[str, Any] = {"prompt": ["hello", "go"]}
@@ -104,7 +106,7 @@ def test_jobs_with_tools(
     assert names(engines) == {DRAWS, MASKS}
 
 
-def test_jobs_with_sampling_of_their_rows(
+def test_warm_up_compiles_kernels_of_row_sampling_params(
     model: Path, engines: WatchedEngines, tmp_path: Path
 ) -> None:
     own = [None, {"top_p": 0.5}, {"temperature": 0, "repetition_penalty": 1.5}]

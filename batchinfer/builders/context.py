@@ -1,4 +1,4 @@
-"""An engine with a model behind it, as jobs and calls from Python see it."""
+"""``EngineContext``: an engine and its model, for jobs and for the Python API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.worker.memory import MemoryPlan
 
 
 class WarmUp(Protocol):
-    """Compiles the sampling kernels that steps with such parameters need, ahead of the steps."""
+    """Compiles the sampling kernels for some parameters before the steps that need them."""
 
     def __call__(
         self,
@@ -25,17 +25,17 @@ class WarmUp(Protocol):
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> None:
-        """Compile what is not compiled yet.
+        """Compile the kernels that are not compiled yet.
 
         Args:
-            own: names of parameters that single rows may set to other values.
-            forced_tokens: every sample's token is given, not sampled.
+            own: names of parameters that single rows may change.
+            forced_tokens: the tokens of samples are forced, not sampled.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """An engine with a model behind it; the defaults are those of models without a KV pool."""
+    """An engine and its model; the defaults describe a model without a KV pool."""
 
     engine: Engine | EncoderEngine
     tokenizer: Tokenizer
@@ -44,7 +44,7 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """The kernels of linear layers by the dtype of their weights, and that of attention."""
+    """Names of kernels: of linear layers by the dtype of their weights, and of attention."""
     device_bytes: Callable[[], int]
     """Returns the memory in use on the device now."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -54,13 +54,14 @@ class EngineContext:
     num_blocks: int = 0
     bytes_per_block: int = 0
     shares_prefixes: bool = False
-    """Whether prompts can reuse a common prefix; else prompts of equal length run best together."""
+    """True if prompts can reuse a common prefix. If False, prompts of equal length run best
+    together."""
     keeps_states: bool = False
     """Whether it has recurrent state, which must be kept where prompts part."""
     load_adapter: Callable[[str, str], None] | None = None
-    """Adds an adapter between steps, by its name and folder; None: the model cannot."""
+    """Adds an adapter between steps, by its name and folder; None: not supported."""
     warm_up: WarmUp | None = None
-    """None: nothing is compiled."""
+    """Compiles sampling kernels; None on devices that compile none."""
 
 
 def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:

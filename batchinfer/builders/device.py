@@ -1,4 +1,4 @@
-"""Chooses the device that an engine computes on, and its threads."""
+"""Chooses the device of an engine and the number of its threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def choose_device(wanted: str) -> torch.device:
     """Returns the torch device for ``engine.device``.
 
     Raises:
-        DeviceError: CUDA is asked for and missing.
+        DeviceError: ``wanted`` is cuda, and there is no CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:

@@ -1,7 +1,6 @@
-"""Builds a simulated engine, which computes nothing, from a model's config and tokenizer alone.
+"""Builds a simulated engine, which computes nothing, from a model's config and tokenizer.
 
-transformers reads both and imports torch where it is installed; no weights are read, and no device
-is used.
+It reads no weights and uses no device. transformers imports torch if it is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class SimulatedEngine(EngineContext):
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Share of the pool's blocks that is simulated: no more than sequences can fill."""
+    """Simulated share of the pool's blocks; blocks that sequences cannot fill are left out."""
 
 
 def build_dry_engine(
@@ -46,8 +45,8 @@ def build_dry_engine(
     config's dtype, or else float32.
 
     Args:
-        device: a CPU has the memory that is free on this machine.
-        end_after: samples that ``END_TOKEN`` may end have this many tokens.
+        device: simulated device; a CPU has the free memory of this machine.
+        end_after: number of tokens of samples that ``END_TOKEN`` may end.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
@@ -74,13 +73,13 @@ def build_dry_engine(
         engine,
         layout,
         config,
-        _memory_beside_weights(device, weight_bytes),
+        _memory_without_weights(device, weight_bytes),
         weight_bytes=cost.weight_bytes,
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
-    # What sequences can fill, and as much for cached blocks: a small model has millions of blocks
-    # on a large device, and counting more than these would only take longer.
+    # Twice the blocks that sequences can fill, to have room for cached blocks. A small model has
+    # millions of blocks on a large device, and simulating more of them only takes longer.
     num_new = min(engine.max_num_batched_tokens, longest)
     most_blocks = 2 * engine.max_num_seqs * layout.slots_for(longest, num_new)
     num_blocks = min(memory.num_blocks, most_blocks)
@@ -142,7 +141,7 @@ def device_of(engine: EngineConfig) -> Device:
     """Returns the simulated device for ``engine.device`` on this machine.
 
     Raises:
-        DeviceError: CUDA is asked for and missing.
+        DeviceError: ``engine.device`` is cuda, and there is no CUDA device.
         UsageError: the speed of the machine's device is not known.
     """
     hint = f"plan for another device: --device {', '.join(DEVICES)}"
@@ -159,7 +158,7 @@ def device_of(engine: EngineConfig) -> Device:
     raise UsageError(f"the speed of this machine's {name} is not known", hint=hint)
 
 
-def _memory_beside_weights(device: Device, weight_bytes: int) -> DeviceMemory:
+def _memory_without_weights(device: Device, weight_bytes: int) -> DeviceMemory:
     if device.memory_bytes is None:
         free = free_host_bytes()
         return DeviceMemory("cpu", free - weight_bytes, free, free - weight_bytes)

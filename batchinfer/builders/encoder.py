@@ -33,7 +33,7 @@ def build_encoder(
     pinned_kernels: Mapping[str, str],
     tokenizer: Tokenizer | None,
 ) -> EngineContext:
-    """Load an encoder model and make the engine that runs it; raises as ``build_engine``."""
+    """Load an encoder model and make its engine; raises the errors of ``build_engine``."""
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)
     if tokenizer is None:
@@ -45,7 +45,7 @@ def build_encoder(
     defaults = EngineConfig()
     if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(defaults, name)]:
         names = ", ".join(f"engine.{name}" for name in unused)
-        log(f"there is no KV pool, as texts are read whole: {names} without effect")
+        log(f"encoders have no KV pool, so these settings have no effect: {names}")
     longest = loaded.description.max_model_len
     if engine.deterministic:
         check_encoder_invariance(loaded)

@@ -1,4 +1,4 @@
-"""Builds an engine: the one place that knows both the control plane and the worker."""
+"""Builds an engine from the scheduler and the worker, which do not import each other."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def build_engine(
     random_weights: bool = False,
     check_vocab_size: Callable[[int], None] | None = None,
 ) -> EngineContext:
-    """Load a model and make the engine that runs it.
+    """Load a model and make its engine.
 
     Args:
-        log: takes lines about threads, kernels and the use of the device's memory.
+        log: receives lines about threads, kernels and device memory.
         pinned_kernels: ``EngineContext.kernels`` of the runs that this one resumes.
-        tokenizer: used in place of the model's, which is then not read.
-        fit_length: make sequences no longer than the KV pool has room for.
+        tokenizer: replaces the model's tokenizer, which is then not read.
+        fit_length: limit sequences to the length that fits in the KV pool.
         more_adapters: adapters can be added to the model later.
         random_weights: the model's files need not contain weights.
         check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
@@ -71,19 +71,19 @@ def build_engine(
     device = choose_device(engine.device)
     if is_run_as_encoder(model):
         if random_weights:
-            raise NotYetError("random weights of a model that reads texts whole")
+            raise NotYetError("random weights of an encoder or a bidirectional model")
         return build_encoder(model, engine, device, log, pinned_kernels or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
-            f"engine.deterministic is true, and what model.quantization: {model.quantization} "
-            "multiplies by on a CUDA device does not keep a row's bits",
+            f"engine.deterministic is true, but the CUDA kernels of model.quantization: "
+            f"{model.quantization} are not batch-invariant",
             hint="set engine.deterministic: false, engine.device: cpu, or no quantization",
         )
     if engine.latent_cache and device.type == "cuda" and engine.kv_cache_dtype != "auto":
         raise ModelError(
-            f"engine.kv_cache_dtype is {engine.kv_cache_dtype}, and on a CUDA device latents are "
-            "kept in the model's dtype",
-            hint="leave it out, or set engine.latent_cache: false",
+            f"engine.kv_cache_dtype is {engine.kv_cache_dtype}, but a CUDA device stores latents "
+            "in the model's dtype",
+            hint="leave kv_cache_dtype out, or set engine.latent_cache: false",
         )
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)

@@ -1,4 +1,4 @@
-"""Settings of sampling, prompts and the engine: frozen records that check their values.
+"""Settings of sampling, prompts and the engine: frozen dataclasses that validate their values.
 
 ``call_params`` holds the parameters of the Python API, with vLLM's names.
 """

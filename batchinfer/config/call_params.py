@@ -1,7 +1,7 @@
-"""Parameters of the Python API, with vLLM's names: sampling and beam search.
+"""Sampling and beam search parameters of the Python API, with vLLM's names.
 
-``SamplingParams`` extends the job file's record. It may be changed after it was made; each change
-checks all values again.
+``SamplingParams`` extends the class of the job file. Its values may be changed later; each change
+validates all values again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ELSEWHERE: Mapping[str, str] = {
     "trace_decode_token_ids": "score given tokens with prompt_logprobs, or a job of task: score",
     "use_beam_search": "call LLM.beam_search",
 }
-"""vLLM's parameters that this class does not have, and what to use instead."""
+"""Parameters of vLLM that are refused, with the alternative."""
 
 
 class RequestOutputKind(Enum):
-    """vLLM's modes of streaming. Calls here return each output once, complete."""
+    """vLLM's modes of streaming. Without effect: calls return complete outputs."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -54,7 +54,7 @@ class _CallParams(sampling.SamplingParams):
     """The fields of ``SamplingParams``."""
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine gets a number
-    """Most tokens of a sample; None: as many as the model's length leaves."""
+    """Most tokens of a sample; None: up to the model's longest sequence."""
     detokenize: bool = True
     """False: texts stay empty, and log-probabilities have no texts."""
     truncate_prompt_tokens: int | None = None
@@ -62,12 +62,12 @@ class _CallParams(sampling.SamplingParams):
     logits_processors: tuple[Any, ...] | None = None
     """Functions that take the output's token ids so far (a list) and the next token's logits
     (float32 [vocab_size] on the model's device), and return logits; with three arguments, the
-    prompt's token ids come first. They run in order before everything else that changes logits,
-    and log-probabilities are those of their result. An infinite logit excludes all other tokens."""
+    prompt's token ids come first. They run in order, before everything else that changes logits,
+    and log-probabilities come from their result. An infinite logit excludes all other tokens."""
     output_kind: Any = RequestOutputKind.CUMULATIVE
-    """Accepted for vLLM's sake; outputs come complete."""
+    """Accepted for compatibility with vLLM; outputs are always complete."""
     extra_args: Mapping[str, Any] | None = None
-    """Not used; programs may keep their own values here."""
+    """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
     """Return the log-probabilities of these token ids with each token, instead of those of the most
     likely tokens."""
@@ -105,14 +105,18 @@ class _CallParams(sampling.SamplingParams):
         )
         named = (self.logprob_token_ids, self.prompt_logprob_token_ids)
         if self.beam_width is not None and any(one is not None for one in named):
-            raise ValueError("token ids whose log-probabilities are asked for do not go with beams")
+            raise ValueError(
+                "logprob_token_ids and prompt_logprob_token_ids cannot be combined with beam search"
+            )
         if self.n > 1 and self.temperature < _GREEDY_BELOW and self.beam_width is None:
             raise ValueError(
                 f"n is {self.n}; n must be 1 when using greedy sampling (temperature 0): all "
                 "samples would be the same"
             )
         if self.stop and not self.detokenize:
-            raise ValueError("stop needs the text: stop strings do not go with detokenize=False")
+            raise ValueError(
+                "stop needs the text: stop strings do not go with detokenize=False; leave one out"
+            )
 
     @property
     def token_limit(self) -> int:
@@ -170,7 +174,7 @@ class _CallParams(sampling.SamplingParams):
 
 
 class SamplingParams(_CallParams):
-    """How the output tokens of a prompt are chosen. Names and meanings are vLLM's.
+    """Parameters that choose the output tokens of a prompt, with vLLM's names and meanings.
 
     Parameters may be changed later: ``params.max_tokens = 64``.
 
@@ -196,7 +200,7 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Parameters by name; None means the default, except for ``max_tokens``.
+        """Return parameters from values by name; None means the default, except for ``max_tokens``.
 
         Keys of ``logit_bias`` may be strings, and its values are clipped to -100 to 100.
         """
@@ -209,17 +213,17 @@ class SamplingParams(_CallParams):
 
     @classmethod
     def of(cls, params: sampling.SamplingParams) -> SamplingParams:
-        """``params`` as parameters of a call."""
+        """Return ``params`` as an instance of this class."""
         if isinstance(params, SamplingParams):
             return params
         return cls(**{entry.name: getattr(params, entry.name) for entry in fields(params)})
 
     def clone(self) -> SamplingParams:
-        """A deep copy."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def check_call(self) -> None:
-        """Raise ValueError for values that vLLM, too, refuses only in a call."""
+        """Raise ValueError for values that are refused only in a call, as in vLLM."""
         if self.best_of not in (None, self.n):
             raise ValueError(
                 f"best_of is {self.best_of}; draw n={self.best_of} samples with logprobs=0, and "
@@ -228,12 +232,12 @@ class SamplingParams(_CallParams):
         named = self.logprob_token_ids
         if named is not None and self.logprobs not in (None, len(named)):
             raise ValueError(
-                f"logprobs is {self.logprobs}, but logprob_token_ids are {len(named)}, which come "
-                "in place of the most likely tokens; leave logprobs out"
+                f"logprobs is {self.logprobs}, but logprob_token_ids has {len(named)} ids, which "
+                "replace the most likely tokens; leave logprobs out"
             )
 
     def without_effect(self) -> dict[str, Any]:
-        """Given parameters that have no effect, by name."""
+        """Return the parameters without effect whose value is not the default, by name."""
         given = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
         known = self.__dataclass_fields__
         return {name: value for name, value in given.items() if value != known[name].default}
@@ -241,13 +245,13 @@ class SamplingParams(_CallParams):
     def resolved(
         self, num_prompt_tokens: int, max_model_len: int, vocab_size: int
     ) -> SamplingParams:
-        """The parameters for the engine, with numbers instead of "as many as possible".
+        """Return the parameters for the engine, with numbers in place of None and -1.
 
         Args:
             max_model_len: most tokens of prompt and output together.
 
         Raises:
-            ValueError: the length leaves fewer than ``min_tokens``.
+            ValueError: less than ``min_tokens`` tokens fit ``max_model_len``.
         """
         changes: dict[str, Any] = {}
         if self.logprob_token_ids is not None:
@@ -305,7 +309,7 @@ class BeamSearchParams:
     """Only None."""
 
     def sampling(self) -> SamplingParams:
-        """Sampling parameters of a row that returns all of its beams.
+        """Return sampling parameters for a request that returns all of its beams.
 
         Raises:
             TypeError, ValueError: naming the field.

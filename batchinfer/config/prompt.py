@@ -63,7 +63,7 @@ class PromptConfig(Record):
 
     @property
     def has_tools(self) -> bool:
-        """Whether rows have tools that the model may call."""
+        """True if rows have tools that the model may call."""
         is_given = self.tools is not None or self.tools_column is not None
         return is_given and self.tool_choice != "none"
 
@@ -72,7 +72,7 @@ class PromptConfig(Record):
 class AcceptConfig(Record):
     """Draw samples of a row until enough pass, or ``max_tries`` were drawn.
 
-    Samples are judged in the order of their indices and the first that pass are kept, so that the
+    The filter checks samples in the order of their indices and keeps the first that pass, so its
     choice does not depend on the other rows of a batch.
     """
 
@@ -82,13 +82,13 @@ class AcceptConfig(Record):
     schema: Mapping[str, Any] | str | None = None
     """A JSON schema, or its JSON text: the text must be JSON that conforms to it."""
     min_tokens: int = 0
-    """Least tokens of a sample, the one that ends it included."""
+    """Fewest tokens of an accepted sample, including the token that ends it."""
     k: int | None = None
-    """How many samples to keep; null: the row's sampling.n. A row's own n wins."""
+    """Number of samples to keep; null: the row's sampling.n. The n of a single row wins."""
     max_tries: int = 16
     """Most samples drawn for a row."""
     dedup: bool = False
-    """Of a row's samples with the same text keep the first only."""
+    """Keep only the first of a row's samples with the same text."""
 
     def __post_init__(self) -> None:
         if isinstance(self.schema, Mapping):
@@ -116,5 +116,5 @@ class AcceptConfig(Record):
             raise ValueError(f"n is {params.n}, more than accept.max_tries, {self.max_tries}")
 
     def wanted(self, n: int) -> int:
-        """How many samples to keep of a row with ``n`` samples."""
+        """Return the number of samples to keep of a row that requests ``n`` samples."""
         return n if n > 1 or self.k is None else self.k

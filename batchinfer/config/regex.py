@@ -1,7 +1,7 @@
-r"""Regular expressions that match in linear time and mean the same in all dialects.
+r"""Matches regular expressions in linear time, and makes patterns portable between dialects.
 
-Matching uses Arrow's RE2, which never backtracks, limits the size of compiled patterns, and gives
-the same result on every machine: nothing is given up for taking long. It is imported on first use.
+Matching uses Arrow's RE2, which never backtracks, limits the size of compiled patterns, and needs
+no time limit, so the result is the same on every machine. It is imported on first use.
 
 Patterns for generated text spell out ``\d``, ``\s`` and ``\w`` in ASCII, because dialects differ:
 llguidance lets ``\d`` match any Unicode digit, while ECMAScript (for JSON Schema) and RE2 match
@@ -26,7 +26,7 @@ _NEGATED = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
 
 
 def has_match(pattern: str, text: str) -> bool:
-    """Whether a text contains a match; ValueError if the pattern is not valid RE2."""
+    """Return True if a text contains a match; raise ValueError if the pattern is not valid RE2."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -37,14 +37,14 @@ def has_match(pattern: str, text: str) -> bool:
         reason = str(error).removeprefix("Invalid regular expression: ")
         raise ValueError(f"{reason}; {_SYNTAX}") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair") from None
+        raise ValueError("it contains half of a surrogate pair") from None
 
 
 def with_ascii_classes(pattern: str) -> str:
-    """A pattern in the syntax of Rust's ``regex``, with its classes spelled out."""
+    """Return a pattern in the syntax of Rust's ``regex``, with ASCII classes spelled out."""
     out: list[str] = []
     positive: list[bool] = []
-    """For each open bracket, whether its characters are generated or excluded."""
+    """For each open bracket: True if its characters are generated, False if excluded."""
     at = 0
     while at < len(pattern):
         taken = pattern[at]

@@ -1,4 +1,4 @@
-"""Sampling parameters of a row."""
+"""Sampling parameters of a job or a row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_SAMPLES = 16_384
 """Most samples per prompt, as in vLLM."""
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
-"""Any model's length to this power is still a finite float."""
+"""Largest length penalty; the longest sequence to this power is still a finite float."""
 HUGE = 1e30
-"""Largest number that float32 arithmetic here may meet."""
+"""Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 
 _NOT_WITH_BEAMS = (
     "min_tokens",
@@ -39,7 +39,7 @@ _NOT_WITH_BEAMS = (
 
 @dataclass(frozen=True)
 class SamplingParams(Record):
-    """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
+    """Parameters that choose the output tokens of a row, with vLLM's names and meanings."""
 
     max_tokens: int = 16
     """Most tokens a sample may have."""
@@ -64,7 +64,7 @@ class SamplingParams(Record):
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a sample, besides the model's own end-of-sequence ids."""
+    """Token ids that end a sample, in addition to the model's end-of-sequence ids."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     ignore_eos: bool = False
@@ -199,7 +199,7 @@ class SamplingParams(Record):
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string is not empty and valid Unicode."""
+    """Return True if a string is not empty and contains only valid Unicode."""
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -211,4 +211,4 @@ SAMPLING_ALIASES: Mapping[str, str] = {
     "guided_decoding": "structured_outputs",
     "response_format": "structured_outputs",
 }
-"""Other tools' names for the same fields, accepted in job files and in row columns."""
+"""Names of other tools for the same fields, accepted in job files and in row columns."""

@@ -1,4 +1,4 @@
-"""``structured_outputs`` and ``response_format`` in one form."""
+"""Converts ``structured_outputs`` and ``response_format`` to one form, and validates them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """JSON text of the schema to check finished texts against; None if a grammar enforces it.
+    """Return the JSON schema to check finished texts against; None if a grammar enforces it.
 
     Args:
-        structured_outputs: in the form of ``normalised``.
+        structured_outputs: result of ``normalised``.
     """
     if structured_outputs is None or structured_outputs.get("unsupported") != "check":
         return None
@@ -30,10 +30,10 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 
 
 def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """``structured_outputs``, or OpenAI's ``response_format``, in one form.
+    """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
-    A schema becomes JSON text: the output has its properties in the schema's order, and comparing
-    texts respects this order.
+    A schema becomes JSON text, because the order of its properties matters: the output follows it,
+    and a comparison of texts respects it.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,
@@ -43,7 +43,7 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
             ``{type: json_schema, json_schema: {schema: ...}}``, with ``unsupported``.
 
     Returns:
-        One of the first five kinds, with its options; None if the text is free.
+        One of the first five kinds, with its options; None if the text is unconstrained.
 
     Raises:
         ValueError: naming the key.
@@ -96,7 +96,7 @@ def _checked(kind: str, value: Any) -> Any:
 
 
 def schema_text(key: str, value: Any) -> str:
-    """JSON text of a schema, given as data or text, with its keys in order.
+    """Return the JSON text of a schema, given as data or text, with its keys in order.
 
     Raises:
         ValueError: naming ``key``.
@@ -121,7 +121,7 @@ def _choices(value: Any) -> list[str]:
     for text in value:
         if not isinstance(text, str):
             raise _error(
-                f"choice holds {format_value(text)}; it must hold strings: put it in quotes"
+                f"choice contains {format_value(text)}, which is not a string: put it in quotes"
             )
     return [_text("choice", text) for text in value]
 
@@ -149,7 +149,7 @@ def _text(key: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _error(f"{key} holds half of a surrogate pair") from None
+        raise _error(f"{key} contains half of a surrogate pair") from None
     return value
 
 

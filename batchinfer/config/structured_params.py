@@ -23,10 +23,10 @@ _TAG = "structured_outputs structural_tag"
 
 @dataclass
 class StructuredOutputsParams:
-    """The form of a text: one of the first five fields, or a structural tag.
+    """Constraint on a text: one of the first five fields, or a structural tag.
 
     Raises:
-        ValueError: none is given, or several.
+        ValueError: no constraint is given, or several are.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """No whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
-    """Objects have only the properties that their schema names, unless it allows others."""
+    """Objects have only the properties in their schema, unless it sets additionalProperties."""
     whitespace_pattern: str | None = None
     """Regex for the whitespace between the parts of JSON."""
     structural_tag: str | Mapping[str, Any] | None = None

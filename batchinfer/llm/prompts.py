@@ -123,7 +123,7 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
     chosen = checked_choice(choice, checked)
     if chosen not in ("auto", "none") and not has_parser:
         raise ValueError(
-            "a tool_choice that asks for a call needs LLM(tool_parser='auto'), or the name of the "
+            "a tool_choice that requires a call needs LLM(tool_parser='auto'), or the name of the "
             "format in which the model writes calls"
         )
     return None if chosen == "none" else RowTools(checked, chosen)

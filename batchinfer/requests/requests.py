@@ -1,4 +1,4 @@
-"""Rows' prompts to requests of the engine, for jobs and for ``LLM``."""
+"""Turns the prompts of rows into requests of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.row_tools import RowTools
 
 BASE_MODEL = 0
-"""Adapter number of the base model alone."""
+"""Adapter number of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,45 +28,45 @@ class RowSampling:
 
     params: SamplingParams
     own_seed: bool
-    """The row has a seed of its own: its samples depend on that alone, not on the row id."""
+    """True if the row sets a seed, so that its samples do not depend on the row id."""
     spans_thinking: bool = False
-    """Its structured output covers the whole sample, thinking included, not the answer alone."""
+    """True if structured output covers the whole sample, including reasoning."""
 
     def rng_key(self, stream: int) -> tuple[int, int]:
-        """Seed and random stream of a row with this stream, which a seed of its own replaces."""
+        """Return seed and random stream; a row that sets its seed uses stream 0."""
         assert self.params.seed is not None, "a job has a seed"
         return self.params.seed, 0 if self.own_seed else stream
 
 
 @dataclass(slots=True, eq=False)
 class PromptRow:
-    """A row of the input, ready for the engine, or the error that keeps it from running.
+    """A row of the input, ready for the engine, or its error.
 
-    The reading thread adds the row's key and the prefixes it shares before it hands the row over.
+    The reading thread sets ``key`` and the lengths of shared prefixes before it passes the row on.
     """
 
     row_id: int
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
-    """None if the row cannot run, or draws nothing."""
+    """None if the row cannot run, or draws no tokens."""
     reused_prefix_len: int = 0
-    """Length of the longest prefix that it shares with a row that runs later."""
+    """Tokens of the longest prefix that the row shares with a later row."""
     branch_points: BranchPoints = ()
     """Prompt lengths at which later rows part from it; only for models with recurrent state."""
     distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix shared with an earlier row, and the tokens given after
-    the prompt."""
+    """Prompt tokens after the longest prefix shared with an earlier row, plus the tokens of
+    completions to score."""
     adapter: int = BASE_MODEL
-    """Number of its adapter."""
+    """Number of the row's adapter."""
     stream: int | None = None
-    """Its random stream; None: its row id."""
+    """Random stream of the row; None: the row id."""
     tools: RowTools | None = None
-    """The tools that its samples may call."""
+    """Tools that the row's samples may call."""
     key: bytes | None = None
-    """Hash of all that decides its answer; None if no keys are needed."""
+    """Hash of everything that decides the row's answer; None if the job needs no keys."""
 
     def __post_init__(self) -> None:
-        """Drop the traceback and causes of an error: their frames keep the row in memory."""
+        """Drop the traceback and causes of an error, as their frames keep the row in memory."""
         if isinstance(self.prompt, RowError):
             self.prompt.__traceback__ = self.prompt.__cause__ = self.prompt.__context__ = None
 
@@ -77,7 +77,7 @@ class PromptRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and of what is computed after it, such as completions to score."""
+        """Tokens of the prompt and of completions to score."""
         after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
         return self.num_prompt_tokens + after
 
@@ -93,16 +93,16 @@ class PromptRow:
             self.prompt = replace(self.prompt, text=None)
 
     def share_token_ids(self, other: PromptRow) -> None:
-        """Use the token ids of an equal row, to keep them in memory once."""
+        """Use the array of an equal row's token ids, to save memory."""
         if not isinstance(self.prompt, RowError) and not isinstance(other.prompt, RowError):
             self.prompt = replace(self.prompt, token_ids=other.prompt.token_ids)
 
 
 def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -> Request:
-    """The request for the pooled hidden states of a row that can run.
+    """Return the request for the pooled hidden states of a row that can run.
 
     Args:
-        pooling: as ``Request.pooling``.
+        pooling: value of ``Request.pooling``.
     """
     assert isinstance(row.prompt, Prompt)
     return Request(
@@ -124,8 +124,8 @@ class RequestMaker:
     """Makes the requests of rows to generate from, for one model.
 
     Args:
-        reasoning: how the model marks its thinking; None: thinking is part of the answer.
-        vocab_size: of the model; None: of the tokenizer.
+        reasoning: format of the model's reasoning; None: reasoning is part of the answer.
+        vocab_size: vocabulary size of the model; None: of the tokenizer.
     """
 
     def __init__(
@@ -140,16 +140,16 @@ class RequestMaker:
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
         self._reasoning = reasoning
-        # Cached, because a job usually has one list for all rows.
+        # Cached, because a job usually has the same bad words for all rows.
         self._bad_words = lru_cache(maxsize=1024)(
             partial(bad_words_token_ids, tokenizer, vocab_size=vocab_size)
         )
 
     def make(self, row: PromptRow) -> Request:
-        """The request of a row that can run.
+        """Return the request of a row that can run.
 
         Raises:
-            GrammarError: its ``structured_outputs`` cannot be compiled.
+            GrammarError: the row's ``structured_outputs`` cannot be compiled.
         """
         assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None

@@ -1,9 +1,9 @@
-"""Samples of rows, drawn until enough of them pass or all tries are used up.
+"""Draws samples of rows until enough of them pass or all tries are used up.
 
-They are judged by ``accept``, and by a schema that no grammar can enforce (``structured_outputs``
-with ``unsupported: check``). Each round draws as many samples as all rounds before, at least as
-many as are missing. Random numbers are keyed by sample index and samples are judged in that order,
-so the result is the same as if all had been drawn at once.
+The filter ``accept`` checks samples, and so does a schema that no grammar can enforce
+(``structured_outputs`` with ``unsupported: check``). Each round doubles the number of samples drawn
+so far, or draws the missing number if that is larger. Random numbers are keyed by sample index, and
+samples are checked in that order, so the number of rounds does not change the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.structured.json_validator import JsonValidator
 
 CHECKED_TRIES = 8
-"""Most samples drawn for each wanted one if a schema is checked without ``accept``."""
+"""Most samples drawn per requested sample if a schema is checked without ``accept``."""
 _CODE = "invalid_structured_output"
 _KEPT_VALIDATORS = 256
 _NOT_JUDGED = Tally()
@@ -30,7 +30,7 @@ _NOT_JUDGED = Tally()
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When a row has enough samples."""
+    """Condition for a row to have enough samples."""
 
     wanted: int
     max_tries: int
@@ -41,7 +41,7 @@ class Resampling:
     """Makes requests for samples and keeps those that pass, for one model.
 
     Args:
-        accept: judges the samples of every row; without it, only a row's own schema does.
+        accept: filter for the samples of every row; None: only the row's schema is checked.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Resampling:
         self._validator = lru_cache(_KEPT_VALIDATORS)(partial(JsonValidator, check_formats=True))
 
     def requests(self, row: PromptRow) -> list[Request]:
-        """The first samples: as many as are wanted.
+        """Return the requests for the first samples.
 
         Raises:
             GrammarError: the row's ``structured_outputs`` cannot be compiled.
@@ -67,7 +67,7 @@ class Resampling:
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """A request for more samples, if they are needed and tries are left."""
+        """Return a request for more samples if the row needs them and has tries left."""
         goal = self._goal(row)
         if goal is None:
             return []
@@ -79,10 +79,10 @@ class Resampling:
         return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
 
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
-        """The samples that a row keeps, and counts of all.
+        """Return a completion with the samples that a row keeps, and the counts of all samples.
 
-        With ``accept`` there may be none. Without it, a row with fewer samples than it asked for is
-        an error, and its samples are numbered from 0.
+        With ``accept`` a row may keep no samples. Without it, a row with too few samples is an
+        error, and its samples are numbered from 0.
         """
         goal = self._goal(row)
         if goal is None:
@@ -107,7 +107,7 @@ class Resampling:
         return whole, Tally(len(samples), *map(verdicts.count, Verdict))
 
     def _goal(self, row: PromptRow) -> _Goal | None:
-        """None if the row's samples are not judged."""
+        """Return the row's goal; None if its samples are not checked."""
         assert row.sampling is not None
         params = row.sampling.params
         schema = checked_schema(params.structured_outputs)
@@ -116,9 +116,8 @@ class Resampling:
             return _Goal(self._accept.wanted(params.n), self._accept.max_tries, validator)
         if validator is None:
             return None
-        tries = (
-            1 if params.temperature == 0 else CHECKED_TRIES
-        )  # greedy: every try gives the same text
+        # Every try of a greedy sample gives the same text.
+        tries = 1 if params.temperature == 0 else CHECKED_TRIES
         return _Goal(params.n, min(tries * params.n, MAX_SAMPLES), validator)
 
     def _request(
@@ -126,16 +125,16 @@ class Resampling:
     ) -> Request:
         assert row.sampling is not None
         params = replace(row.sampling.params, n=min(count, goal.max_tries - tried))
-        if number:  # the first request has them
+        if number:  # the first request returns them
             params = replace(params, prompt_logprobs=None)
         sampling = replace(row.sampling, params=params)
         request = self._requests.make(replace(row, sampling=sampling))
         return replace(request, first_sample=tried, number=number)
 
     def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
-        """Verdicts on a row's samples so far.
+        """Return the verdicts on a row's samples so far.
 
-        Samples are judged once: the verdicts travel with their completion to the writing thread.
+        Each sample is checked once; completions carry the verdicts to the writing thread.
         """
         verdicts = RowVerdicts(goal.wanted)
         for one in completions:
@@ -147,7 +146,7 @@ class Resampling:
         return verdicts
 
     def _samples(self, goal: _Goal, completion: Completion) -> Iterator[tuple[str, int, bool]]:
-        """Text and number of tokens of each sample, and whether the row's schema allows it."""
+        """Yield text, number of tokens, and True if the row's schema allows it, for each sample."""
         request, validator = completion.request, goal.validator
         for output in completion.outputs:
             text = bare = self._text(request, output, request.params)
@@ -156,13 +155,13 @@ class Resampling:
             yield text, len(output.token_ids), validator is None or validator.allows(bare)
 
     def _text(self, request: Request, sample: SampleOutput, params: SamplingParams) -> str:
-        """The answer of a sample, without its thinking."""
+        """Return the answer of a sample, without its reasoning."""
         return self._answers.read(request.prompt_token_ids, sample, params).text
 
     def _problem(
         self, goal: _Goal, verdicts: RowVerdicts, completions: Sequence[Completion]
     ) -> str:
-        """The error of a row with too few samples: how many were drawn, why the last failed."""
+        """Return the error message of a row with too few samples."""
         assert goal.validator is not None
         samples = [(output, one.request) for one in completions for output in one.outputs]
         last = max(at for at, one in enumerate(verdicts.verdicts) if one is Verdict.REJECTED)
@@ -176,5 +175,5 @@ class Resampling:
 
 
 def _without_stop(params: SamplingParams) -> SamplingParams:
-    """Parameters that leave the stop string or token out of the text."""
+    """Return the parameters without ``include_stop_str_in_output``."""
     return replace(params, include_stop_str_in_output=False)

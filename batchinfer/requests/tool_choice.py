@@ -1,4 +1,4 @@
-"""Rows that must call a tool: a grammar of calls constrains their answers."""
+"""Constrains the answers of rows that must call a tool, with a grammar of calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Grammars and parameters to cache: rows often repeat each other's."""
+"""Most cached grammars and parameters; rows often repeat those of other rows."""
 
 
 class ToolChoices:
-    """Sampling parameters of rows with tools, for one model."""
+    """Makes the sampling parameters of rows with tools, for one model."""
 
     def __init__(
         self, tool_format: ToolFormat, tokenizer: Tokenizer, grammars: GrammarCompiler
@@ -28,12 +28,12 @@ class ToolChoices:
         self._known: dict[str, str] = {}
         """Grammars by ``RowTools.key``."""
         self._made: dict[tuple[int, str], tuple[RowSampling, RowSampling]] = {}
-        """By grammar and identity of the original parameters, which the value keeps alive."""
+        """Results by identity of the parameters, which the value keeps alive, and by grammar."""
 
     def applied(
         self, sampling: RowSampling | RowError | None, tools: RowTools | None
     ) -> RowSampling | RowError | None:
-        """A row's parameters, with a grammar of calls if it must call a tool.
+        """Return a row's parameters, with a grammar of calls if it must call a tool.
 
         Error codes: ``invalid_structured_output``, ``bad_sampling_params``.
         """
@@ -41,13 +41,13 @@ class ToolChoices:
             return sampling
         if sampling.params.structured_outputs is not None:
             problem = (
-                "structured_outputs cannot be combined with a tool_choice that asks for a call"
+                "structured_outputs cannot be combined with a tool_choice that requires a call"
             )
             return RowError("bad_sampling_params", problem)
         if self._format.spans_thinking and sampling.params.max_reasoning_tokens is not None:
             problem = (
-                "max_reasoning_tokens cannot be combined with a tool_choice that asks for a call, "
-                "as this model writes them"
+                "max_reasoning_tokens cannot be combined with a tool_choice that requires a call, "
+                "in this model's format of calls"
             )
             return RowError("bad_sampling_params", problem)
         try:
@@ -72,7 +72,7 @@ class ToolChoices:
         known = self._known.get(tools.key)
         if known is None:
             known = tools.grammar(self._format, self._tokenizer)
-            assert known is not None, "the row may leave it"
+            assert known is not None, "tool_choice requires a call"
             self._grammars.compile({"grammar": known})
             if len(self._known) >= _KEPT:
                 self._known.clear()

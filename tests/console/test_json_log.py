@@ -66,7 +66,7 @@ def objects(text: str) -> list[dict[str, Any]]:
         ("signal", ExitCode.INTERRUPTED),
     ],
 )
-def test_every_line_of_output_is_an_object(tmp_path: Path, how: str, code: ExitCode) -> None:
+def test_every_output_line_is_a_json_object(tmp_path: Path, how: str, code: ExitCode) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "", "two\x1b[2J"]})
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), how],
@@ -131,7 +131,7 @@ def test_quiet_log_has_only_errors(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in lines] == ["too_many_errors"]
 
 
-def test_broken_pipe_is_no_error() -> None:
+def test_json_log_ignores_a_broken_pipe() -> None:
     def write(line: bytes) -> None:
         raise BrokenPipeError
 
@@ -141,7 +141,7 @@ def test_broken_pipe_is_no_error() -> None:
     log.emit("two", "lines")
 
 
-def test_endless_line_becomes_several_objects() -> None:
+def test_long_line_becomes_several_objects() -> None:
     lines: list[bytes] = []
     descriptor = os.open(os.devnull, os.O_WRONLY)
     captured = CapturedStream(descriptor, "stderr", JsonLog(lines.append))

@@ -24,7 +24,7 @@ def test_tokens_count_before_a_row_is_finished(clock: Clock) -> None:
     assert meter.tokens_per_s == pytest.approx(4000)
 
 
-def test_short_answers_that_finish_first_do_not_stand_for_the_others(clock: Clock) -> None:
+def test_eta_is_not_biased_by_short_answers(clock: Clock) -> None:
     meter = Meter(500, clock=clock)
     clock.now = 10.0
     meter.add(Counts(begun=500, most_tokens=500 * 32_000, tokens=500 * 100), None)
@@ -57,7 +57,7 @@ def test_tokens_of_earlier_runs_count_in_the_share_but_not_in_the_time(clock: Cl
     assert meter.share == pytest.approx(0.5 + 0.5 * (0.8 + 160 / 1000))
 
 
-def test_any_counts_keep_the_share_between_nothing_and_all() -> None:
+def test_share_stays_between_0_and_1() -> None:
     random = Random(7)
     for _ in range(200):
         meter, last = Meter(random.randrange(1, 50), before=random.randrange(3)), 0.0
@@ -76,7 +76,7 @@ def test_any_counts_keep_the_share_between_nothing_and_all() -> None:
         assert (meter.share, meter.eta_s, meter.rows_running) == (1.0, 0.0, 0)
 
 
-def test_rows_of_a_dead_worker_no_longer_run() -> None:
+def test_rows_of_a_dead_worker_are_not_running() -> None:
     worker = Counts(rows=3, begun=10, ended=3, most_tokens=1000, tokens=500, settled_tokens=300)
     meter = Meter(10)
     meter.add(worker, None)
@@ -104,7 +104,7 @@ def test_time_before_the_clock_starts_does_not_count(clock: Clock) -> None:
         (False, 0, "2.5 rows/s, 400 input tokens/s"),
     ],
 )
-def test_rates_suit_the_job(clock: Clock, draws: bool, blocks: int, rates: str) -> None:
+def test_rates_depend_on_the_task(clock: Clock, draws: bool, blocks: int, rates: str) -> None:
     meter = Meter(50, draws=draws, clock=clock)
     clock.now = 4.0
     done = Counts(rows=10, begun=20, ended=10, tokens=120, prefill_tokens=1600)
@@ -119,7 +119,7 @@ def test_rates_suit_the_job(clock: Clock, draws: bool, blocks: int, rates: str) 
     assert meter.rates == f"{', '.join(meter.speeds)}, 2 of 2 workers up"
 
 
-def test_long_texts_that_are_read_first_do_not_stand_for_short_ones(clock: Clock) -> None:
+def test_eta_of_encoders_is_not_biased_by_long_texts(clock: Clock) -> None:
     meter = Meter(1000, before=200, draws=False, clock=clock)
     meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # 20 tokens each
     meter.add(Counts(rows=5), None)  # refused

@@ -53,7 +53,7 @@ def test_line_every_thirty_seconds(clock: Clock) -> None:
     ]
 
 
-def test_note_replaces_the_pool_and_nothing_is_guessed_before_a_row_is_finished(
+def test_note_replaces_the_pool_and_eta_waits_for_a_finished_row(
     clock: Clock,
 ) -> None:
     lines: list[str] = []
@@ -83,7 +83,7 @@ def test_reused_rows_are_finished_but_do_not_count_in_the_speed(clock: Clock) ->
     ]
 
 
-def test_warnings_about_a_step_that_does_not_end_become_rarer(clock: Clock) -> None:
+def test_stall_warnings_become_rarer(clock: Clock) -> None:
     lines: list[str] = []
     progress = MeteredProgress(Meter(200, clock=clock), lines.append, clock)
     warned = []
@@ -168,7 +168,7 @@ def summary_lines(workers: int, *, found: float = 0.4) -> list[str]:
 
 
 @pytest.mark.parametrize(("workers", "where"), [(1, ""), (2, " on each of 2 workers")])
-def test_summary_says_whose_pool_it_is(workers: int, where: str) -> None:
+def test_summary_names_the_worker_of_the_pool(workers: int, where: str) -> None:
     pool = f"pool     64 blocks of 16 tokens{where}, 50.0% used on average, 50.0% at most"
     assert pool in summary_lines(workers)
 
@@ -203,7 +203,7 @@ def test_bar_is_readable_without_color(monkeypatch: pytest.MonkeyPatch, no_color
     assert all(("\x1b" in bar) != bool(no_color) for bar in bars)
 
 
-def test_ctrl_c_leaves_nothing_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_clears_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with PseudoTerminal(monkeypatch) as terminal:
         progress = make_progress(Meter(100, before=50), quiet=False)
         for event in ("step", "^C", "step", "line", "step", "^C"):
@@ -245,7 +245,7 @@ def test_nothing_is_written_without_a_step_or_without_a_terminal(
         assert stderr is None or stderr.getvalue() == ""
 
 
-def test_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stderr_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)

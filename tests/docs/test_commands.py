@@ -155,7 +155,7 @@ def _check_yaml(block: Block) -> None:
     load_job(Path("part.yaml"), variables=variables)
 
 
-def test_the_readme_runs(folder: Path, run: Run) -> None:
+def test_commands_of_the_readme_run(folder: Path, run: Run) -> None:
     shown: list[str] = []
     for block in blocks(README):
         _run_block(block, run)
@@ -167,7 +167,7 @@ def test_the_readme_runs(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.long
-def test_the_documentation_runs(folder: Path, run: Run) -> None:
+def test_commands_of_the_documentation_run(folder: Path, run: Run) -> None:
     for page in (INDEX, *(page for page in OTHERS if page != INDEX)):
         for block in blocks(page):
             _run_block(block, run)
@@ -181,12 +181,12 @@ def _commands_in_text() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(_commands_in_text())))
-def test_a_command_in_the_text_is_one(page: str, command: str) -> None:
+def test_commands_in_text_exist(page: str, command: str) -> None:
     _check_options(command)
 
 
 @pytest.mark.parametrize("block", list(blocks(*PAGES)), ids=lambda block: block.name)
-def test_every_block_is_of_a_kind_that_is_run_or_checked(block: Block) -> None:
+def test_every_code_block_is_run_or_checked(block: Block) -> None:
     assert block.language in ("", "bash", "python", "text", "yaml")
     if not block.language:  # a listing of files, nothing to type
         assert all(re.match(r"(out|OUT)/", line) for line in block.text.splitlines())

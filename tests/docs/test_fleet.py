@@ -33,7 +33,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)
-def test_runs_have_options_that_there_are(arguments: list[str]) -> None:
+def test_fleet_page_uses_existing_options(arguments: list[str]) -> None:
     group: Any = typer.main.get_command(cli.app)
     context = group.commands["run"].make_context("run", list(arguments))
     workers, cluster = context.params["workers"], context.params["cluster"]
@@ -42,7 +42,7 @@ def test_runs_have_options_that_there_are(arguments: list[str]) -> None:
         ScaleSpec(workers=number, cluster=cluster or "local")
 
 
-def test_the_keys_are_valid() -> None:
+def test_fleet_page_keys_are_valid() -> None:
     keys: dict[str, Any] = parse_yaml(the("yaml", "scale:").text, "job").data["scale"]
     assert ScaleSpec(**keys).start_timeout_s == 20 * 60
 
@@ -51,7 +51,7 @@ SCRIPTS = [block for block in BLOCKS if block.text.startswith("#!")]
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.name)
-def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
+def test_fleet_page_scripts_are_valid(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.sh"
     script.write_text(block.text)
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
@@ -72,7 +72,7 @@ GROUP = {"rayStartParams", "template"}
 WORKER_GROUP = {*GROUP, "groupName", "replicas", "minReplicas", "maxReplicas"}
 
 
-def test_a_ray_job_has_the_fields_that_kuberay_knows(ray_job: dict[str, Any]) -> None:
+def test_ray_job_uses_known_kuberay_fields(ray_job: dict[str, Any]) -> None:
     assert (ray_job["apiVersion"], ray_job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", ray_job["metadata"]["name"])
     cluster = ray_job["spec"]["rayClusterSpec"]
@@ -87,7 +87,7 @@ def test_a_ray_job_has_the_fields_that_kuberay_knows(ray_job: dict[str, Any]) ->
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_a_ray_job_has_as_many_gpus_as_workers_and_none_of_them_on_its_head(
+def test_ray_job_has_a_gpu_per_worker_and_none_on_the_head(
     ray_job: dict[str, Any],
 ) -> None:
     """So that the head's pod, in which the driver runs, needs no GPU and is given no worker."""
@@ -101,11 +101,11 @@ def test_a_ray_job_has_as_many_gpus_as_workers_and_none_of_them_on_its_head(
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
 
 
-def test_a_ray_job_runs_the_ray_that_is_tested(ray_job: dict[str, Any]) -> None:
+def test_ray_job_uses_the_tested_ray_version(ray_job: dict[str, Any]) -> None:
     assert ray_job["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
 
 
-def test_pods_mount_the_volumes_they_have_and_ask_for_a_token(ray_job: dict[str, Any]) -> None:
+def test_pods_mount_their_volumes_and_request_a_token(ray_job: dict[str, Any]) -> None:
     cluster = ray_job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     words = shlex.split(ray_job["spec"]["entrypoint"])

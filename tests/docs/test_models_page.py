@@ -29,13 +29,13 @@ def generator() -> ModuleType:
     return load_script(ROOT / "docs" / "make_models.py")
 
 
-def test_the_page_is_this_versions(generator: ModuleType) -> None:
+def test_models_page_is_up_to_date(generator: ModuleType) -> None:
     if f"transformers {transformers.__version__}." not in PAGE:
         pytest.skip("the page was made with another version of transformers")
     assert generator.page_text() == PAGE, "run make reference"
 
 
-def test_what_runs_is_run_by_a_test(generator: ModuleType) -> None:
+def test_every_supported_model_has_a_test(generator: ModuleType) -> None:
     answers = {
         family: row.split("|")[3].strip()
         for family in generator.MODELS
@@ -47,7 +47,7 @@ def test_what_runs_is_run_by_a_test(generator: ModuleType) -> None:
     assert runs <= RUN_BY_TESTS
 
 
-def test_encoders_are_all_named_and_their_heads_are_run_by_a_test(generator: ModuleType) -> None:
+def test_every_encoder_is_listed_and_its_head_tested(generator: ModuleType) -> None:
     rows = PAGE.partition("## Encoders")[2].splitlines()
     tasks = {row.split("|")[2].strip(" `"): row.split("|")[3] for row in rows if "| `" in row}
     assert set(tasks) == set(ENCODER_FAMILIES)

@@ -47,11 +47,11 @@ def is_there(path: str) -> bool:
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "kernels" / "README.md", ROOT / "benchmarks" / "README.md"], ids=str
 )
-def test_pages_name_what_is_there(page: Path) -> None:
+def test_paths_in_pages_exist(page: Path) -> None:
     assert [name for name in named(page) if not is_there(name)] == []
 
 
-def test_comments_name_what_is_there() -> None:
+def test_paths_in_comments_exist() -> None:
     missing = {
         (str(path.relative_to(ROOT)), name)
         for path in SOURCES

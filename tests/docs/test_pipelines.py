@@ -43,7 +43,7 @@ def the(language: str, word: str) -> Block:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=lambda b: b.name)
-def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
+def test_pipelines_page_scripts_are_valid(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.sh"
     script.write_text(block.text)
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
@@ -53,18 +53,18 @@ def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language == "python"], ids=lambda b: b.name
 )
-def test_python_is_valid(block: Block) -> None:
+def test_pipelines_page_python_is_valid(block: Block) -> None:
     compile(block.text, block.name, "exec")
 
 
-def test_the_job_file_is_valid(tmp_path: Path) -> None:
+def test_pipelines_page_job_file_is_valid(tmp_path: Path) -> None:
     job = tmp_path / "daily.yaml"
     job.write_text(the("yaml", "# daily.yaml").text)
     spec = load_job(job, variables={"ds": "2026-11-20"})
     assert spec.input.paths == (str(tmp_path / "lake/prompts/dt=2026-11-20"),)
 
 
-def test_every_key_of_status_is_told() -> None:
+def test_every_status_key_is_documented() -> None:
     section = PAGE.read_text().partition("## Watching a job")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert re.findall(r"`(\w+)`", " ".join(cells)) == [field.name for field in fields(Status)]
@@ -122,7 +122,7 @@ def test_slurm_requeues_on_75_only(tmp_path: Path, code: int, ended: int, requeu
 @pytest.mark.parametrize(
     ("code", "ended", "requeued"), [(75, 0, True), (0, 0, False), (7, 7, False)]
 )
-def test_a_task_of_a_slurm_array_is_a_shard_and_requeued_alone(
+def test_slurm_array_task_runs_one_shard_and_requeues_alone(
     tmp_path: Path, code: int, ended: int, requeued: bool
 ) -> None:
     script = the("bash", "#SBATCH --array")
@@ -137,7 +137,7 @@ def test_a_task_of_a_slurm_array_is_a_shard_and_requeued_alone(
     assert parse_shard(option, environment) == Shard(3, 8)
 
 
-def test_airflow_does_not_retry_what_is_hopeless() -> None:
+def test_airflow_does_not_retry_permanent_errors() -> None:
     tree = ast.parse(the("python", "airflow").text)
     (codes,) = [
         ast.literal_eval(node.value)
@@ -147,7 +147,7 @@ def test_airflow_does_not_retry_what_is_hopeless() -> None:
     assert codes == HOPELESS
 
 
-def test_dagster_retries_the_others() -> None:
+def test_dagster_retries_temporary_errors() -> None:
     tree = ast.parse(the("python", "dagster").text)
     (codes,) = [
         ast.literal_eval(node.comparators[0])
@@ -158,7 +158,7 @@ def test_dagster_retries_the_others() -> None:
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])
-def test_kubernetes_acts_on_the_codes(is_indexed: bool) -> None:
+def test_kubernetes_pod_failure_policy_uses_exit_codes(is_indexed: bool) -> None:
     (block,) = [
         b for b in BLOCKS if "podFailurePolicy" in b.text and ("Indexed" in b.text) == is_indexed
     ]
@@ -184,12 +184,12 @@ def test_kubernetes_acts_on_the_codes(is_indexed: bool) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
-def test_nothing_that_is_tried_again_starts_over(block: Block) -> None:
+def test_retried_commands_do_not_start_over(block: Block) -> None:
     """A shard whose exit code was lost would begin the finished job afresh, alone."""
     assert "--overwrite" not in block.text
 
 
-def test_each_pod_of_an_indexed_job_is_a_shard() -> None:
+def test_indexed_kubernetes_job_runs_one_shard_per_pod() -> None:
     spec: dict[str, Any] = parse_yaml(the("yaml", "Indexed").text, "job").data["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     option, value = container["args"]
@@ -201,7 +201,7 @@ def test_each_pod_of_an_indexed_job_is_a_shard() -> None:
     assert shards == [Shard(index, spec["completions"]) for index in range(spec["completions"])]
 
 
-def test_each_node_of_skypilot_is_a_shard(tmp_path: Path) -> None:
+def test_skypilot_runs_one_shard_per_node(tmp_path: Path) -> None:
     task: dict[str, Any] = parse_yaml(the("yaml", "SKYPILOT").text, "task").data
     ended, calls = run_script(Block(PAGE, 0, "bash", task["run"]), tmp_path, [0])
     assert ended == 0

@@ -36,12 +36,12 @@ def lines_of_the_page() -> list[str]:
     return shown[start : start + len(list(plan_facts(PLAN)))]
 
 
-def test_the_lines_of_the_example_are_those_of_a_plan() -> None:
+def test_plan_example_has_the_lines_of_plan() -> None:
     assert lines_of_the_page() == list(plain(plan_facts(PLAN)))
 
 
 @pytest.mark.long
-def test_the_plan_of_the_example_is_that_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_example_matches_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinfer.builders.dry.free_host_bytes", lambda: 64 << 30)
     plan = plan_job(load_job(ROOT / "jobs" / "quickstart.yaml"), device="cpu")
     assert list(plain(plan_facts(plan))) == lines_of_the_page()

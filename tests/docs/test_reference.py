@@ -21,25 +21,25 @@ def generator() -> ModuleType:
     return load_script(ROOT / "docs" / "make_reference.py")
 
 
-def test_the_reference_is_this_versions(generator: ModuleType) -> None:
+def test_job_file_reference_is_up_to_date(generator: ModuleType) -> None:
     assert generator.REFERENCE.read_text() == generator.reference_text(), "run make reference"
 
 
-def test_the_committed_schema_is_this_versions(generator: ModuleType) -> None:
+def test_job_schema_is_up_to_date(generator: ModuleType) -> None:
     assert generator.SCHEMA.read_text() == generator.schema_text(), "run make reference"
 
 
-def test_every_column_of_the_statistics_is_explained() -> None:
+def test_every_statistics_column_is_documented() -> None:
     named = set(re.findall(r"`(\w+)`", OUTPUT))
     assert {*STEPS_SCHEMA.names, *REQUESTS_SCHEMA.names} <= named
 
 
-def test_every_exit_code_is_explained() -> None:
+def test_every_exit_code_is_documented() -> None:
     table = TROUBLES.partition("## Rows that failed")[0]
     assert {int(n) for n in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == set(ExitCode)
 
 
-def test_every_error_code_of_rows_is_explained() -> None:
+def test_every_row_error_code_is_documented() -> None:
     """Codes are what the code gives ``RowError`` and ``error_code``."""
     sources = "\n".join(path.read_text() for path in (ROOT / "batchinfer").rglob("*.py"))
     codes = set(re.findall(r'RowError\(\s*"([a-z_0-9]+)"', sources))

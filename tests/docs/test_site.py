@@ -45,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+def test_site_links_exist(site: Path) -> None:
     pages = {path: _parsed(path) for path in site.glob("*.html") if path.name != "404.html"}
     assert len(pages) >= len(list((ROOT / "docs").glob("*.md")))
     for page, parsed in pages.items():
@@ -68,7 +68,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
         if not {".venv", "out", "work"} & set(name.parts)
     ],
 )
-def test_every_link_to_a_file_of_the_repository_leads_somewhere(name: str) -> None:
+def test_repository_links_exist(name: str) -> None:
     page = ROOT / name
     for link in _LINK.findall(page.read_text(encoding="utf-8")):
         parts = urlsplit(link)

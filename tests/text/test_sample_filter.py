@@ -110,7 +110,7 @@ def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"regex": r"(a)\1"}, "regex is wrong: invalid escape sequence: .*; write it"),
         ({"regex": "((a{100}){100}){100}"}, "regex is wrong: .*; write it in"),
         ({"regex": "(" * 999}, "regex is wrong: .*; write it in"),
-        ({"regex": "\ud800"}, "regex is wrong: it holds half of a surrogate pair"),
+        ({"regex": "\ud800"}, "regex is wrong: it contains half of a surrogate pair"),
         ({"schema": "{"}, "schema is not JSON"),
         ({"k": 0}, "k is 0; it must be 1 to"),
         ({"k": 17}, "k is 17, more than max_tries, which is 16"),

@@ -168,7 +168,7 @@ def test_layers_that_the_model_counts_stay_apart(error: type[Exception]) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> None:
-    """Such of two layer groups: ``tests/test_windows.py``."""
+    """Models with two layer groups are tested in ``tests/test_sliding_windows.py``."""
     if not decoder_layer.supports(dtype):
         pytest.skip("not on this processor")
     types = ["full_attention", "sliding_attention", "sliding_attention"]

@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text_model(tmp_path_factory.mktemp("model"))
 
 
-def test_one_cause_after_the_other_is_mended(tmp_path: Path, model: Path) -> None:
+def test_retry_errors_after_each_fix(tmp_path: Path, model: Path) -> None:
     bench = Bench(tmp_path, model)
     bench.write_job()
     bench.write_rows(empty=" ")

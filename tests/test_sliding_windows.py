@@ -43,7 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "layer_major"), [*((family, False) for family in FAMILIES), ("gemma3_text", True)]
 )
-def test_a_long_row_holds_what_its_windows_see(
+def test_sliding_windows_bound_the_blocks_of_a_long_row(
     family: str, layer_major: bool, tmp_path: Path
 ) -> None:
     """85 blocks of full attention, 3 of each window (10 to 11 while the prompt is computed)."""
