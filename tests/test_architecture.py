@@ -114,7 +114,7 @@ ROOMS = [
     ),
     Room(
         "requests",
-        "Rows' prompts to requests of the engine, for jobs and for the Python API.",
+        "Turns the prompts of rows into requests of the engine, for jobs and for the Python API.",
         ("config", "errors", "engine", "text"),
     ),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),

@@ -137,7 +137,7 @@ def test_a_deterministic_job_refuses_batch_dependent_encoders(
     monkeypatch.setattr(loader, "verify", lambda *_: True)
     monkeypatch.setattr(Encoder, "__call__", lambda self, ids, *rest: torch.ones(len(ids), 1))
     build_engine(config, pinned, log=log.append)
-    assert "engine.num_kv_blocks, engine.swap_space without effect" in log[-1]
+    assert "no effect: engine.num_kv_blocks, engine.swap_space" in log[-1]
     counted = lambda self, ids, *rest: torch.full((len(ids), 1), 1.0 * len(ids))  # noqa: E731
     monkeypatch.setattr(Encoder, "__call__", counted)
     with pytest.raises(ModelError, match="last bits depend on other texts"):
