@@ -164,6 +164,9 @@ def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[in
         assert snapshot.parent is snapshot.block.parent
         assert snapshot.parent.snapshots_below[snapshot.key] is snapshot
     assert sum(len(block.snapshots) for block in pool.index.blocks()) == len(kept)
+    for block in pool.index.blocks():
+        below = () if block.children is None else block.children.blocks.values()
+        assert block.num_kept == len(block.snapshots) + sum(one.num_kept > 0 for one in below)
     assert pool.states.num_used == len(set(states)) * pool.states.slots_per_state
     assert pool.states.num_used + pool.states.num_cached == (
         len(references) * pool.states.slots_per_state

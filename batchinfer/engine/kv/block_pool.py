@@ -143,6 +143,7 @@ class BlockPool:
     def take_copies(self) -> BlockCopies:
         """Return and clear the copies of the step just built."""
         copies, self.block_copies = self.block_copies, BlockCopies()
+        self.states.release_sources()
         return copies
 
     def release(self, blocks: Iterable[Block], num_evicted: tuple[int, ...] = ()) -> None:
@@ -238,9 +239,10 @@ class BlockPool:
     def evict_subtree(self, block: Block) -> None:
         """Remove a block and its descendants from the index and the host."""
         parent = block.parent
+        if self.states.snapshots:
+            self.states.drop_of(self.index.subtree(block))
         for removed in self.index.remove(block):
             self._free_unneeded(removed)
-            self.states.drop_of(removed)
             if removed.host_slot >= 0:
                 self.host.drop(removed)
         if block.window_slots and parent is not None:

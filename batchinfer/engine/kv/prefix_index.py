@@ -44,6 +44,7 @@ class Block:
         "host_slot",
         "key",
         "last_arrival",
+        "num_kept",
         "parent",
         "ref_count",
         "row",
@@ -66,6 +67,8 @@ class Block:
         """Recurrent states after some of its tokens."""
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
         """Those of its children, by ``StateSnapshot.key``."""
+        self.num_kept = 0
+        """Its snapshots, and its children that have snapshots in them or below them."""
         self.serial: int
         """Unique number of a block with window slots."""
         self.host_slot = -1
@@ -90,7 +93,7 @@ class Block:
     @property
     def wanted(self) -> bool:
         """Whether the block has a known future use."""
-        return self.waiters > 0 or self.used_later or bool(self.snapshots)
+        return self.waiters > 0 or self.used_later or self.num_kept > 0
 
     def __repr__(self) -> str:
         return (
@@ -301,7 +304,7 @@ class PrefixIndex:
 
     def remove(self, block: Block) -> list[Block]:
         """Remove ``block`` and its descendants from the index; returns them."""
-        removed = list(self._subtree(block))
+        removed = list(self.subtree(block))
         self._unlink(block)
         for below in removed:
             below.parent, below.key, below.children = None, b"", None
@@ -315,9 +318,19 @@ class PrefixIndex:
     def blocks(self) -> Iterator[Block]:
         """The indexed blocks."""
         for root in self._roots.values():
-            below = self._subtree(root)
+            below = self.subtree(root)
             next(below)
             yield from below
+
+    @staticmethod
+    def subtree(block: Block) -> Iterator[Block]:
+        """A block and its descendants in the index."""
+        stack = [block]
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children is not None:
+                stack.extend(node.children.blocks.values())
 
     def _unlink(self, block: Block) -> None:
         parent = block.parent
@@ -326,12 +339,3 @@ class PrefixIndex:
         parent.children.discard(block)
         if not parent.children.blocks:
             parent.children = None
-
-    @staticmethod
-    def _subtree(block: Block) -> Iterator[Block]:
-        stack = [block]
-        while stack:
-            node = stack.pop()
-            yield node
-            if node.children is not None:
-                stack.extend(node.children.blocks.values())

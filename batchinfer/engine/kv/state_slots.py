@@ -4,13 +4,14 @@ A step updates a state in place, so sequences that fork share it only until thei
 each but the last copies it (copy-on-write). A snapshot is one more reference to a state: its
 sequence copies the state before it goes on. A snapshot belongs to a position in an indexed block,
 and a later row that shares the prefix up to there starts from it. The plan of a window knows all
-positions where rows part, so snapshots are taken exactly there and dropped after their last use.
+positions where rows part, so snapshots are taken there. One is dropped after its last use, or when
+the pool needs its slots.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.kv.prefix_index import Block, RecurrentState, StateSnapshot
@@ -23,7 +24,8 @@ class StateSlots:
         slots_per_state: 0: the model has no recurrent layers.
         free: the pool's free slots.
         take_slot: takes a free slot, evicting if necessary.
-        update_priority: called with a block whose snapshots have changed.
+        update_priority: called with a block that gets its first snapshot, or that loses its last,
+            in it or below it.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class StateSlots:
         """Least recently used first."""
         self._num_idle = 0
         """Snapshots of states that no sequence has."""
+        self._sources: set[RecurrentState] = set()
+        """Idle snapshots' states that the step being built copies, each with one reference more."""
 
     @property
     def num_used(self) -> int:
@@ -83,8 +87,17 @@ class StateSlots:
         assert shared.ref_count > 1
         own = self.allocate()
         copies += zip(shared.slots, own.slots, strict=True)
-        self.release(shared)
+        if shared.ref_count == 2 and shared.snapshot is not None and shared not in self._sources:
+            self._sources.add(shared)  # takes over the reference
+        else:
+            self.release(shared)
         return own
+
+    def release_sources(self) -> None:
+        """Let snapshots be evicted again that the step just built copies. While it was built, their
+        slots could have become the destination of another copy."""
+        while self._sources:
+            self.release(self._sources.pop())
 
     def keep(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
         """Keep a sequence's state for later rows.
@@ -102,7 +115,7 @@ class StateSlots:
         snapshot = StateSnapshot(state, block, key, followers)
         block.parent.snapshots_below = kept | {key: snapshot}
         block.snapshots = (*block.snapshots, snapshot)
-        self._update_priority(block)
+        self._count(block, 1)
         self.snapshots[snapshot] = None
         self.acquire(state)
         state.snapshot = snapshot
@@ -121,24 +134,30 @@ class StateSlots:
         snapshot.followers -= 1
         self.snapshots.move_to_end(snapshot)
         self.acquire(snapshot.state)
-        return self.copy(snapshot.state, copies)
+        own = self.copy(snapshot.state, copies)
+        if snapshot.followers <= 0:
+            self.drop(snapshot)
+        return own
 
     def is_last_use(self, snapshot: StateSnapshot) -> bool:
         """Whether a sequence that starts from a snapshot may take its state."""
-        return snapshot.followers <= 1 and snapshot.state.ref_count == 1
+        state = snapshot.state
+        return snapshot.followers <= 1 and state.ref_count == 1 + (state in self._sources)
 
     def slots_to_start_from(self, snapshot: StateSnapshot | None) -> int:
         """Available slots that a sequence needs for its state."""
-        if snapshot is None or self.is_last_use(snapshot):
-            return self.slots_per_state  # of the snapshot, which count as available
-        return self.slots_per_state * (1 + (snapshot.state.ref_count == 1))
+        if snapshot is None:
+            return self.slots_per_state
+        # Slots of an idle snapshot count as available, until a sequence takes or copies them.
+        is_idle = snapshot.state.ref_count == 1
+        return self.slots_per_state * (is_idle + (not self.is_last_use(snapshot)))
 
     def drop(self, snapshot: StateSnapshot) -> None:
         """Drop a snapshot."""
         del self.snapshots[snapshot]
         block, parent = snapshot.block, snapshot.parent
         block.snapshots = tuple(other for other in block.snapshots if other is not snapshot)
-        self._update_priority(block)
+        self._count(block, -1)
         assert parent.snapshots_below is not None
         del parent.snapshots_below[snapshot.key]
         parent.snapshots_below = parent.snapshots_below or None
@@ -146,9 +165,9 @@ class StateSlots:
         snapshot.state.snapshot = None
         self.release(snapshot.state)
 
-    def drop_of(self, block: Block) -> None:
-        """Drop the snapshots in a block that left the index."""
-        for snapshot in block.snapshots:
+    def drop_of(self, blocks: Iterable[Block]) -> None:
+        """Drop the snapshots in blocks that leave the index."""
+        for snapshot in [one for block in blocks for one in block.snapshots]:
             self.drop(snapshot)
 
     def drop_all(self) -> None:
@@ -165,6 +184,17 @@ class StateSlots:
         """Drop a snapshot of a state that a sequence has, which then need not copy it, if any."""
         in_use = (one for one in self.snapshots if one.state.ref_count > 1)
         return self._drop_first(in_use)
+
+    def _count(self, block: Block, change: int) -> None:
+        """Count a snapshot in a block. A block's prefix is needed as long as the block is."""
+        node: Block | None = block
+        while node is not None:
+            before = node.num_kept > 0
+            node.num_kept += change
+            if (node.num_kept > 0) == before:
+                return
+            self._update_priority(node)
+            node = node.parent
 
     def _drop_first(self, snapshots: Iterator[StateSnapshot]) -> bool:
         snapshot = next(snapshots, None)

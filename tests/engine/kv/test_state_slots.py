@@ -1,0 +1,78 @@
+"""Slots of recurrent states and of their snapshots, within the step that is being built."""
+
+from __future__ import annotations
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.prefix_index import Block, StateSnapshot, token_key
+from tests.engine.invariants import check_pool
+
+SIZE, PER_STATE = 4, 3
+
+
+def pool_with_snapshot(num_slots: int, followers: int) -> tuple[BlockPool, StateSnapshot]:
+    """A pool with a snapshot that no sequence has, at the end of the second of two blocks."""
+    pool = BlockPool(num_slots, SIZE, enable_prefix_caching=True, slots_per_state=PER_STATE)
+    parent = pool.entry_below([])
+    blocks = list[Block]()
+    for key in (token_key([1, 2, 3, 4]), token_key([5, 6, 7, 8])):
+        assert parent is not None
+        blocks.append(pool.allocate())
+        parent = pool.insert_block(parent, blocks[-1], key)
+    pool.commit_fills()
+    pool.confirm()
+    state = pool.states.allocate()
+    pool.states.keep(state, blocks[-1], blocks[-1].key, followers)
+    pool.states.release(state)
+    pool.release(blocks)
+    check_pool(pool, [])
+    (snapshot,) = pool.states.snapshots
+    return pool, snapshot
+
+
+def test_snapshot_that_a_step_copies_is_not_evicted_while_the_step_is_built() -> None:
+    pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
+    own = pool.states.start_from(snapshot, pool.block_copies.within)
+    assert pool.num_available == 2, "the blocks, but not the source of the copy"
+    copies = pool.take_copies().within
+    assert copies == list(zip(snapshot.state.slots, own.slots, strict=True))
+    assert pool.num_available == 2 + PER_STATE
+    check_pool(pool, [], states=[own])
+
+
+def test_last_follower_takes_the_snapshot_that_another_copies_in_the_same_step() -> None:
+    pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=2)
+    assert pool.states.slots_to_start_from(snapshot) == 2 * PER_STATE
+    first = pool.states.start_from(snapshot, pool.block_copies.within)
+    assert pool.states.slots_to_start_from(snapshot) == 0
+    second = pool.states.start_from(snapshot, pool.block_copies.within)
+    assert second is snapshot.state
+    assert not pool.states.snapshots
+    pool.take_copies()
+    check_pool(pool, [], states=[first, second])
+
+
+def test_last_follower_that_copies_drops_the_snapshot() -> None:
+    pool, snapshot = pool_with_snapshot(2 + 2 * PER_STATE, followers=1)
+    pool.states.acquire(snapshot.state)  # as a sequence that has not gone on yet
+    own = pool.states.start_from(snapshot, pool.block_copies.within)
+    assert own is not snapshot.state
+    assert not pool.states.snapshots
+    pool.take_copies()
+    check_pool(pool, [], states=[own, snapshot.state])
+
+
+def test_prefix_of_a_snapshot_is_evicted_after_other_blocks() -> None:
+    pool, snapshot = pool_with_snapshot(3 + PER_STATE, followers=1)
+    other = pool.allocate()
+    root = pool.entry_below([])
+    assert root is not None
+    pool.insert_block(root, other, token_key([9] * SIZE))
+    pool.commit_fills()
+    pool.confirm()
+    pool.release([other])
+    taken = pool.allocate()
+    assert not other.indexed
+    assert list(pool.states.snapshots) == [snapshot]
+    check_pool(pool, [[taken]])
+    pool.states.drop(snapshot)
+    assert not any(block.wanted for block in pool.index.blocks())
