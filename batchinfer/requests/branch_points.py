@@ -52,11 +52,13 @@ def plan_branch_points(
 
 def with_branch_points(requests: Sequence[Request]) -> list[Request]:
     """Requests that run in this order, with the branch points of their prompts."""
-    keys = [token_key([request.adapter, *request.prompt_token_ids]) for request in requests]
+    # A request shares no more than the tokens before the first whose logits are needed.
+    prompts = [request.prompt_token_ids[: request.logits_from + 1] for request in requests]
+    keys = [token_key([one.adapter, *ids]) for one, ids in zip(requests, prompts, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     # Keys begin with the adapter; prompts of different adapters share nothing.
     common = [max(common_tokens(keys[a], keys[b]) - 1, 0) for a, b in pairwise(order)]
-    lengths = [len(request.prompt_token_ids) for request in requests]
+    lengths = [len(ids) for ids in prompts]
     points = plan_branch_points(order, [*common, 0][: len(order)], range(len(order)), lengths)
     return [replace(one, branch_points=points.get(at, ())) for at, one in enumerate(requests)]
 

@@ -74,6 +74,46 @@ def test_requests_of_other_adapters_share_nothing() -> None:
     assert with_branch_points([]) == []
 
 
+def test_no_states_are_kept_for_requests_that_need_logits_of_their_whole_prompts(
+    make_engine: MakeEngine,
+) -> None:
+    prompt = list(range(1, 30))
+    scored = [make_request(row, [*prompt, row + 50], prompt_logprobs=0) for row in range(2)]
+    others = [make_request(row, [*prompt, row + 50]) for row in range(2, 4)]
+    requests = with_branch_points([*scored, *others])
+    assert [request.branch_points for request in requests] == [(), (), ((29, 1),), ()]
+    engine, runner = make_engine(100, 4, slots_per_state=3)
+    points = ((12, 1),)  # of a plan that does not know what rows need
+    run_all(engine, [replace(scored[0], branch_points=points)])
+    assert runner.steps[0].num_tokens == 30
+    assert not engine.scheduler.pool.states.snapshots
+
+
+def test_samples_with_states_of_their_own_leave_room_for_another_row(
+    make_engine: MakeEngine,
+) -> None:
+    # Room for three rows of a block and a state each, not for a fourth state.
+    engine, _ = make_engine(3 * (1 + 5) + 2, 32, slots_per_state=5)
+    engine.add_request(make_request(0, [1] * 8, max_tokens=20, n=2, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    engine.add_request(make_request(1, [2] * 8, max_tokens=2, ignore_eos=True))
+    engine.step()
+    assert engine.num_running == 3
+
+
+def test_prefix_of_a_kept_state_outlives_prompts_that_nobody_shares(
+    make_engine: MakeEngine,
+) -> None:
+    first = list(range(1, 101))
+    others = [[1000 * row + at for at in range(100)] for row in range(1, 4)]
+    prompts = [[*first, 1], *others, [*first, 2]]
+    engine, _ = make_engine(70, 4, slots_per_state=3, max_num_seqs=1, max_tokens=256)
+    rows = [make_request(row, prompt, max_tokens=3) for row, prompt in enumerate(prompts)]
+    completions, _ = run_all(engine, with_branch_points(rows))
+    assert completions[4].stats.cached_tokens == 100
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_prompts_of_a_tree_are_computed_once(make_engine: MakeEngine, block_size: int) -> None:
     prompts = tree((4, 4, 32), (137, 61, 43, 19))  # 512 rows, branches at odd positions

@@ -124,7 +124,8 @@ class Admission:
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             common = start + common_tokens(ahead, key[4 * start :])
             computed = self._table.num_computed[leader.row]
-            points = (at for at, _ in leader.request.branch_points if computed < at <= common)
+            last = min(common, leader.request.logits_from)
+            points = (at for at, _ in leader.request.branch_points if computed < at <= last)
             longest = max(longest, *points, 0)
         return longest
 

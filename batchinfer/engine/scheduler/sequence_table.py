@@ -315,6 +315,10 @@ class SequenceTable:
 
 
 def next_branch(sequence: Sequence, num_computed: int) -> int:
-    """The first branch point of a sequence's prompt after its computed tokens."""
-    points = sequence.request.branch_points
-    return next((at for at, _ in points if at > num_computed), NO_BRANCH)
+    """The first branch point of a sequence's prompt after its computed tokens.
+
+    Not one after a token whose logits are needed: later rows like it compute that token themselves.
+    """
+    request = sequence.request
+    points = (at for at, _ in request.branch_points if num_computed < at <= request.logits_from)
+    return next(points, NO_BRANCH)

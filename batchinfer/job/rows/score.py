@@ -58,7 +58,8 @@ class Scoring(LoadedTask):
         later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.reused_prefix_len]
         # The first completion computes the state that the others start from.
         points = Counter(dict(row.branch_points))
-        points[len(prompt.token_ids) - 1] += len(sequences) - 1
+        if len(sequences) > 1:
+            points[len(prompt.token_ids) - 1] += len(sequences) - 1
         return [
             Request(
                 row_id=row.row_id,

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,12 +20,15 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.rows.score import Scoring
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
 from batchinfer.report.examples import find_examples
+from batchinfer.requests.requests import PromptRow
+from batchinfer.text.scoring_prompts import ScoredPrompt
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
 from tests.job.rows.jobs import rows_of, summary_of
@@ -74,6 +78,16 @@ def judged(model: Path, context: list[int], continuation: list[int]) -> tuple[li
     ids = torch.tensor(continuation)
     found = own.gather(1, ids[:, None])[:, 0]
     return found.tolist(), bool((own.argmax(-1) == ids).all())
+
+
+@pytest.mark.parametrize(("num_completions", "points"), [(0, ()), (1, ()), (3, ((4, 2),))])
+def test_states_are_kept_for_further_completions_only(
+    num_completions: int, points: tuple[tuple[int, int], ...]
+) -> None:
+    completions = tuple(np.array([7, at], np.int32) for at in range(num_completions))
+    prompt = ScoredPrompt(np.arange(5, dtype=np.int32), None, False, False, completions=completions)
+    requests = Scoring(None, ()).requests(PromptRow(0, prompt))  # type: ignore[arg-type]
+    assert [request.branch_points for request in requests][:1] == [points]
 
 
 def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
