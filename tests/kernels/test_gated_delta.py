@@ -115,7 +115,7 @@ def at_once(lengths: list[int]) -> list[list[int]]:
     heads_per_key=st.sampled_from([1, 2, 3]),
     key_width=st.sampled_from([1, 4, 7, 16]),
     value_width=st.sampled_from([3, 8, 16, 48, 64]),
-    conv_width=st.sampled_from([2, 3, 4]),
+    conv_width=st.sampled_from([2, 3, 4, native.MAX_CONV_WIDTH]),
     slot_bytes=st.sampled_from([4096, 8192, 65536]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
@@ -158,3 +158,8 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
         alone.inputs = [part[start:stop] for part in case.inputs]
         alone.lengths, alone.tables = [lengths[at]], case.tables[at : at + 1]
         assert torch.equal(alone.run(native.gated_delta, at_once([lengths[at]])), whole[start:stop])
+
+
+def test_wide_convolutions_are_left_to_the_reference() -> None:
+    assert native.supports(torch.float32, native.MAX_CONV_WIDTH)
+    assert not native.supports(torch.float32, native.MAX_CONV_WIDTH + 1)

@@ -334,6 +334,8 @@ def _unsupported(config: Config, family: str) -> str | None:
     layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if layer_types & _RECURRENT_LAYERS and not recurrent_layers(config):
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
+    if recurrent_layers(config) and int(config["linear_conv_kernel_dim"]) < 2:
+        return "its recurrent layers have no convolution (linear_conv_kernel_dim)"
     others = layer_types - _PLAIN_LAYERS - _RECURRENT_LAYERS
     if others:
         names = ", ".join(sorted(others))

@@ -58,7 +58,10 @@ class Family:
             parts = module.fix_query_key_value_ordering(
                 module.in_proj_qkvz(hidden)[None], module.in_proj_ba(hidden)[None]
             )
-            query, key, value, gate, beta, decay = (part[0].flatten(1) for part in parts)
+            # With one value head per key head, transformers returns strided views of the last two.
+            query, key, value, gate, beta, decay = (
+                part[0].flatten(1).contiguous() for part in parts
+            )
             return LayerInputs(torch.cat([query, key, value], dim=1), gate, decay, beta)
         qkv = [getattr(module, name)(hidden) for name in self.qkv]
         others = (getattr(module, name)(hidden) for name in (self.gate, self.decay, self.beta))
@@ -104,7 +107,8 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
     layout = context.cache.layout.state
     assert layout is not None
     out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
-    compute = native.gated_delta if native.supports(out.dtype) else gated_delta
+    is_native = native.supports(out.dtype, len(weights.conv))
+    compute = native.gated_delta if is_native else gated_delta
     compute(
         *inputs,
         weights=weights,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,3 +105,9 @@ def test_slots_are_padded_to_hold_pieces_of_state() -> None:
         assert layout.bytes_per_block >= 128 * 16 * STATE_BYTES
         assert layout.bytes_per_block % STATE_BYTES == 0
         assert layout.elements_per_block % layout.parts_per_slot == 0
+
+
+def test_recurrent_layers_without_a_convolution_are_refused() -> None:
+    config = QWEN3_6_35B | {"linear_conv_kernel_dim": 1}
+    with pytest.raises(ValueError, match="no convolution"):
+        KVLayout.from_config(config, block_size=16, dtype="bfloat16")

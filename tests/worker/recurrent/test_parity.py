@@ -11,6 +11,7 @@ import torch
 from batchinfer.config import ModelConfig
 from batchinfer.worker.fusion.gated_delta_net import FusedGatedDeltaNet
 from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.recurrent.gated_delta_net import FAMILIES
 from batchinfer.worker.verify import Probe
 from tests.lora import make_adapter
 from tests.models import RECURRENT_FAMILIES, make_checkpoint, tiny_model
@@ -84,3 +85,10 @@ def test_projections_of_recurrent_layers_are_merged(checkpoint) -> None:
     layers = checkpoint("qwen3_5_text").model.model.layers
     mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
     assert [type(mixer) for mixer in mixers] == [FusedGatedDeltaNet] * 3
+
+
+def test_inputs_are_contiguous_with_one_value_head_per_key_head() -> None:
+    model = tiny_model("qwen3_next", linear_num_value_heads=2)
+    layer = model.model.layers[0].linear_attn
+    inputs = FAMILIES[type(layer).__name__].inputs(layer, torch.ones(5, model.config.hidden_size))
+    assert [part.stride(1) for part in inputs] == [1, 1, 1, 1]
