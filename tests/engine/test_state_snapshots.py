@@ -146,3 +146,37 @@ def test_waiting_samples_start_from_the_state_of_their_prompt(make_engine: MakeE
     for output in completions[0].outputs:
         assert output.token_ids.tolist() == expected(request, output.index)
     assert sum(step.prefill_tokens for step in steps) == 41
+
+
+def test_preempted_row_leaves_its_snapshot_to_the_rows_that_follow(
+    make_engine: MakeEngine,
+) -> None:
+    prompt = list(range(1, 41))
+    first, second = (make_request(row, [*prompt, *[row] * 4], max_tokens=5) for row in (1, 2))
+    engine, _ = make_engine(200, 4, slots_per_state=3, max_num_seqs=1)
+    for request in (replace(first, branch_points=((40, 1),)), second):
+        engine.add_request(request)
+    engine.step()
+    assert engine.scheduler.pool.states.snapshots
+    engine.scheduler.preempt(next(engine.scheduler.table.running()))
+    completions, _ = run_all(engine, [])
+    assert completions[1].stats.recomputed_tokens == 0
+    assert completions[2].stats.cached_tokens == 40
+    assert not engine.scheduler.pool.states.snapshots
+
+
+def test_completions_of_equal_prompts_start_from_one_state(make_engine: MakeEngine) -> None:
+    prompt = list(range(1, 41))
+    points = [((39, 3),), (), (), ((39, 2),), (), ()]  # two rows of three completions
+    requests = [
+        replace(
+            make_request(at, [*prompt, 50 + at], max_tokens=1, prompt_logprobs=0),
+            scored_from=40,
+            branch_points=kept,
+        )
+        for at, kept in enumerate(points)
+    ]
+    engine, _ = make_engine(400, 4, slots_per_state=3, max_num_seqs=1)
+    completions, _ = run_all(engine, requests)
+    assert [completions[at].stats.cached_tokens for at in range(6)] == [0, 39, 39, 39, 39, 39]
+    assert not engine.scheduler.pool.states.snapshots

@@ -120,12 +120,19 @@ class StateSlots:
         self.acquire(state)
         state.snapshot = snapshot
 
-    def start_from(self, snapshot: StateSnapshot, copies: Pairs) -> RecurrentState:
+    def start_from(
+        self, snapshot: StateSnapshot, copies: Pairs, more_followers: int = 0
+    ) -> RecurrentState:
         """A state for a sequence that starts from a snapshot. Requires ``slots_to_start_from``
         available slots.
 
         The last follower takes the snapshot's own state.
+
+        Args:
+            copies: as in ``copy``.
+            more_followers: rows that will start from it and are not counted yet.
         """
+        snapshot.followers += more_followers
         if self.is_last_use(snapshot):
             state = snapshot.state
             self.acquire(state)
@@ -139,18 +146,18 @@ class StateSlots:
             self.drop(snapshot)
         return own
 
-    def is_last_use(self, snapshot: StateSnapshot) -> bool:
+    def is_last_use(self, snapshot: StateSnapshot, more_followers: int = 0) -> bool:
         """Whether a sequence that starts from a snapshot may take its state."""
-        state = snapshot.state
-        return snapshot.followers <= 1 and state.ref_count == 1 + (state in self._sources)
+        state, followers = snapshot.state, snapshot.followers + more_followers
+        return followers <= 1 and state.ref_count == 1 + (state in self._sources)
 
-    def slots_to_start_from(self, snapshot: StateSnapshot | None) -> int:
+    def slots_to_start_from(self, snapshot: StateSnapshot | None, more_followers: int = 0) -> int:
         """Available slots that a sequence needs for its state."""
         if snapshot is None:
             return self.slots_per_state
         # Slots of an idle snapshot count as available, until a sequence takes or copies them.
         is_idle = snapshot.state.ref_count == 1
-        return self.slots_per_state * (is_idle + (not self.is_last_use(snapshot)))
+        return self.slots_per_state * (is_idle + (not self.is_last_use(snapshot, more_followers)))
 
     def drop(self, snapshot: StateSnapshot) -> None:
         """Drop a snapshot."""

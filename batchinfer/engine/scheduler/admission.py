@@ -16,7 +16,7 @@ from batchinfer.engine.scheduler.beam_groups import (
     num_tokens_to_compute,
 )
 from batchinfer.engine.scheduler.forecast import PoolForecast
-from batchinfer.engine.scheduler.kv_manager import KVManager
+from batchinfer.engine.scheduler.kv_manager import KVManager, more_followers
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import ScheduledRows
 from batchinfer.engine.scheduler.sequence_table import SequenceTable, next_branch
@@ -154,7 +154,9 @@ class Admission:
             end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
             slots = fresh * self._pool.slots_per_block
-            slots += self._pool.states.slots_to_start_from(hit.snapshot)
+            slots += self._pool.states.slots_to_start_from(
+                hit.snapshot, more_followers(sequence, hit.num_tokens)
+            )
             if slots + hit.num_idle <= self._pool.num_available:
                 return hit
             if not required or hit.num_tokens == 0:

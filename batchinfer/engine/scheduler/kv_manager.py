@@ -44,16 +44,17 @@ class KVManager:
         sequence.num_evicted = hit.num_evicted
         self._table.add(sequence, acquired.blocks, hit.num_tokens, num_shared)
         if pool.states.slots_per_state:
-            self._table.set_state(sequence, self._first_state(hit), is_shared=False)
+            self._table.set_state(sequence, self._first_state(sequence, hit), is_shared=False)
         return acquired
 
-    def _first_state(self, hit: PrefixHit) -> RecurrentState:
+    def _first_state(self, sequence: Sequence, hit: PrefixHit) -> RecurrentState:
         """The recurrent state with which a sequence starts."""
         states = self._pool.states
         if hit.snapshot is None:
             return states.allocate()
         states.release(hit.snapshot.state)
-        return states.start_from(hit.snapshot, self._pool.block_copies.within)
+        more = more_followers(sequence, hit.num_tokens)
+        return states.start_from(hit.snapshot, self._pool.block_copies.within, more)
 
     def free(self, sequence: Sequence) -> None:
         """Take a running sequence off the table and release its blocks and recurrent state."""
@@ -232,3 +233,14 @@ class KVManager:
         if stop % size:
             key = sequence.key(stop - stop % size, stop)
             pool.insert_block(parent, sequence.blocks[stop // size], key)
+
+
+def more_followers(sequence: Sequence, at: int) -> int:
+    """Followers to add to a snapshot from which a sequence starts, after its first ``at`` tokens.
+
+    A sequence that was preempted after them kept the snapshot itself, or has used it already. Rows
+    that start from the sequence's own branch point there are not counted yet.
+    """
+    if sequence.computed_once > at:
+        return 1
+    return dict(sequence.request.branch_points).get(at, 0)
