@@ -117,7 +117,8 @@ class RecurrentState:
 class StateSnapshot:
     """A recurrent state kept for later rows, at a token of an indexed block.
 
-    Its parent block has it by the tokens between, so that a lookup finds it whatever follows them.
+    The block before that one lists it by the tokens from there to the state. So a lookup finds it
+    whatever tokens come next, also if its own block has been indexed by more tokens since.
     """
 
     __slots__ = ("block", "followers", "key", "parent", "state")

@@ -115,7 +115,8 @@ class Admission:
         return hit, defers
 
     def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
-        """Tokens of the longest prefix at whose end a running row will keep its recurrent state."""
+        """Tokens up to the last branch point that the sequence shares with a row that is computing
+        its prompt, and that this row has not reached; 0: there is none."""
         start = len(match.blocks) * self._table.block_size
         node = match.blocks[-1] if match.blocks else None
         node = node or self._pool.index.root(sequence.request.adapter)

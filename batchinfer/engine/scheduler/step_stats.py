@@ -90,7 +90,9 @@ def step_stats(
 
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
-    """Tokens in used slots. All slots are full except last blocks, which sharers fill equally."""
+    """Tokens in used slots. All slots are full except last blocks, which sharers fill equally.
+    Slots of recurrent states count as full.
+    """
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
