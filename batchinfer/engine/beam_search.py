@@ -1,8 +1,7 @@
-"""Beam search over one row: which beams continue, which are finished, and when it ends.
+"""Beam search over one row: chooses the beams that continue and ends the search.
 
-The rules are those of transformers' ``generate(num_beams=..., early_stopping=False)``
-(transformers/generation/utils.py, ``_beam_search``). Pure computation: it knows no blocks and no
-table rows.
+It follows the rules of transformers' ``generate(num_beams=..., early_stopping=False)``
+(transformers/generation/utils.py, ``_beam_search``). It does not depend on blocks or table rows.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from batchinfer.engine.step import Float32, Int32
 
 
 class Beam(Protocol):
-    """A running beam."""
-
     output_ids: list[int]
     cumulative_logprob: float
 
@@ -43,16 +40,14 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The search of one row.
+    """The beam search of one row, with W = ``beam_width``.
 
-    Among the ``W`` = ``beam_width`` best candidates of a step, those that end are finished; the W
-    best that do not end continue. The score of a finished one is its cumulative log-probability
-    divided by (its output tokens, the end token included) ** ``length_penalty``; the W best are
-    kept. The search ends when W are kept and the best running beam, scored at its current length,
-    is no better than the worst of them, or at the maximum length, where all candidates end.
-
-    Args:
-        request: a row with ``beam_width``.
+    A candidate is a beam plus one token. In each step, candidates that end the text and are among
+    the W best become finished hypotheses, and the W best candidates that do not end become the next
+    beams. A hypothesis scores cumulative log-probability / length ** ``length_penalty``, where the
+    length counts output tokens including the end token. The search keeps the W best hypotheses. It
+    ends when it has W of them and the best beam, scored at its current length, does not beat the
+    worst hypothesis. It also ends at the maximum length, where all candidates end.
     """
 
     __slots__ = ("_request", "_stop_ids", "finished")
@@ -61,22 +56,22 @@ class BeamSearch:
         self._request = request
         self._stop_ids = frozenset(request.beam_end_ids)
         self.finished: list[Hypothesis] = []
-        """The best finished hypotheses, best first."""
+        """The W best hypotheses so far, best first."""
 
     def advance(
         self, beams: Items[Beam], token_ids: Int32, logprobs: Float32, *, at_limit: bool
     ) -> list[Continuation]:
-        """Choose the beams of the next step among each beam's candidates.
+        """Choose the beams of the next step.
 
         Args:
             beams: the B running beams, of equal length.
             token_ids: [B, C] each beam's most likely next tokens, best first; C is
                 ``request.num_candidates``, or the vocabulary size if that is smaller.
-            logprobs: [B, C] their log-probabilities; -inf for impossible tokens.
-            at_limit: whether the next length is the maximum.
+            logprobs: [B, C] log-probabilities of ``token_ids``; -inf for impossible tokens.
+            at_limit: true if the next token reaches the maximum length.
 
         Returns:
-            The beams of the next step, best first; empty when the search has ended.
+            The beams of the next step, best first. The list is empty when the search has ended.
         """
         width, length = self._request.group_size, len(beams[0].output_ids) + 1
         before = np.array([beam.cumulative_logprob for beam in beams])
@@ -102,7 +97,7 @@ class BeamSearch:
         return running
 
     def outputs(self) -> list[SampleOutput]:
-        """The ``n`` best hypotheses, best first."""
+        """Return the ``n`` best hypotheses, best first."""
         return [
             self._output(rank, hypothesis)
             for rank, hypothesis in enumerate(self.finished[: self._request.params.n])

@@ -1,8 +1,8 @@
-"""An engine for encoders: no KV pool, no blocks, no prefixes.
+"""An engine for encoders, without KV pool, blocks and prefixes.
 
-Every token of an encoder sees the tokens after it, so that texts cannot share computation and each
-text is computed in one step. Waiting texts are sorted by length, longest first, and batched up to a
-number of tokens, so that texts of similar length run together.
+Every token of an encoder attends to the tokens after it. Texts therefore cannot share computation,
+and one step computes a whole text. The engine sorts waiting texts by length, longest first, so that
+texts of similar length run together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from batchinfer.errors import DeviceError
 
 
 class EncoderEngine:
-    """Runs pooling requests over a runner of whole sequences; same interface as ``Engine``.
+    """Runs pooling requests on a runner of whole sequences; has the interface of ``Engine``.
 
     Args:
         max_model_len: longest text, in tokens.
         max_num_batched_tokens: most tokens of a step, except for a single longer text.
         max_num_seqs: most texts of a step.
-        clock: seconds, for statistics only.
-        vocab_size: upper bound of the model's token ids; None: not checked.
+        clock: returns seconds; for statistics only.
+        vocab_size: upper bound of the model's token ids; None: token ids are not checked.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class EncoderEngine:
         self._max_seqs = max_num_seqs
         self._clock = clock
         self._arrived: list[tuple[Request, float]] = []
-        """Requests with their arrival times, since texts were last sorted."""
+        """Unsorted requests with their arrival times."""
         self._sorted: deque[tuple[Request, float]] = deque()
         self._refused: list[Completion] = []
         self._num_steps = 0
         self.observer: OutputObserver | None = None
-        """Not used: a request is never partly done."""
+        """Not used, because no request has partial output."""
         self._first_step_at: float | None = None
 
     @property
@@ -67,16 +67,16 @@ class EncoderEngine:
 
     @property
     def num_running(self) -> int:
-        """Always 0: no sequence runs between steps."""
+        """Always 0, because no sequence runs between steps."""
         return 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet returned."""
+        """Requests that were added and not returned yet."""
         return self.num_waiting + len(self._refused)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. The next step returns one that can never run as an error."""
+        """Queue a request. If it can never run, the next step returns it as an error."""
         refusal = self.refusal(request)
         if refusal is None:
             self._arrived.append((request, self._clock()))
@@ -84,7 +84,7 @@ class EncoderEngine:
             self._refused.append(Completion(request, [], *refusal))
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Error code and message of a request that can never run, else None."""
+        """Return the error code and message for a request that can never run, else None."""
         length = request.num_prompt_tokens
         if length == 0:
             return "empty_prompt", "the prompt has no tokens"
@@ -93,7 +93,7 @@ class EncoderEngine:
         return beyond_vocabulary(request, self._vocab_size)
 
     def reset_prefix_cache(self) -> None:
-        """Does nothing: there is no cache."""
+        """Do nothing, because an encoder has no cache."""
 
     def abort_all(self) -> None:
         """Drop every unfinished request."""
@@ -105,7 +105,7 @@ class EncoderEngine:
         """Compute the next texts. A step that runs out of memory is repeated in smaller steps.
 
         Raises:
-            DeviceError: there is not enough memory for a single text.
+            DeviceError: the device does not have enough memory for a single text.
         """
         outcome = StepOutcome(self._refused)
         self._refused = []
@@ -124,13 +124,18 @@ class EncoderEngine:
             return outcome
         ended = self._clock()
         for (request, arrived), vector in zip(texts, vectors, strict=True):
-            stats = _request_stats(request, arrived, began, ended)
+            stats = RequestStats(
+                prompt_tokens=request.num_prompt_tokens,
+                queue_ms=(began - arrived) * 1e3,
+                prefill_ms=(ended - began) * 1e3,
+                latency_ms=(ended - arrived) * 1e3,
+            )
             outcome.completions.append(_completion(request, vector, stats))
         outcome.stats = self._step_stats(requests, began, ended)
         return outcome
 
     def _next_texts(self) -> list[tuple[Request, float]]:
-        """The sorted texts of the next step."""
+        """Take the texts of the next step from the queue."""
         if not self._sorted:
             self._arrived.sort(
                 key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens, one[0].unpooled)
@@ -170,23 +175,7 @@ class EncoderEngine:
             num_running=len(requests),
             num_waiting=self.num_waiting,
             prefill_tokens=sum(request.num_prompt_tokens for request in requests),
-            **dict.fromkeys(_NOTHING, 0),
         )
-
-
-_NOTHING = (
-    *("num_swapped", "num_preempted", "decode_tokens", "recomputed_tokens", "cached_tokens"),
-    *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
-    *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
-    *(
-        "state_slots_used",
-        "contiguous_blocks",
-        "cow_copies",
-        "swapped_in_blocks",
-        "swapped_out_blocks",
-    ),
-)
-"""Step statistics of a KV pool or of sampling, which are 0 here."""
 
 
 def _step_of(requests: list[Request]) -> EncoderStep:
@@ -208,17 +197,8 @@ def _step_of(requests: list[Request]) -> EncoderStep:
     )
 
 
-def _request_stats(request: Request, arrived: float, began: float, ended: float) -> RequestStats:
-    return RequestStats(
-        prompt_tokens=request.num_prompt_tokens,
-        queue_ms=(began - arrived) * 1e3,
-        prefill_ms=(ended - began) * 1e3,
-        latency_ms=(ended - arrived) * 1e3,
-    )
-
-
 def _completion(request: Request, vector: Float32, stats: RequestStats) -> Completion:
     if not np.isfinite(vector).all():
-        message = "the model's hidden states held NaN or infinity"
+        message = "the model's hidden states contain NaN or infinity"
         return Completion(request, [], "nan_logits", message, stats)
     return Completion(request, [], stats=stats, hidden_state=vector)

@@ -1,4 +1,4 @@
-"""Messages between the control plane and a worker that encodes whole texts. Data only."""
+"""Messages between the control plane and a worker that encodes whole texts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from batchinfer.engine.step import Float32, Int32
 
 @dataclass(frozen=True, slots=True)
 class EncoderStep:
-    """Input of one forward pass over whole sequences, packed without padding.
+    """Input of one forward pass over S whole sequences, packed into T tokens without padding.
 
-    S = sequences, T = total tokens; no sequence is empty.
+    No sequence is empty.
     """
 
     token_ids: Int32  # [T]
     lengths: Int32  # [S] tokens of each sequence
-    first_segments: Int32  # [S] tokens of each sequence's first text; the rest are a second text
+    first_segments: Int32  # [S] tokens of each sequence's first text; the second text follows
     pooling: tuple[str, ...]
-    """Pooling modes, whose vectors are concatenated in this order."""
-    unpooled: Int32 | None = None  # [S] leading tokens that pooling skips; None: none
+    """Pooling modes. Their vectors are concatenated in this order."""
+    unpooled: Int32 | None = None  # [S] number of leading tokens that pooling skips; None: all 0
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of tokens."""
+        """Number of tokens (T)."""
         return len(self.token_ids)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Runs of sequences with equal length and ``unpooled``, as (first packed token, number of
-        sequences, length of each)."""
+        """Return runs of adjacent sequences with equal length and ``unpooled``: (index of the first
+        packed token, number of sequences, tokens per sequence)."""
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         return [
             (int(starts[first]), last - first, int(self.lengths[first]))
@@ -40,7 +40,7 @@ class EncoderStep:
         ]
 
     def unpooled_of_runs(self) -> list[int]:
-        """Leading tokens that pooling skips, for each run."""
+        """Return the number of leading tokens that pooling skips, for each run."""
         edges = self._edges()[:-1]
         return [0 if self.unpooled is None else int(self.unpooled[first]) for first in edges]
 
@@ -55,5 +55,9 @@ class EncoderRunner(Protocol):
     """Computes steps of whole sequences: the worker, or a substitute."""
 
     def encode(self, step: EncoderStep) -> Float32:
-        """Vectors [S, D] of a step's sequences; raises ``OutOfMemory``."""
+        """Return vectors [S, D] of the step's sequences.
+
+        Raises:
+            OutOfMemory: there is not enough memory for the step.
+        """
         ...

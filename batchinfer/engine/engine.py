@@ -25,34 +25,35 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Completions and statistics of one ``Engine.step``; no stats if no step was processed."""
+    """Completions and statistics of one ``Engine.step``."""
 
     completions: list[Completion]
     stats: StepStats | None = None
+    """None if no step was processed."""
     recovered: Recovered | None = None
     """Recovery from a step that ran out of memory."""
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of the step. A sample's last token, which is never fed back, counts when
-        the sample is returned."""
+        """Output tokens of the step. A sample's last token is never fed back to the model; it
+        counts when the sample is returned."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
 
 class Engine:
-    """Schedules requests over a runner.
+    """Runs requests on a runner, step by step.
 
-    A step is built, submitted and processed. An engine that runs ahead submits a step before it
-    processes the previous one, so that the device never waits for the host; sequences whose next
-    step depends on the tokens drawn skip that step.
+    The engine builds a step, submits it, and processes its result. An engine that runs ahead
+    submits a step before it processes the previous one, so that the device never waits for the
+    host. A sequence skips that step if it needs the token that the previous step draws.
 
     Args:
         scheduler: queue, sequence table and block pool.
         runner: computes the steps.
-        clock: seconds, for statistics only.
-        runs_ahead: for runners that compute asynchronously.
-        vocab_size: upper bound of the model's token ids; None: not checked.
+        clock: returns seconds; for statistics only.
+        runs_ahead: true for a runner that computes asynchronously.
+        vocab_size: upper bound of the model's token ids; None: token ids are not checked.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """The initial limit, so that refusals do not depend on later memory shortage."""
+        """Initial token limit of a step, so that refusals do not depend on a lowered limit."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -76,7 +77,7 @@ class Engine:
         self._last_read_at = -math.inf
         self._first_step_at: float | None = None
         self._ready: list[Completion] = []
-        """Completions of requests that need no step."""
+        """Completions of requests that do not need a step."""
         self._num_arrived = 0
         self._num_unfinished = 0
         self._states: dict[Request, RequestState] = {}
@@ -84,7 +85,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and output together."""
+        """Largest number of tokens in a sequence, prompt and output together."""
         return self.scheduler.table.max_model_len
 
     @property
@@ -99,18 +100,19 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet returned."""
+        """Requests that were added and not returned yet."""
         return self._num_unfinished
 
     @property
     def states(self) -> Collection[RequestState]:
-        """States of the requests that run or wait."""
+        """States of running and waiting requests."""
         return self._states.values()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. The next step returns one that can never run as an error.
+        """Queue a request. If it can never run, the next step returns it as an error.
 
-        A request with a complete ``partial_output`` continues from there; otherwise it restarts.
+        A request continues from its ``partial_output`` if that has every sample and value that the
+        request needs. Otherwise it restarts.
         """
         self._num_unfinished += 1
         partial = None if self.observer is None else self.observer.partial_output(request)
@@ -146,12 +148,12 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step and process one: the same, or the previous one.
+        """Submit a step, and process it or, when running ahead, the previous one.
 
-        A step that runs out of memory is repeated in smaller steps.
+        If a step runs out of memory, smaller steps compute its tokens.
 
         Raises:
-            DeviceError: there is not enough memory for the smallest step.
+            DeviceError: the device does not have enough memory for the smallest step.
         """
         began = self._clock()
         if self._first_step_at is None:
@@ -180,24 +182,24 @@ class Engine:
             try:
                 self._in_flight.append(self._submit(schedule, began))
             except OutOfMemory:
-                if self._in_flight:  # this earlier step succeeded
+                if self._in_flight:  # the step submitted before succeeded
                     outcome.stats = self._process(completions)
                 raise
         if len(self._in_flight) > self._steps_ahead:
             outcome.stats = self._process(completions)
         if self._num_unfinished == len(completions) and self._in_flight:
-            # Only tokens of sequences that have ended are left; the statistics are not needed.
+            # This step only holds tokens of finished sequences, so its statistics are not needed.
             self._process(completions)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
-        """Submit a step; it counts as computed from here on."""
+        """Submit a step. The scheduler counts it as computed from now on."""
         built = build_step(self.scheduler.table, schedule, self._prefixes)
         pending = self._runner.submit(built.step)
         stats = self.scheduler.advance(schedule, began)
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _process(self, completions: list[Completion]) -> StepStats:
-        """Wait for the oldest step and process its result; a failed step stays in flight."""
+        """Wait for the oldest step and process its result. A failed step stays in flight."""
         step = self._in_flight[0]
         result = step.pending.result()
         self._in_flight.popleft()
@@ -209,7 +211,7 @@ class Engine:
         return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Error code and message of a request that can never run, else None."""
+        """Return the error code and message for a request that can never run, else None."""
         table, pool = self.scheduler.table, self.scheduler.pool
         prompt, room = request.num_prompt_tokens, table.most_tokens(request)
         if prompt == 0:
@@ -231,7 +233,7 @@ class Engine:
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",
-                f"one sample may need {blocks} KV blocks, the pool has {pool.num_blocks}; "
+                f"one sample may need {blocks} KV blocks, but the pool has {pool.num_blocks}; "
                 "raise engine.kv_cache_memory or lower sampling.max_tokens",
             )
         return None

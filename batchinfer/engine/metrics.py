@@ -1,6 +1,6 @@
-"""Metrics of tokens, throughput and the KV pool, from statistics of steps and rows.
+"""Computes metrics of tokens, throughput and the KV pool from statistics of steps and rows.
 
-Means are weighted by time, over the steps for which a metric is defined.
+A mean is weighted by time. It includes only the steps for which the metric is defined.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ STEP_COLUMNS = (
     "contiguous_blocks",
     "cow_copies",
 )
-"""Columns of ``steps`` that the metrics use."""
+"""Columns of ``stats/steps.parquet`` that the metrics use."""
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
 """Sizes of the pool, reported with its metrics."""
 _MEANS = ("mean_utilization", "mean_waste", "contiguous_waste", "sharing_saving")
 
 
 class PoolTotals:
-    """Sums over steps, from which the KV pool's metrics follow."""
+    """Sums over steps for the KV pool's metrics."""
 
     def __init__(self) -> None:
         self._peak_used_blocks = 0
         self._peak_utilization = 0.0
         self._cow_copies = 0
         self._means = dict.fromkeys(_MEANS, (0.0, 0.0))
-        """Weighted sum of the defined values, and sum of their weights."""
+        """(weighted sum of the defined values, sum of their weights) of each mean."""
 
     def add(self, steps: Mapping[str, Float], block_size: Float) -> None:
         """Add steps.
@@ -67,7 +67,7 @@ class PoolTotals:
         self._add_mean("sharing_saving", 1 - _ratio(used, logical), weights, logical)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the pool's use; a mean without any defined step is 0."""
+        """Return the pool's metrics. A mean without a defined value is 0."""
         return {
             "peak_used_blocks": self._peak_used_blocks,
             "peak_utilization": self._peak_utilization,
@@ -79,7 +79,7 @@ class PoolTotals:
         }
 
     def _add_mean(self, name: str, values: Float, weights: Float, defined_by: Float) -> None:
-        """Add the values with ``defined_by`` above 0 to a weighted mean."""
+        """Add the values whose ``defined_by`` is above 0 to a weighted mean."""
         weights = np.where(defined_by > 0, weights, 0.0)
         weighted, all_weights = self._means[name]
         self._means[name] = (
@@ -94,7 +94,7 @@ def compute_metrics(
     num_rows: int,
     seconds: float,
 ) -> Metrics:
-    """``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
+    """Return the sections ``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
 
     Args:
         pool: totals of all steps.
@@ -132,14 +132,14 @@ def compute_metrics(
 def prefix_sharing(
     prompt: float, distinct: float, computed: float, deduplicated: int
 ) -> dict[str, float]:
-    """``sharing`` of ``summary.json``: prefixes that rows share, planned and achieved.
+    """Return the section ``sharing`` of ``summary.json``: planned and achieved prefix sharing.
 
     Args:
         prompt: prompt tokens.
-        distinct: tokens in the prefix trees of the planning windows; perfect sharing computes
-            these, plus the last token of equal prompts.
-        computed: tokens computed at first admission, without recomputation.
-        deduplicated: rows whose outputs are copied from an equal row.
+        distinct: tokens in the prefix trees of the planning windows. Perfect sharing computes
+            these tokens, and the last token of each repeated prompt.
+        computed: prompt tokens computed at first admission, without recomputation.
+        deduplicated: rows that copy the output of an equal row.
     """
     return {
         "prompt_tokens": prompt,
@@ -153,7 +153,7 @@ def prefix_sharing(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums so far; replaced as a whole, so that readers see a consistent state."""
+    """Sums so far. They are replaced as a whole so that readers see a consistent state."""
 
     num_steps: int
     requests: Mapping[str, float]
@@ -161,15 +161,15 @@ class _Totals:
 
 
 class MetricsCollector:
-    """Collects statistics of steps and rows in memory, for callers without files.
+    """Collects statistics of steps and rows in memory, for ``LLM``.
 
-    One thread adds; any thread may read at the same time without locks and sees each addition
-    either completely or not at all.
+    One thread adds statistics. Other threads may read at the same time without a lock: they see an
+    addition completely or do not see it.
     """
 
     def __init__(self, block_size: int) -> None:
         self.seconds = 0.0
-        """Time the engine ran; the caller adds to it."""
+        """Seconds that the engine ran. The caller updates them."""
         self._block_size = block_size
         self._steps: list[tuple[float, ...]] = []
         self._totals = _Totals(0, asdict(RequestStats()), 0)
@@ -184,10 +184,10 @@ class MetricsCollector:
         self._totals = _Totals(len(self._steps), requests, self._totals.num_rows + len(rows))
 
     def metrics(self) -> Metrics:
-        """``tokens``, ``throughput`` and ``kv`` so far."""
+        """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        columns = np.ascontiguousarray(rows.T)  # the order of summation as for files
+        columns = np.ascontiguousarray(rows.T)  # so that sums have the same order as over files
         pool = PoolTotals()
         pool.add(
             dict(zip(STEP_COLUMNS, columns, strict=True)),

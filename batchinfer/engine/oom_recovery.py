@@ -14,14 +14,13 @@ from batchinfer.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Outcome of a recovery, for the log."""
+    """What a recovery changed; printed to the log."""
 
     reason: str
     """The device's message."""
     num_preempted: int
-    """Sequences that lost their blocks."""
     max_num_batched_tokens: int
-    """Most tokens in a step from now on."""
+    """New token limit of a step."""
 
     def __str__(self) -> str:
         return (
@@ -33,17 +32,18 @@ class Recovered:
 def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) -> Recovered:
     """Discard unconfirmed results, requeue all sequences, and halve the token limit of a step.
 
-    Confirmed blocks of prompts are found again. Known tokens stay; those of lost steps are drawn
-    again and are the same. The smaller limit is permanent: weights and pool do not change, so a
-    larger step would fail again and cost a recomputation, while half the tokens slow a step little.
+    Prefix lookups still find confirmed prompt blocks. Sequences keep their known tokens, and later
+    steps draw the lost tokens again with the same result. The smaller limit is permanent: weights
+    and pool keep their size, so a larger step would fail again and cost another recomputation.
+    Halving the tokens makes a step only slightly less efficient.
 
     Args:
-        scheduler: with a scheduled step that was not submitted, or with ``lost`` steps in flight.
-        lost: steps in flight whose results are discarded.
-        error: the runner's.
+        scheduler: has either scheduled a step without submitting it, or submitted ``lost``.
+        lost: steps in flight, whose results are discarded.
+        error: the error that the runner raised.
 
     Raises:
-        DeviceError: steps cannot be smaller.
+        DeviceError: the token limit cannot be lowered further.
     """
     for state in {sequence.state for sequence in scheduler.table.running()}:
         state.note_peak_blocks()
@@ -51,7 +51,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     for sequence in running:
         sequence.state.stats.preemptions += 1
     leaders = dict.fromkeys(sequence.group[0] for sequence in (*running, *_retired(lost)))
-    newest_first = sorted(leaders, key=lambda one: (one.state.arrival, one.index), reverse=True)
+    newest_first = sorted(leaders, key=lambda s: (s.state.arrival, s.index), reverse=True)
     for sequence in newest_first:
         scheduler.requeue(sequence)
     most = scheduler.max_num_batched_tokens
@@ -68,7 +68,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
 
 
 def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
-    """Unfinished sequences that left their rows when the lost steps were submitted."""
+    """Return unfinished sequences whose table rows were freed when ``lost`` was submitted."""
     sampled = [sequence for step in lost for sequence in step.sampled.sequences]
     retired = [sequence for sequence in sampled if sequence in sequence.state.samples]
     for sequence in retired:

@@ -1,7 +1,7 @@
-"""Output of unfinished requests as increments, for an observer that stores it.
+"""Reports the output of unfinished requests in increments, to an observer that stores it.
 
-Tokens of a sample are only appended, so that an increment is a slice of them. Beams replace each
-other and are reported as a whole.
+A sample only appends tokens, so an increment is a slice of its tokens. Beams replace each other, so
+every report of a beam search has all their tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ class OutputObserver(Protocol):
     """Stores the output of unfinished requests and returns it to a later run."""
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """The output of an earlier run for an arriving request."""
+        """Return the output that an earlier run stored for an arriving request."""
         ...
 
     def stepped(
         self, states: Collection[RequestState], ended: Sequence[Completion], output_tokens: int
     ) -> None:
-        """Called after each step with the running and waiting requests, the completions, and the
-        number of output tokens."""
+        """Observe a step that has been processed.
+
+        Args:
+            states: the running and waiting requests.
+            ended: the requests that the step finished.
+            output_tokens: number of new output tokens.
+        """
         ...
 
 
@@ -46,32 +51,29 @@ class OutputIncrement:
 
     row_id: int
     number: int
-    """``Request.number``."""
+    """Number of the request within its row."""
     key: bytes
-    """``Request.key``."""
     chain: int
-    """Increments of a chain follow each other; a new chain replaces the previous one."""
+    """Number of the chain of increments. A new chain replaces the previous one."""
     stats: RequestStats
     samples: list[tuple[int, PartialSample | SampleOutput]]
-    """For each sample the number of tokens reported before, and the sample without them."""
+    """(number of tokens reported before, sample with only its new tokens)"""
 
 
 @dataclass(slots=True)
 class _Reported:
-    """The part of a request's output that was reported."""
+    """The reported part of a request's output."""
 
     skips_prefix_cache: bool
-    """The value in its state, which changes when the request restarts."""
+    """``RequestState.skip_prefix_cache``, which changes when the request restarts."""
     sizes: dict[int, int]
-    """Reported tokens of each sample, plus 1 for its end."""
+    """Reported tokens of each sample, plus 1 if its end was reported."""
     chain: int = -1
-    """-1: nothing was reported; ``sizes`` are those of its partial output."""
+    """-1: this run reported nothing yet, and ``sizes`` describe the request's partial output."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A sample's output so far."""
-
     index: int
     token_ids: list[int] | TokenIds
     cumulative_logprob: float
@@ -91,7 +93,7 @@ class _Sample:
 
 
 class OutputTracker:
-    """Reports the output of unfinished requests that have a key, each token once."""
+    """Reports each output token of unfinished requests once, if the request has a key."""
 
     def __init__(self) -> None:
         self._reported: dict[Request, _Reported] = {}
@@ -105,21 +107,22 @@ class OutputTracker:
     def take(
         self, states: Iterable[RequestState], ended: Iterable[Completion], *, whole: bool = False
     ) -> list[OutputIncrement]:
-        """The increments since the last call, for requests with new output.
+        """Return the increments since the last call, for requests with new output.
 
-        A request's first increment includes its partial output, so that no reader has to combine
-        the reports of two runs.
+        The first increment of a request includes its partial output, so that a reader never has to
+        combine the reports of two runs.
 
         Args:
-            ended: requests that finished without errors while others of their rows have not.
-            whole: report everything again.
+            states: the running and waiting requests.
+            ended: finished requests without errors, whose rows have unfinished requests.
+            whole: true to report all output again.
         """
         before, self._reported = self._reported, {}
         increments = []
-        found: list[tuple[Request, RequestStats, Iterator[_Sample], bool | None]] = []
-        found += [(s.request, s.stats, _samples(s), s.skip_prefix_cache) for s in states]
-        found += [(one.request, one.stats, map(_ended, one.outputs), None) for one in ended]
-        for request, stats, samples, skips in found:
+        requests: list[tuple[Request, RequestStats, Iterator[_Sample], bool | None]] = []
+        requests += [(s.request, s.stats, _samples(s), s.skip_prefix_cache) for s in states]
+        requests += [(e.request, e.stats, map(_ended, e.outputs), None) for e in ended]
+        for request, stats, samples, skips in requests:
             if request.key is None:
                 continue
             known = before.get(request) or _Reported(bool(skips), _sizes(request.partial_output))
@@ -129,37 +132,36 @@ class OutputTracker:
                 known.skips_prefix_cache, known.sizes = not known.skips_prefix_cache, {}
             new = everything = list(samples)
             if not whole:
-                new = [one for one in everything if one.size > known.sizes.get(one.index, 0)]
+                new = [s for s in everything if s.size > known.sizes.get(s.index, 0)]
             if not new and not restarted:
                 continue
             if whole or restarted or known.chain < 0 or request.params.beam_width:
                 known.chain, known.sizes, new = known.chain + 1, {}, everything
-            parts = [one.since(known.sizes.get(one.index, 0)) for one in new]
-            known.sizes |= {one.index: one.size for one in new}
+            parts = [sample.since(known.sizes.get(sample.index, 0)) for sample in new]
+            known.sizes |= {sample.index: sample.size for sample in new}
             ids = (request.row_id, request.number, request.key)
             increments.append(OutputIncrement(*ids, known.chain, replace(stats), parts))
         return increments
 
 
 def _sizes(partial: PartialOutput | None) -> dict[int, int]:
-    """Sizes of the samples in a partial output."""
     if partial is None:
         return {}
-    sizes = {one.index: len(one.token_ids) for one in partial.samples}
-    return sizes | {one.index: len(one.token_ids) + 1 for one in partial.finished}
+    sizes = {sample.index: len(sample.token_ids) for sample in partial.samples}
+    return sizes | {output.index: len(output.token_ids) + 1 for output in partial.finished}
 
 
 def _samples(state: RequestState) -> Iterator[_Sample]:
-    """The samples of a request that have tokens; for a search its beams, then its hypotheses."""
-    for rank, one in enumerate(state.samples):
-        if one.output_ids:
-            index = one.index if state.search is None else rank
-            yield _Sample(index, one.output_ids, one.cumulative_logprob, one.logprobs)
+    """Yield the samples that have tokens; for a beam search, its beams and then its hypotheses."""
+    for rank, sample in enumerate(state.samples):
+        if sample.output_ids:
+            index = sample.index if state.search is None else rank
+            yield _Sample(index, sample.output_ids, sample.cumulative_logprob, sample.logprobs)
     yield from map(_ended, state.finished.values())
     if state.search is not None:
-        for rank, found in enumerate(state.search.finished, start=state.request.group_size):
-            ids, total = np.asarray(found.token_ids, dtype=np.int32), found.cumulative_logprob
-            yield _ended(SampleOutput(rank, ids, "stop", None, None, total, None, found.score))
+        for rank, best in enumerate(state.search.finished, start=state.request.group_size):
+            ids, total = np.asarray(best.token_ids, dtype=np.int32), best.cumulative_logprob
+            yield _ended(SampleOutput(rank, ids, "stop", None, None, total, None, best.score))
 
 
 def _ended(output: SampleOutput) -> _Sample:

@@ -1,9 +1,8 @@
-"""Log-probabilities of prompt tokens, collected over steps.
+"""Log-probabilities of prompt tokens, collected over several steps.
 
-The logits at a position predict the next token, so they are needed at positions
-``Request.logits_from`` to the prompt's last but one; those at the last draw the first output token.
-Known values survive a preemption or a failed step: only later positions keep a sequence from
-using cached blocks.
+Scoring needs the logits at positions ``Request.logits_from`` to the second to last token of the
+prompt, because the logits at a position predict the next token. Values that are known survive a
+preemption or a failed step. A prefix hit ends before the first position that still needs logits.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ class PromptLogprobs:
     ranks: Int32  # [N] 1 = most likely
     top_token_ids: Int32  # [N, L] best first
     top_logprobs: Float32  # [N, L]
-    named_logprobs: Float32 | None = None  # [N, W] of the named ids; -inf is padding
+    named_logprobs: Float32 | None = None  # [N, W] log-probabilities of named ids; -inf = padding
 
 
 class PromptScores:
-    """Collects the log-probabilities of one prompt, in order of position.
+    """Collects the log-probabilities of one prompt in order of position.
 
     Args:
         num_top: alternatives per token.
         num_named: most named ids per token.
-        start: first position whose logits are needed.
-        stop: end of these positions, exclusive.
+        start: first position that needs logits.
+        stop: end of the positions that need logits, exclusive.
     """
 
     def __init__(self, num_top: int, start: int, stop: int, num_named: int = 0) -> None:
         self.num_top = num_top
         self.num_named = num_named
         self.next = start
-        """First position whose logits are not known."""
+        """First position with unknown logits."""
         self.stop = stop
         self.nonfinite = False
-        """Whether any logits were NaN or +inf."""
+        """True if any logit was NaN or +inf."""
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result for positions from ``start`` on; some may be known already."""
+        """Add a step's result for the positions from ``start`` on, of which some may be known."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())
@@ -55,7 +54,7 @@ class PromptScores:
         self._known.append(result.only(new))
 
     def logprobs(self) -> PromptLogprobs:
-        """All log-probabilities, once they are known."""
+        """Return all log-probabilities. Requires that no position is missing."""
         assert self.next >= self.stop
         floats, ints = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         logprobs, ranks = [floats], [ints]

@@ -1,8 +1,8 @@
-"""Requests that continue from the output of an earlier run.
+"""Starts requests that continue from the output of an earlier run.
 
-Such a request is treated like a preempted request that is recomputed: its prompt and its tokens are
-computed again, and the next token is drawn. The state of grammars, stop strings and penalties is
-rebuilt from the tokens. Random numbers are keyed by position.
+The engine treats such a request like a preempted one: it computes the prompt and the known output
+tokens again, then draws the next token. Grammars, stop strings and penalties rebuild their state
+from the tokens. Draws do not change, because random numbers are keyed by position.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from batchinfer.engine.sequence import RequestState, Sequence
 def begin(
     request: Request, now: float, arrival: int, max_model_len: int
 ) -> tuple[RequestState, list[Sequence]]:
-    """The state of an arriving request, and its sequences to queue.
+    """Return the state of an arriving request, and its sequences for the queue.
 
-    There are none if the partial output is already complete. If the partial output is incomplete in
-    another way, the request restarts without it.
+    If all samples of the partial output are finished, no sequence is queued. If the partial output
+    does not have all that the request needs, the request restarts without it.
 
     Args:
         now: the engine's clock, in seconds.
-        arrival: number of requests that arrived before it.
-        max_model_len: most tokens of a sequence.
+        arrival: number of requests that arrived before this one.
+        max_model_len: largest number of tokens in a sequence.
     """
     state, partial = RequestState(request, now, arrival), request.partial_output
     if partial is None:
@@ -39,7 +39,7 @@ def begin(
 
 
 def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
-    """Restore the finished part of an output; returns the sequences to queue."""
+    """Restore the finished part of an output; return the sequences for the queue."""
     state.stats = replace(partial.stats)
     if state.search is None or not state.samples:
         state.finished = {output.index: output for output in partial.finished}
@@ -53,7 +53,7 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
 
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
-    """Whether a partial output has all samples and values, and no unfinished sample has ended."""
+    """True if a partial output has all samples and values, and no unfinished sample has ended."""
     params = request.params
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):
@@ -61,7 +61,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
     if params.beam_width:
         return len({len(beam.token_ids) for beam in partial.samples}) == 1
     if not partial.samples and params.prompt_logprobs is not None:
-        return False  # these need the prompt computed
+        return False  # scoring the prompt needs a running sample
     if params.logprobs is not None and any(s.logprobs is None for s in partial.samples):
         return False
     indices = [sample.index for sample in partial.samples]
@@ -71,7 +71,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
 
 
 def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
-    """A waiting sample with known tokens, none of them computed."""
+    """Make a waiting sample with known tokens, of which no token is computed."""
     sequence = Sequence(state, 0 if state.search is not None else sample.index)
     sequence.output_ids = sample.token_ids.tolist()
     sequence.cumulative_logprob = sample.cumulative_logprob
@@ -82,7 +82,7 @@ def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
 
 
 def _replay(sequence: Sequence) -> bool:
-    """Advance a sample's grammar and stop checker by its tokens; whether it may continue."""
+    """Advance a sample's grammar and stop checker by its tokens; return true if it may continue."""
     state, checker = sequence.grammar_state, sequence.stop_checker
     if state is not None:
         state.replay(sequence.output_ids)

@@ -9,7 +9,7 @@ from batchinfer.engine.step import Step, StepResult
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """The device or the host has not enough memory for a step; raised by runners."""
+    """A runner did not have enough device or host memory for a step."""
 
 
 class Pending(Protocol):
@@ -19,20 +19,20 @@ class Pending(Protocol):
         """Wait for the step's result.
 
         Raises:
-            OutOfMemory: the step ran out of memory; the steps submitted after it failed too.
-            Exception: any other failure after submission.
+            OutOfMemory: the step ran out of memory. Steps submitted after it failed too.
+            Exception: the step failed for another reason.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A pending step with its result, for synchronous runners."""
+    """A pending step that already has its result, for synchronous runners."""
 
     value: StepResult
 
     def result(self) -> StepResult:
-        """The step's result."""
+        """Return the step's result."""
         return self.value
 
 
@@ -48,6 +48,6 @@ class Runner(Protocol):
         """Start a step; ``step.previous_sample`` refers to the previously submitted step.
 
         Raises:
-            OutOfMemory: not enough memory for this step; earlier steps are not affected.
+            OutOfMemory: there is not enough memory for this step. Earlier steps are not affected.
         """
         ...

@@ -1,4 +1,4 @@
-"""State of a request in the engine, and of its samples, the sequences."""
+"""State of a request and of its samples (sequences) in the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RequestState:
-    """A request in the engine: unfinished and finished samples, and times."""
+    """State of one request: unfinished and finished samples, statistics, and times."""
 
     __slots__ = (
         "admitted_at",
@@ -39,25 +39,25 @@ class RequestState:
         self.request = request
         self.arrived_at = arrived_at
         self.arrival = arrival
-        """Number of requests that arrived before it."""
+        """Number of requests that arrived before this one."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.skip_prefix_cache = False
-        """Whether the row must not use cached blocks."""
+        """True if the row must not use cached blocks."""
         self.samples: list[Sequence] = []
-        """Unfinished samples, or beams, best first."""
+        """Unfinished samples; for a beam search the beams, best first."""
         self.finished: dict[int, SampleOutput] = {}
         self.search: BeamSearch | None = None
         self.hidden_state: Float32 | None = None
-        """[H] of the last prompt token, if requested."""
+        """[H] hidden state of the last prompt token, if requested."""
         self.scores: PromptScores | None = None
         """Log-probabilities of the prompt's tokens, if requested."""
-        # A row's prompt counts once, with its first sample.
+        # Only the request with the first sample counts the row's prompt.
         prompt_tokens = 0 if request.first_sample else request.num_prompt_tokens
         self.stats = RequestStats(prompt_tokens=prompt_tokens)
 
     def restart(self) -> Sequence:
-        """Drop the row's samples and outputs; returns the sequence that starts over."""
+        """Drop all samples and outputs; return the sequence that starts from the prompt."""
         self.reset()
         leader = Sequence(self, self.request.first_sample)
         if self.request.first_sample:
@@ -66,7 +66,7 @@ class RequestState:
         return leader
 
     def reset(self) -> None:
-        """Drop the row's samples and outputs."""
+        """Drop all samples and outputs."""
         self.samples = []
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
@@ -82,30 +82,30 @@ class RequestState:
         return PromptScores(num_top, first, last, num_named)
 
     def note_peak_blocks(self) -> None:
-        """Update the peak of blocks; call it before the row releases some."""
+        """Update the peak of blocks. Call it before the row releases blocks."""
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
 
     def _num_slots(self) -> int:
-        """Distinct slots that the sequences use."""
+        """Count the distinct slots that the sequences use."""
         first = self.samples[0] if self.samples else None
         if first is None or not first.blocks or not first.blocks[0].window_slots:
             return len({block for sequence in self.samples for block in sequence.blocks})
-        own = first.blocks[0].slot >= 0
+        has_full = first.blocks[0].slot >= 0
         if len(self.samples) == 1:
             count = len(first.blocks)
-            return own * count + sum(count - gone for gone in first.num_evicted)
-        slots = {block.slot for one in self.samples for block in one.blocks if own}
+            return has_full * count + sum(count - evicted for evicted in first.num_evicted)
+        slots = {block.slot for sample in self.samples for block in sample.blocks if has_full}
         for sequence in self.samples:
-            for group, gone in enumerate(sequence.num_evicted):
-                slots |= {block.window_slots[group].slot for block in sequence.blocks[gone:]}
+            for group, evicted in enumerate(sequence.num_evicted):
+                slots |= {block.window_slots[group].slot for block in sequence.blocks[evicted:]}
         return len(slots)
 
 
 class Sequence:
-    """One sample of a row: the prompt's tokens, then its own.
+    """One sample of a row: the prompt's tokens, followed by output tokens.
 
-    A running sequence has its counts in row ``row`` of the ``SequenceTable``; a waiting one holds
-    no blocks and has no computed tokens.
+    Row ``row`` of the ``SequenceTable`` has the counts of a running sequence. A waiting sequence
+    has no blocks and no computed tokens.
     """
 
     __slots__ = (
@@ -134,20 +134,21 @@ class Sequence:
         self.output_ids: list[int] = []
         self.blocks: list[Block] = []
         self.released_blocks: list[Block] = []
-        """Blocks released when its last token was submitted but not yet read."""
+        """Blocks that were released before the last token was read."""
         self.recurrent_state: RecurrentState | None = None
-        """State after the computed tokens; None: it does not run, or the model has none."""
+        """State after the computed tokens; None if the sequence waits or the model has no state."""
         self.num_evicted: tuple[int, ...] = ()
-        """Leading blocks outside the window, for each window slot of a block."""
+        """Number of leading blocks outside the window, for each window slot of a block."""
         self.row = -1
         self.deferred = False
-        """Whether it already waited for a prefix hit of less than a block."""
+        """True if it has already waited for a prefix hit of less than a block."""
         self.computed_once = 0
-        """Leading tokens that were computed or found cached; computing them again is recompute."""
+        """Leading tokens that were computed or cached before. Computing them again counts as
+        recomputation."""
         self.index_parent: Block | None = None
-        """Indexed parent of this sequence's next full block."""
+        """Indexed block that will be the parent of this sequence's next full block."""
         self.num_indexed = 0
-        """Leading blocks whose tokens are in the index, as this sequence's block or another's."""
+        """Leading blocks whose tokens are in the index, in this block or an equal one."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker
@@ -157,43 +158,43 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request that this is a sample of."""
+        """The request of this sample."""
         return self.state.request
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: the prompt's and its own."""
+        """Number of known tokens, prompt and output together."""
         return self.request.num_prompt_tokens + len(self.output_ids)
 
     @property
     def group(self) -> list[Sequence]:
-        """The sequences that start and pause together with this one, itself included.
+        """The sequences that start and pause together: all beams, or only this sequence.
 
-        The first one, the leader, represents the group in the queue.
+        The first sequence, the leader, represents the group in the queue.
         """
         return [self] if self.state.search is None else self.state.samples
 
     @property
     def awaits_group(self) -> bool:
-        """Whether other sequences of its group do not run yet; they will fork from it or join."""
+        """True if other sequences of the group do not run yet. They will fork from it or join."""
         return any(other is not self and other.row < 0 for other in self.group)
 
     def tokens(self, start: int, stop: int) -> TokenIds:
-        """Token ids at positions ``start`` to ``stop``, int32."""
+        """Return the token ids at positions ``start`` to ``stop``, int32."""
         prompt = self.request.prompt_token_ids
         if stop <= len(prompt):
             return prompt[start:stop]
-        own = np.asarray(
+        output = np.asarray(
             self.output_ids[max(start - len(prompt), 0) : stop - len(prompt)], dtype=np.int32
         )
-        return own if start >= len(prompt) else np.concatenate([prompt[start:], own])
+        return output if start >= len(prompt) else np.concatenate([prompt[start:], output])
 
     def key(self, start: int, stop: int) -> bytes:
-        """Prefix-index key of the tokens at positions ``start`` to ``stop``."""
+        """Return the prefix-index key of the tokens at positions ``start`` to ``stop``."""
         return token_key(self.tokens(start, stop))
 
     def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:
-        """The finished sample."""
+        """Return the finished sample."""
         match = stop if isinstance(stop, StopMatch) else None
         return SampleOutput(
             index=self.index,

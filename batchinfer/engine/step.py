@@ -56,7 +56,7 @@ class SamplingColumns:
             getattr(self, name)[row] = value
 
     def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
-        """The values of some rows by column name."""
+        """Return the values of some rows by column name."""
         return {name: getattr(self, name)[rows] for name in _COLUMN_DTYPES}
 
 
@@ -67,7 +67,7 @@ _COLUMN_DTYPES = {column.name: _DTYPES[str(column.type)] for column in fields(Sa
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Tokens that penalties apply to. P = samples with penalties; padding is -1."""
+    """Tokens to penalize, for the P samples with penalties, padded with -1."""
 
     samples: Int32  # [P] index into the K samples
     prompt_token_ids: Int32  # [P, longest prompt]
@@ -93,10 +93,9 @@ logits (float32 [V] on the model's device) that returns logits."""
 
 @dataclass(frozen=True, slots=True)
 class ProcessedRow:
-    """A row of logits with the caller's functions, which are applied first."""
+    """A row of logits and the caller's functions, which run before all other processors."""
 
     row: int
-    """Index of the row of logits."""
     processors: tuple[LogitsProcessor, ...]
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -120,11 +119,13 @@ class SamplingBatch(SamplingColumns):
     bias_samples: Int32  # [B] added to logits: sample, token id, value (-inf bans the token)
     bias_token_ids: Int32  # [B]
     bias_values: Float32  # [B]
-    allowed_samples: Int32  # [A] these samples may only take the token ids listed with them
+    allowed_samples: Int32  # [A] samples that may only draw their ``allowed_token_ids``
     allowed_token_ids: Int32  # [A]
-    given_token_ids: Int32 | None = None  # [K] fixed tokens; -1 = draw; None: draw all
+    given_token_ids: Int32 | None = None  # [K] fixed tokens; -1: draw a token; None: draw all
     masked_rows: Int32 = field(default_factory=_no_rows)  # [M] rows of logits with a grammar
-    masks: Int32 = field(default_factory=_no_masks)  # [M, words] bit i % 32 of word i // 32: i may
+    masks: Int32 = field(
+        default_factory=_no_masks
+    )  # [M, words] bit i % 32 of word i // 32: token i
     processed: tuple[ProcessedRow, ...] = ()
     named_token_ids: Int32 | None = None  # [K, W] ids to return log-probabilities of; -1 pads
     logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all 0
@@ -132,18 +133,18 @@ class SamplingBatch(SamplingColumns):
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Prompt tokens to score. P = such tokens in the step."""
+    """The P prompt tokens that a step scores."""
 
-    rows: Int32  # [P] the packed token before each, whose logits predict it
+    rows: Int32  # [P] index of the packed token before each token, whose logits predict it
     token_ids: Int32  # [P]
     num_logprobs: Int32  # [P] alternatives
     named_token_ids: Int32 | None = None  # [P, W] ids to return log-probabilities of; -1 pads
-    as_logits: Bool | None = None  # [P] return logits instead of log-probabilities; None: none
+    as_logits: Bool | None = None  # [P] return logits, not log-probabilities; None: all False
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Prefix tree of a step's sequences, as an order of its leaves.
+    """Prefix tree of a step's sequences, stored as an order of the sequences.
 
     Shared prefixes are whole blocks computed before the step, so that every token of the step
     attends to all of its sequence's shared prefix. Sequences i < j in the order share
@@ -185,57 +186,60 @@ class Step:
     block_copies: Int32  # [C, 2] (source slot, destination slot) on the device
     logits_indices: Int32  # [R] packed tokens whose logits are needed
     sampling: SamplingBatch
-    shared_prefixes: SharedPrefixes | None = None  # None: nothing worth sharing
+    shared_prefixes: SharedPrefixes | None = None  # None: no shared prefix is long enough
     swap_outs: Int32 = field(default_factory=_no_pairs)  # [O, 2] (device slot, host slot)
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
     state_tables: Int32 = field(default_factory=_no_pairs)  # [S, slots of a recurrent state]
-    scored: ScoredTokens | None = None  # None: none
-    pooled: Int32 | None = None  # [E] packed tokens whose hidden states are returned; None: none
+    scored: ScoredTokens | None = None  # None: no prompt tokens are scored
+    pooled: Int32 | None = None  # [E] packed tokens whose hidden states are returned
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property
     def num_sequences(self) -> int:
-        """S, the number of sequences."""
+        """Number of sequences (S)."""
         return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of tokens."""
+        """Number of tokens (T)."""
         return len(self.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """K, the number of samples."""
+        """Number of samples (K)."""
         return len(self.sampling.logits_rows)
 
     def tables_of(self, group: int) -> Int32:
-        """[S, longest table] block tables of a layer group."""
+        """Return the block tables of a layer group, [S, longest table]."""
         return self.block_tables if group == 0 else self.other_tables[group - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The K samples of a step. L = most alternatives of any sample, W = most named ids."""
+    """The K samples of a step.
+
+    L is the largest number of alternatives of a sample, W the largest number of named ids.
+    """
 
     token_ids: Int32  # [K]
-    logprobs: Float32  # [K] of the token, from the unmodified logits, but for ``LogprobsMode``
-    nonfinite: Bool  # [K] the logits were not finite; the token is invalid
-    ranks: Int32 | None  # [K] 1 = most likely; None if no sample needs logprobs
+    logprobs: Float32  # [K] of the tokens, from the logits that ``LogprobsMode`` selects
+    nonfinite: Bool  # [K] true if the logits were not finite; the token is then invalid
+    ranks: Int32 | None  # [K] rank of the token, 1 = most likely; None: no sample needs logprobs
     top_token_ids: Int32 | None  # [K, L] best first
     top_logprobs: Float32 | None  # [K, L]
     scored: StepResult | None = None  # the step's P scored tokens, as if they were samples
-    no_token_left: Bool | None = None  # [K] nonfinite because of bans and allowed ids; None: none
-    hidden_states: Float32 | None = None  # [E, H] after the final norm; None: none requested
-    named_logprobs: Float32 | None = None  # [K, W] of the named ids; -inf is padding
+    no_token_left: Bool | None = None  # [K] true if bans exclude every token; None: all False
+    hidden_states: Float32 | None = None  # [E, H] after the final norm; None: not requested
+    named_logprobs: Float32 | None = None  # [K, W] log-probabilities of named ids, -inf = padding
 
     def lacks_token(self, at: int) -> bool:
-        """Whether bans and allowed ids excluded every token of sample ``at``."""
+        """True if bans and allowed ids excluded every token of sample ``at``."""
         return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:
-        """A subset of the samples by mask or slice, without scored tokens and hidden states."""
+        """Return some samples, by mask or slice, without scored tokens and hidden states."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
         no_token_left, named = self.no_token_left, self.named_logprobs
         return StepResult(

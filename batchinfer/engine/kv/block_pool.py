@@ -1,13 +1,13 @@
 """The KV pool: reference counts of blocks, their slots, reuse and eviction.
 
-In a model with several layer groups, a block has a slot in each group: its own slot in the first
-group if that is full attention, and ``window_slots`` in the others (in all, if every layer has a
-window). The prefix tree, references and copies work on blocks. A window slot is freed separately
-from its block, once it is outside the windows of all sequences that refer to the block. If the
-block is indexed, the slot is kept until space is needed, because a prefix that ends within a window
-after it needs the slot again. If a prefix has no slot in part of its last window, it is found only
-up to that slot (``prefix_hit.py``); blocks computed again then replace the incomplete ones in the
-index. Blocks of a model with windows have no host slots yet.
+In a model with several layer groups, a block has a slot in each group: ``Block.slot`` in the first
+group if that is full attention, and ``Block.window_slots`` in the other groups (in all groups, if
+every layer has a window). The prefix tree, references and copies work on blocks. A window slot is
+freed separately from its block, once it is outside the windows of all sequences that refer to the
+block. The slot of an indexed block is kept until space is needed, because a prefix that ends soon
+after it needs the slot again. If a slot in the last window of a prefix is gone, only a shorter
+prefix is found (``prefix_hit.py``). Blocks that are then computed again replace the incomplete
+blocks in the index. Blocks of a model with windows are not swapped to the host yet.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
@@ -26,19 +26,20 @@ from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slot
 
 
 class BlockPool:
-    """Blocks in a fixed number of device slots, each free, cached (indexed, unreferenced) or used.
+    """Blocks in a fixed number of device slots.
 
-    Any free or cached slot serves any sequence and group, so that ``k`` blocks can be allocated
-    whenever ``num_available >= k * slots_per_block``. Cached blocks are evicted in
-    ``EvictionOrder``. A block with a known future use moves to a host slot, if one is available,
-    and is swapped in on its next use.
+    A slot is free, cached (its block is indexed and unreferenced) or used. Any free or cached slot
+    serves any sequence and group, so ``k`` blocks can be allocated whenever
+    ``num_available >= k * slots_per_block``. Cached blocks are evicted in ``EvictionOrder``. An
+    evicted block with a known future use moves to a host slot if possible, and is swapped in on its
+    next use.
 
     Args:
         num_blocks: device slots in the pool.
         block_size: tokens per block.
         enable_prefix_caching: if false, nothing is indexed.
         num_host_blocks: host slots.
-        windows: sliding window of each layer group; 0 is full attention and comes first.
+        windows: sliding window of each layer group; 0 = full attention, which comes first.
         slots_per_state: slots of a sequence's recurrent state.
     """
 
@@ -69,31 +70,31 @@ class BlockPool:
         self.states = StateSlots(slots_per_state, self.free, self._take_slot, self.update_priority)
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
-        """Copies at the start of the step being built."""
+        """Copies that run before the step being built."""
         self.pending = PendingBlocks()
 
     @property
     def num_shared(self) -> int:
-        """Slots used by more than one sequence."""
+        """Number of slots that more than one sequence uses."""
         return self._num_own_shared + self.window_slots.num_shared
 
     @property
     def num_cached(self) -> int:
-        """Unused slots that a prefix lookup can still find."""
+        """Number of unused slots that a prefix lookup can still find."""
         return len(self.cached) + self.states.num_cached
 
     @property
     def num_available(self) -> int:
-        """Slots that can be allocated now."""
+        """Number of slots that can be allocated now."""
         return len(self.free) + self.num_cached
 
     @property
     def num_used(self) -> int:
-        """Slots used by sequences."""
+        """Number of slots that sequences use."""
         return self.num_blocks - self.num_available
 
     def allocate(self) -> Block:
-        """A new block. Requires ``num_available >= slots_per_block``."""
+        """Return a new block. Requires ``num_available >= slots_per_block``."""
         block = Block(self._take_slot() if self.has_own else -1)
         block.ref_count = 1
         if self.window_slots.windows:
@@ -101,11 +102,12 @@ class BlockPool:
         return block
 
     def acquire(self, block: Block, at: int = 0, num_evicted: tuple[int, ...] = ()) -> None:
-        """Add a reference. A block on the host only must be swapped in as well.
+        """Add a reference. The caller must also swap in a block that is only on the host.
 
         Args:
-            block: block number ``at`` of a table.
-            num_evicted: leading blocks of the table outside each window.
+            block: block number ``at`` of a block table.
+            at: index of the block in the table.
+            num_evicted: number of leading blocks of the table outside each window.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -119,7 +121,7 @@ class BlockPool:
             self.window_slots.acquire(block, at, num_evicted)
 
     def swap_in(self, block: Block) -> None:
-        """Give a referenced block a device slot, which the next step fills from its host slot.
+        """Give a referenced block a device slot. The next step copies the host slot into it.
 
         Requires ``num_available >= 1``.
         """
@@ -147,12 +149,13 @@ class BlockPool:
         return copies
 
     def release(self, blocks: Iterable[Block], num_evicted: tuple[int, ...] = ()) -> None:
-        """Drop a reference to each block of a table, given in the table's order.
+        """Drop a reference to each block of a table.
 
         The last blocks are released first, so that they are evicted before their prefixes.
 
         Args:
-            num_evicted: leading blocks outside each window.
+            blocks: the blocks in the table's order.
+            num_evicted: number of leading blocks outside each window.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -181,14 +184,15 @@ class BlockPool:
         self.host.update_priority(block)
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
-        """The longest indexed prefix of ``key`` for an adapter."""
+        """Return the longest indexed prefix of ``key`` for an adapter."""
         return self.index.match(key, adapter)
 
     def insert_block(self, parent: Block, block: Block, key: bytes) -> Block | None:
         """Index a block that the step being built fills with the tokens of ``key``.
 
         Returns:
-            The parent for the next block; None if ``parent`` was evicted.
+            The indexed block for ``key``, the parent of the next block; None if ``parent`` was
+            evicted.
         """
         if not (parent.indexed or self.index.is_root(parent)):
             return None
@@ -204,7 +208,7 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """The parent for blocks after a hit of ``blocks``; None if nothing is indexed."""
+        """Return the parent for blocks after a hit of ``blocks``; None without prefix caching."""
         if not self._caching:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
@@ -228,7 +232,7 @@ class BlockPool:
         self.pending.commit_oldest()
 
     def rollback(self) -> None:
-        """Evict the blocks that a failed step and the steps after it would have filled or moved."""
+        """Evict the blocks that a failed step and the steps after it were to fill or move."""
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
@@ -249,7 +253,7 @@ class BlockPool:
             self._prune(parent)
 
     def evict_all(self) -> None:
-        """Remove all blocks from the index and the host. Requires that none is in use."""
+        """Remove all blocks from the index and the host. Requires that no block is in use."""
         assert self.num_used == 0, "blocks are in use"
         for block in self.index.first_blocks():
             self.evict_subtree(block)
@@ -260,14 +264,15 @@ class BlockPool:
         return self.free.pop()
 
     def _free_unneeded(self, block: Block) -> None:
-        """Free the slots of a block that left the index, unless they are in use."""
+        """Free the unused slots of a block that was removed from the index."""
         if block in self.cached:
             self.cached.discard(block)
             self.free.append(block.slot)
         self.window_slots.free_unneeded(block)
 
     def _prune(self, block: Block) -> None:
-        """Remove a block without slots and descendants from the index, then such ancestors."""
+        """Remove a block without slots and descendants from the index, then its ancestors without
+        slots and other descendants."""
         while (
             block.indexed
             and block.ref_count == 0
@@ -281,7 +286,8 @@ class BlockPool:
             block = parent
 
     def _evict(self, block: Block | WindowSlot) -> None:
-        """Free a cached block's device slot; a block on the host, or a wanted one, stays there."""
+        """Free a cached block's device slot. The host keeps a block that is wanted or already on
+        the host."""
         if isinstance(block, WindowSlot):
             self.window_slots.free(block)
             self._prune(block.block)
@@ -297,7 +303,7 @@ class BlockPool:
             self.evict_subtree(block)
 
     def _copy_out(self, block: Block) -> None:
-        """Give a block a host slot, which the next step fills, if one is available."""
+        """Give a block a host slot if possible. The next step fills it."""
         slot = self.host.take_slot()
         if slot is None:
             other = self.host.candidate()
@@ -309,7 +315,7 @@ class BlockPool:
                 self.evict_subtree(other)
             slot = self.host.take_slot()
             assert slot is not None
-        if not block.indexed:  # it was a descendant of the evicted block
+        if not block.indexed:  # the block was a descendant of the evicted block
             self.host.return_slot(slot)
             return
         block.host_slot = slot

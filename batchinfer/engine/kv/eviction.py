@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 Place = TypeVar("Place", Block, Block | WindowSlot)
-"""Holder of one slot."""
+"""A block, or one window slot of a block: the unit of eviction."""
 
 
 class EvictionOrder(Generic[Place]):
-    """Blocks without a known future use first, then the others, each in LRU order."""
+    """Eviction order: blocks without a known future use, then wanted blocks, both in LRU order."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Place, None] = OrderedDict()
@@ -47,9 +47,9 @@ class EvictionOrder(Generic[Place]):
             self.add(block)
 
     def first(self) -> Place:
-        """The block to evict next."""
+        """Return the block to evict next."""
         return next(iter(self))
 
     def first_idle(self) -> Place | None:
-        """The block to evict next, if it has no known future use."""
+        """Return the block to evict next if it has no known future use, else None."""
         return next(iter(self._idle), None)

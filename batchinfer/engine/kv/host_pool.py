@@ -1,4 +1,4 @@
-"""Host slots for wanted blocks that lose their device slots."""
+"""Host slots for evicted blocks with a known future use."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from batchinfer.engine.kv.prefix_index import Block
 
 
 class HostPool:
-    """Blocks with host slots, and the order in which they lose them.
+    """Blocks with host slots, in the order in which they lose their host slots.
 
-    Every block with a host slot is indexed. Dropping the host slot of a block that is also on the
-    device loses nothing; otherwise the block is lost.
+    Every block with a host slot is indexed. A block that loses its host slot is lost unless it is
+    also on the device.
 
     Args:
-        num_slots: capacity in blocks; memory of unused slots is never touched.
+        num_slots: capacity in blocks. Slots that were never used do not take physical memory.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.changes = 0
-        """Number of changes to the set of blocks on the host only."""
+        """Number of changes to the set of blocks that are only on the host."""
         self._next = 0
         self._returned: list[int] = []
         self._alone: EvictionOrder[Block] = EvictionOrder()
         """Unreferenced blocks without a device slot."""
         self._copies: OrderedDict[Block, None] = OrderedDict()
-        """Blocks with a device slot as well."""
+        """Blocks that also have a device slot."""
         self._read: list[Block] = []
-        """Blocks swapped in by the step being built, which reads their host slots."""
+        """Blocks that the step being built swaps in by reading their host slots."""
         self._read_last: list[int] = []
-        """Slots of such blocks that were dropped; they are free after that step."""
+        """Host slots that were dropped while in ``_read``. They become free after that step."""
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a block."""
+        """Number of slots that hold a block."""
         return self._next - len(self._returned)
 
     def take_slot(self) -> int | None:
-        """A free slot, or None.
+        """Return a free slot, or None.
 
-        Also None while an unwanted block holds a slot: that is reused before new memory is touched.
+        Also returns None while an unwanted block has a slot, so that the caller reuses that slot
+        before the pool takes more memory.
         """
         if self._returned:
             return self._returned.pop()
@@ -55,30 +56,31 @@ class HostPool:
         self._returned.append(slot)
 
     def candidate(self) -> Block | None:
-        """The next block to lose its slot: an unwanted one, else a copy, else the oldest."""
+        """Return the next block to lose its slot: an unwanted block, else one that is also on the
+        device, else the least recently used."""
         idle = self._alone.first_idle()
         if idle is not None:
             return idle
         return next(iter(self._copies), next(iter(self._alone), None))
 
     def keep_host_only(self, block: Block) -> None:
-        """Register an unreferenced block that lost its device slot."""
+        """Add an unreferenced block that lost its device slot."""
         self._copies.pop(block, None)
         self._alone.add(block)
         self.changes += 1
 
     def refer(self, block: Block) -> None:
-        """Protect a host-only block that gained a reference."""
+        """Protect a host-only block from eviction, because it gained a reference."""
         self._alone.discard(block)
         self.changes += 1
 
     def read(self, block: Block) -> None:
-        """Register a block that the step being built swaps in; its host slot stays until then."""
+        """Keep the host slot of a block until the step being built has swapped it in."""
         self._read.append(block)
         self.changes += 1
 
     def settle(self) -> None:
-        """Register blocks swapped in by a submitted step; they keep their host slots for now."""
+        """Count the blocks that a submitted step swaps in as copies of blocks on the device."""
         for block in self._read:
             if block.slot >= 0 and block.host_slot >= 0:
                 self._copies[block] = None

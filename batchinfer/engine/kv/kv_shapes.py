@@ -1,7 +1,7 @@
-"""KV of models whose layers differ: the shape of each layer's KV, and which layer stores it.
+"""KV of models with different layers: the shape of each layer's KV, and the layer that stores it.
 
-Gemma 4 has wider heads in its full-attention layers, MiMo V2 fewer heads; the last layers of Gemma
-3n and 4 attend to the KV of an earlier layer of the same type.
+In Gemma 4, full-attention layers have wider heads; in MiMo V2, they have fewer KV heads. The last
+layers of Gemma 3n and 4 attend to the KV of an earlier layer of the same type.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LATENT_FAMILIES = frozenset(
         "youtu",
     }
 )
-"""Families known to attend like DeepSeek V2, to one latent for all heads."""
+"""Families that attend like DeepSeek V2: all heads share one latent per token."""
 _TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
-"""Families whose sliding-window layers have twice the KV heads of the config."""
+"""Families with twice the config's KV heads in sliding-window layers."""
 
 _SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
 
@@ -37,7 +37,7 @@ class KVShape:
     value_width: int
     """Elements of one value vector."""
     values_in_keys: bool = False
-    """Values are the first elements of their keys and not stored separately."""
+    """True if a value is the first part of its key and is not stored separately."""
 
     @property
     def elements(self) -> int:
@@ -47,20 +47,21 @@ class KVShape:
 
 
 def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tuple[KVShape, ...]:
-    """The shape of each layer's KV; empty if all layers have ``common``.
+    """Return the shape of each layer's KV; empty if all layers have the shape ``common``.
 
     Args:
-        text: the language model's config, with its family's defaults.
-        common: the shape that the config gives for all layers.
+        text: the language model's config, with the defaults of its family.
+        num_layers: number of layers.
+        common: shape of layers without an entry in the config.
 
     Raises:
-        ValueError: naming the invalid key.
+        ValueError: the config has an invalid ``per_layer_config``.
     """
     shapes = [common] * num_layers
-    for layer, own in _by_layer(text, num_layers).items():
-        width = own.get("head_dim", common.key_width)
-        heads = own.get("num_key_value_heads", common.num_kv_heads)
-        shapes[layer] = KVShape(heads, width, own.get("v_head_dim", width))
+    for layer, shape in _by_layer(text, num_layers).items():
+        width = shape.get("head_dim", common.key_width)
+        heads = shape.get("num_key_value_heads", common.num_kv_heads)
+        shapes[layer] = KVShape(heads, width, shape.get("v_head_dim", width))
     if text.get("model_type") in _TWICE_IN_WINDOWS:
         twice = KVShape(2 * common.num_kv_heads, common.key_width, common.value_width)
         for layer, kind in enumerate(text.get("layer_types") or ()):
@@ -69,34 +70,35 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
 
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
-    """Shapes of single layers in a config, by layer number."""
-    given = text.get("per_layer_config") or {}
+    """Return the shapes of single layers in a config, by layer number."""
+    config = text.get("per_layer_config") or {}
     try:
-        shapes = {int(layer): own for layer, own in given.items()}  # transformers writes "05"
-        is_valid = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
+        shapes = {int(layer): shape for layer, shape in config.items()}  # transformers writes "05"
+        is_valid = all(shape.get(key, 1) > 0 for shape in shapes.values() for key in _SHAPE_KEYS)
         is_valid = is_valid and shapes.keys() <= set(range(num_layers))
     except (AttributeError, TypeError, ValueError):
         is_valid = False
     if not is_valid:
         raise ValueError(
-            f"per_layer_config must give some of the layers 0 to {num_layers - 1} a head_dim, "
-            "num_key_value_heads or v_head_dim, all of them positive numbers"
+            f"per_layer_config must map layer numbers from 0 to {num_layers - 1} to positive "
+            "values of head_dim, num_key_value_heads or v_head_dim"
         )
     return shapes
 
 
 def has_latent(text: Mapping[str, Any]) -> bool:
-    """Whether a model can cache the latent that its keys and values are projected from (MLA)."""
+    """True if a model can cache the latent that its keys and values are projected from (MLA)."""
     return bool(text.get("kv_lora_rank")) and text.get("model_type") in _LATENT_FAMILIES
 
 
 def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layer that stores the KV of each layer; empty if every layer stores its own.
+    """Return the layer that stores each layer's KV; empty if every layer stores its own KV.
 
-    The last ``num_kv_shared_layers`` layers use the KV of the last earlier layer of their type.
+    Each of the last ``num_kv_shared_layers`` layers uses the KV of the nearest layer of its type
+    before them.
 
     Raises:
-        ValueError: there is no such layer.
+        ValueError: no layer before them has that type.
     """
     num_shared, kinds = text.get("num_kv_shared_layers") or 0, text.get("layer_types") or ()
     if not num_shared or len(kinds) != num_layers:
@@ -105,7 +107,7 @@ def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     last_of_kind = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
     if not 0 < first < num_layers or not last_of_kind.keys() >= set(kinds[first:]):
         raise ValueError(
-            f"num_kv_shared_layers is {num_shared!r}; each type that layer_types "
-            f"gives the last layers must also occur before them, among {num_layers} layers"
+            f"num_kv_shared_layers is {num_shared!r}: each type of the last layers in layer_types "
+            f"must also be the type of a layer before them; the model has {num_layers} layers"
         )
     return (*range(first), *(last_of_kind[kind] for kind in kinds[first:]))

@@ -1,7 +1,8 @@
-"""Layer groups: layers with the same window, whose KV is freed together behind that window.
+"""Layer groups: layers with the same window, whose KV is freed together.
 
-A pool slot holds a block of one group's layers. All slots have equal size, so that one free list
-serves every group; layers of each window are split into groups of a size that wastes least.
+A pool slot holds one block of all layers in a group. All slots have the same size, so that one free
+list serves every group. Layers with the same window are split into groups of the size that wastes
+least memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_GROUPS = 8
-"""Each group needs a block table per step."""
+"""Largest number of groups. Each group needs a block table per step."""
 _MOST_UNUSED = 0.15
-"""Largest share of padding in the pool; above it all layers form one full-attention group."""
+"""Largest share of padding in the pool. With more, all layers form one full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-"""Families without layer types in which every layer has the config's window."""
+"""Families without ``layer_types`` in which every layer has the config's window."""
 
 Int = npt.NDArray[np.integer]
 
@@ -28,17 +29,17 @@ class LayerGroup:
     """Layers that share a slot."""
 
     window: int
-    """Tokens that a token attends to, including itself; 0: all."""
+    """Number of tokens that a token attends to, including itself; 0: all tokens."""
     layers: tuple[int, ...]
 
 
 def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
-    """Leading blocks that tokens from position ``num_tokens`` on do not attend to."""
+    """Return the number of leading blocks that tokens from position ``num_tokens`` on ignore."""
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
 def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
-    """[S] as ``num_outside_window``, for several sequences."""
+    """Return ``num_outside_window`` for several sequences, [S]."""
     if not window:
         return np.zeros_like(num_tokens)
     outside: Int = np.maximum(num_tokens - window + 1, 0) // block_size
@@ -46,16 +47,18 @@ def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
-    """Most blocks that ``num_new`` consecutive tokens attend to and fill."""
+    """Return the most blocks that ``num_new`` consecutive tokens attend to and fill."""
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 
 def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
-    """Most pool slots that one sequence holds until it has ``num_tokens`` tokens.
+    """Return the most pool slots that a sequence holds until it has ``num_tokens`` tokens.
 
     Args:
-        windows: of each layer group; 0 is full attention.
-        num_new: most tokens computed in one step.
+        windows: window of each layer group; 0 = full attention.
+        block_size: tokens per block.
+        num_tokens: final number of tokens.
+        num_new: most tokens that a step computes.
     """
     blocks = -(-num_tokens // block_size)
     return sum(
@@ -67,16 +70,16 @@ def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_n
 def layer_groups(
     config: Mapping[str, Any], stored: Sequence[int], max_model_len: int
 ) -> tuple[LayerGroup, ...]:
-    """A model's layer groups, full attention first.
+    """Return a model's layer groups, full attention first.
 
     Windows of ``max_model_len`` tokens or more count as full attention.
 
     Args:
-        config: the language model's config, with its family's defaults.
-        stored: elements per token that each layer stores; layers that store none are left out.
+        config: the language model's config, with the defaults of its family.
+        stored: elements per token that each layer stores. A layer that stores 0 is in no group.
         max_model_len: most tokens of a sequence.
     """
-    chunks = layer_chunks(config, len(stored))  # an upper bound on a token's view
+    chunks = layer_chunks(config, len(stored))  # a token attends to at most a chunk
     windows = list(map(max, layer_windows(config, len(stored)), chunks))
     windows = [window if window < max_model_len else 0 for window in windows]
     storing = [layer for layer, size in enumerate(stored) if size]
@@ -95,7 +98,7 @@ def layer_groups(
 
 
 def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Chunk size within which each layer attends (Llama 4); 0: no chunks."""
+    """Return the size of the chunks within which each layer attends (Llama 4); 0: no chunks."""
     chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types") or ()
     if not isinstance(chunk, int) or len(kinds) != num_layers:
         return [0] * num_layers
@@ -103,7 +106,7 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """The window of each layer if the config is unambiguous, else 0, which is safe."""
+    """Return the window of each layer; 0, which is always safe, if the config is ambiguous."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers
@@ -113,10 +116,10 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
-    """Elements per token in a slot; None if every size wastes too much.
+    """Return the elements per token of a slot; None if every size wastes too much memory.
 
-    The optimal size is filled exactly by the first layers of some window: the candidates are
-    those sums.
+    In the optimal size, the first layers of some window fill a slot exactly. The candidates are
+    therefore the sums over the first layers of each window.
     """
     total = sum(stored)
     sums = {sum(stored[layer] for layer in kind[:end]) for kind in kinds for end in _ends(kind)}

@@ -1,7 +1,4 @@
-"""Shape and size of a model's KV, from its config alone.
-
-No torch: the plan, the pool and the worker share these numbers.
-"""
+"""Shape and size of a model's KV, from its config, for the plan, the pool and the worker."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Config = Mapping[str, Any]
 
-# Names of the same number in different families, in order of preference.
+# Keys of the same number in different families, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -69,7 +66,7 @@ _RECURRENT_LAYERS = frozenset(
     ]
 )
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-# Keys of configs whose layers differ in the shape of their KV.
+# Keys of configs that give layers different KV shapes.
 _PER_LAYER_KEYS = (
     "block_configs",
     "num_attention_heads_per_layer",
@@ -82,13 +79,13 @@ class KVLayout:
     """Shape and size of a model's KV.
 
     A pool slot holds one block of every layer in a layer group, laid out as
-    ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width, and
-    layers in both. Groups differ in their windows; a smaller group leaves part of a slot unused.
+    ``[layer, key or value, kv_head, token, width]``. Keys and values may have different widths, and
+    so may layers. A group with fewer layers leaves part of its slots unused.
     """
 
     num_layers: int
     num_kv_heads: int
-    """This and the widths apply to layers without an entry in ``shapes``."""
+    """KV heads of a layer. This number and the widths are used if ``shapes`` is empty."""
     key_width: int
     """Elements of one key vector."""
     value_width: int
@@ -96,25 +93,25 @@ class KVLayout:
     block_size: int
     """Tokens per block."""
     element_bytes: int
-    """Bytes per element of the model's dtype, also used for KV unless ``fp8``."""
+    """Bytes per element of the model's dtype, which is also the dtype of KV unless ``fp8``."""
     fp8: bool = False
-    """Keys and values are stored as float8 e4m3fn, one byte each."""
+    """True if keys and values are stored as float8 e4m3fn, one byte per element."""
     groups: tuple[LayerGroup, ...] = ()
     """Layer groups; empty: all layers form one full-attention group."""
     shapes: tuple[KVShape, ...] = ()
-    """Shape of each layer; empty: all layers are alike."""
+    """KV shape of each layer; empty: all layers have the same shape."""
     owners: tuple[int, ...] = ()
-    """The layer that stores the KV of each layer; empty: each stores its own."""
+    """The layer that stores each layer's KV; empty: each layer stores its own KV."""
     latent: bool = False
-    """Latent attention stores its latent and the rotary part of the keys, once for all heads."""
+    """True if the pool stores latents and the rotary part of keys, once for all heads (MLA)."""
     min_slot_bytes: int = 0
-    """Smallest size of a pool slot; a slot with fewer bytes of KV is padded."""
+    """Smallest size of a pool slot. Slots with fewer bytes of KV are padded to it."""
     recurrent: tuple[int, ...] = ()
     """Layers with recurrent state, which have no KV."""
     state: StateLayout | None = None
-    """Recurrent state of a sequence; None: all layers attend."""
+    """Layout of a sequence's recurrent state; None: all layers attend."""
     chunks: tuple[int, ...] = ()
-    """Chunk size within which each layer attends, 0: no chunks; empty: no layer has chunks."""
+    """Size of the chunks within which each layer attends (0: no chunks); empty: all 0."""
 
     @classmethod
     def from_config(
@@ -130,13 +127,13 @@ class KVLayout:
         """Read the layout from a model's config (``config.to_dict()`` or config.json).
 
         Args:
-            config: with its family's defaults, if layers are to be grouped by window.
+            config: the model's config. Grouping layers by window requires the family's defaults.
             block_size: tokens per block.
-            dtype: the model's, by name.
-            kv_cache_dtype: ``auto`` (the model's), ``fp8`` or ``fp8_e4m3``, which are the same.
+            dtype: name of the model's dtype.
+            kv_cache_dtype: ``auto`` (the model's dtype), or ``fp8`` or its synonym ``fp8_e4m3``.
             max_model_len: most tokens of a sequence; None: ignore windows.
-            latent: cache the latent of latent attention (MLA), if the family supports it, instead
-                of expanded keys and values.
+            latent: true to cache latents (MLA), if the family supports it, instead of expanded
+                keys and values.
 
         Raises:
             ValueError: the family's KV cannot be laid out in blocks.
@@ -182,7 +179,7 @@ class KVLayout:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers that attend."""
+        """Numbers of the layers that attend."""
         return [layer for layer in range(self.num_layers) if layer not in self.recurrent]
 
     @property
@@ -192,22 +189,22 @@ class KVLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Window of each layer group; 0 is full attention, which comes first."""
+        """Window of each layer group; 0 = full attention, which comes first."""
         return tuple(group.window for group in self.groups) or (0,)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have KV of one shape, so that a slot has equal parts."""
+        """True if all layers have the same KV shape, so that a slot has equal parts."""
         return not self.shapes
 
     def shape(self, layer: int) -> KVShape:
-        """Shape of the KV that a layer attends to."""
+        """Return the shape of the KV that a layer attends to."""
         if self.is_uniform:
             return KVShape(self.num_kv_heads, self.key_width, self.value_width, self.latent)
         return self.shapes[self.owner(layer)]
 
     def owner(self, layer: int) -> int:
-        """The layer that stores the KV of a layer."""
+        """Return the layer that stores a layer's KV."""
         return self.owners[layer] if self.owners else layer
 
     @property
@@ -221,11 +218,11 @@ class KVLayout:
 
     @property
     def layers_per_slot(self) -> int:
-        """Layers of the largest group."""
+        """Number of layers in the largest group."""
         return max(map(len, self._members))
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, and the offset in elements of its KV in a slot."""
+        """Return a layer's group, and the offset of its KV in a slot, in elements."""
         owner, stored = self.owner(layer), self.stored_elements
         for at, members in enumerate(self._members):
             if owner in members:
@@ -235,7 +232,7 @@ class KVLayout:
 
     @property
     def _members(self) -> list[tuple[int, ...]]:
-        """The layers of each group that store KV."""
+        """The layers in each group that store KV."""
         if self.groups:
             return [group.layers for group in self.groups]
         return [tuple(at for at, size in enumerate(self.stored_elements) if size)]
@@ -252,19 +249,19 @@ class KVLayout:
         kv = self.block_size * max(sum(stored[at] for at in group) for group in self._members)
         if not self.recurrent:
             return kv
-        # States are float32, and equal parts of a slot have whole numbers of elements.
+        # A slot must hold whole float32 elements of state, and divide into its equal parts.
         unit = 4 * self.parts_per_slot
         least = -(-self.min_slot_bytes // (1 if self.fp8 else self.element_bytes))
         return -(-max(kv, least) // unit) * unit
 
     @property
     def parts_per_slot(self) -> int:
-        """Equal parts of a slot: its layers, or 1 if layers differ in shape."""
+        """Number of equal parts of a slot: its layers, or 1 if layers differ in KV shape."""
         return self.layers_per_slot if self.is_uniform else 1
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token in all layers."""
+        """Bytes of KV per token in all layers."""
         return self.elements_per_token * (1 if self.fp8 else self.element_bytes)
 
     @property
@@ -273,26 +270,27 @@ class KVLayout:
         return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks for ``num_tokens`` tokens of one sequence: the length of its block table."""
+        """Return the number of blocks for ``num_tokens`` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
-        """Most pool slots of one sequence until it has ``num_tokens``, ``num_new`` per step, with
-        its recurrent state."""
+        """Return the most pool slots of a sequence, including its recurrent state, until it has
+        ``num_tokens`` tokens. A step computes up to ``num_new`` of them."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
 
 
 def text_config(config: Config) -> Config:
-    """The language model's config, which is nested in multimodal configs."""
+    """Return the language model's config, which multimodal configs nest."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def max_positions(config: Config) -> int | None:
-    """Longest sequence in tokens; None if the config sets no limit.
+    """Return the longest sequence in tokens; None if the config sets no limit.
 
-    YaRN's factor applies to the length before scaling; other scalings are included in the limit.
+    YaRN's factor multiplies the original length. With other scalings, the config's limit already
+    includes the factor.
     """
     text = text_config(config)
     limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
@@ -316,7 +314,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def _unsupported(config: Config, family: str) -> str | None:
-    """The reason why a model cannot be run, or None."""
+    """Return the reason why a model cannot run, or None."""
     if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
         return (
             "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"
@@ -353,9 +351,10 @@ def _unsupported(config: Config, family: str) -> str | None:
 
 
 def _unsupported_rope(config: Config) -> str | None:
-    """The reason why a model's rotary positions are not supported, or None.
+    """Return the reason why a model's rotary positions are not supported, or None.
 
-    ``dynamic`` scales by the longest row of a batch, so that rows would depend on each other.
+    With ``dynamic``, the scale depends on the longest row of a batch, so that rows would depend on
+    each other.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
@@ -371,7 +370,7 @@ def _unsupported_rope(config: Config) -> str | None:
 def _chunks(
     text: Config, num_layers: int, block_size: int, max_model_len: int | None
 ) -> tuple[int, ...]:
-    """``KVLayout.chunks``, without chunks that no sequence exceeds."""
+    """Return ``KVLayout.chunks``; empty if no sequence is longer than a chunk."""
     chunks = layer_chunks(text, num_layers)
     chunk = max(chunks, default=0)
     if not chunk or (max_model_len is not None and chunk >= max_model_len):
@@ -379,14 +378,14 @@ def _chunks(
     if chunk % block_size:
         raise ValueError(
             f"some of its layers attend within chunks of {chunk} tokens (attention_chunk_size), "
-            f"which blocks of {block_size} tokens do not fill evenly; choose another "
-            f"engine.block_size, or model.max_model_len: {chunk}"
+            f"which is not a multiple of the block size {block_size}; choose another "
+            f"engine.block_size, or set model.max_model_len: {chunk}"
         )
     return tuple(chunks)
 
 
 def _num_kv_heads(config: Config, num_heads: int) -> int:
-    """KV heads; by default one per attention head, or one in total for multi-query attention."""
+    """Return the number of KV heads: by default one per attention head, or 1 for multi-query."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     for key in _NUM_KV_HEADS:
@@ -400,4 +399,4 @@ def _number(config: Config, names: tuple[str, ...]) -> int:
         value = config.get(name)
         if isinstance(value, int):
             return value
-    raise ValueError(f"the model's config names none of {', '.join(names)}")
+    raise ValueError(f"the model's config has none of the keys {', '.join(names)}")

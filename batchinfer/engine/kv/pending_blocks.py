@@ -1,6 +1,6 @@
-"""Pending work on blocks: unconfirmed contents, and copies at the start of the next step.
+"""Pending work on blocks: contents that are not confirmed, and copies before the next step.
 
-A block's contents are unconfirmed until the step that writes them is known to have succeeded.
+A block's contents are confirmed when the step that writes them has succeeded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Pairs = list[tuple[int, int]]
 
 
 class PendingBlocks:
-    """Blocks that the step being built and the submitted steps fill or move."""
+    """Blocks that submitted steps and the step being built fill or move."""
 
     def __init__(self) -> None:
         self.filled: set[Block] = set()
@@ -26,13 +26,13 @@ class PendingBlocks:
         """Blocks that each submitted step fills or moves, oldest first."""
 
     def mark_filled(self, block: Block) -> None:
-        """Count a block as filled by the previous step."""
+        """Count a block of the step being built as filled by the previous step."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)
 
     def push_step(self) -> None:
-        """Make the step being built the newest submitted one."""
+        """Count the step being built as submitted."""
         self._submitted.append(self.filled | self.moved)
         self.filled, self.moved = set(), set()
 
@@ -41,7 +41,7 @@ class PendingBlocks:
         self._submitted.popleft()
 
     def drain(self) -> list[Block]:
-        """Remove and return the blocks of all steps, which will not run."""
+        """Remove and return the blocks of all steps, because none of the steps will run."""
         blocks = [block for step in (*self._submitted, self.filled, self.moved) for block in step]
         self._submitted.clear()
         self.filled, self.moved = set(), set()
@@ -50,11 +50,11 @@ class PendingBlocks:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Copies before a step: swap-outs, then swap-ins, then device copies, each list in order."""
+    """Copies before a step: first ``outs``, then ``ins``, then ``within``, each list in order."""
 
     outs: Pairs = field(default_factory=list)
     """Copies from device slots to host slots."""
     ins: Pairs = field(default_factory=list)
     """Copies from host slots to device slots."""
     within: Pairs = field(default_factory=list)
-    """Copies between device slots; no destination is also a source."""
+    """Copies between device slots. No destination is also a source."""

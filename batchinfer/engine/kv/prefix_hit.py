@@ -1,4 +1,4 @@
-"""Prefix hits: computed prefixes with which sequences start."""
+"""Prefix hits: cached prefixes that sequences start from."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, StateSnapshot
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """An indexed prefix of a sequence: whole blocks to share, and part of one more to copy."""
+    """An indexed prefix of a sequence: whole blocks to share, and a part of one block to copy."""
 
     blocks: list[Block]
     tail: Block | None
+    """The block that is copied in part."""
     num_tokens: int
     owns_tail: bool = False
-    """Whether no other sequence needs the tail, so that it is reused in place, off the index."""
+    """True if no other sequence needs the tail. It is then removed from the index and reused."""
     num_evicted: tuple[int, ...] = ()
-    """Leading blocks outside each window."""
+    """Number of leading blocks outside each window."""
     snapshot: StateSnapshot | None = None
-    """Recurrent state after these tokens; None: the model has none, or there are no tokens."""
+    """Recurrent state after the hit's tokens; None without tokens or without recurrent layers."""
 
     @property
     def num_shared(self) -> int:
-        """Leading blocks that running sequences hold already."""
+        """Number of leading blocks that running sequences use already."""
         return sum(block.ref_count > 0 for block in self.blocks)
 
     @property
     def num_idle(self) -> int:
-        """Cached slots that become used when the hit is acquired, without new allocations."""
+        """Number of cached slots that become used when the hit is acquired."""
         if not self.num_evicted:
             idle = sum(block.ref_count == 0 for block in self.blocks)
         else:
             idle = sum(block.ref_count == 0 <= block.slot for block in self.blocks)
             idle += sum(
                 block.window_slots[at].readers == 0
-                for at, gone in enumerate(self.num_evicted)
-                for block in self.blocks[gone:]
+                for at, evicted in enumerate(self.num_evicted)
+                for block in self.blocks[evicted:]
             )
         if self.tail is None or self.owns_tail:
             return idle
@@ -48,12 +49,14 @@ class PrefixHit:
 def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, fork_at: int | None = None
 ) -> PrefixHit:
-    """The longest hit in a match whose last windows are complete in all layer groups.
+    """Return the longest hit in a match whose last window is complete in every layer group.
 
     Args:
-        with_tail: whether part of a block may be copied.
-        fork_at: token count from which other sequences must be able to continue too; None: only
-            from the hit's end.
+        pool: the pool with the match's blocks.
+        match: the longest indexed prefix.
+        with_tail: true if the hit may copy part of a block.
+        fork_at: number of tokens after which other sequences fork from the hit, so that the window
+            before it must be complete too; None: no sequence forks.
     """
     blocks, size = match.blocks, pool.block_size
     if pool.states.slots_per_state:
@@ -70,18 +73,18 @@ def find_prefix_hit(
 
     runs = [_runs(blocks, group) for group in range(len(pool.window_slots.windows))]
     if tail is not None and all(window_slot.slot >= 0 for window_slot in tail.window_slots):
-        gone = num_evicted(end + match.tail_tokens)
-        if all(len(blocks) - first <= run[-1] for first, run in zip(gone, runs, strict=True)):
-            return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=gone)
+        evicted = num_evicted(end + match.tail_tokens)
+        if all(len(blocks) - first <= run[-1] for first, run in zip(evicted, runs, strict=True)):
+            return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=evicted)
     for count in range(len(blocks), -1, -1):
-        gone = num_evicted(count * size)
-        if all(count - first <= run[count] for first, run in zip(gone, runs, strict=True)):
+        evicted = num_evicted(count * size)
+        if all(count - first <= run[count] for first, run in zip(evicted, runs, strict=True)):
             break
-    return PrefixHit(blocks[:count], None, count * size, num_evicted=gone)
+    return PrefixHit(blocks[:count], None, count * size, num_evicted=evicted)
 
 
 def _hit_at_snapshot(match: PrefixMatch, size: int) -> PrefixHit:
-    """The longest hit that ends where a recurrent state is kept."""
+    """Return the longest hit that ends at a snapshot of recurrent state."""
     snapshot, before = match.snapshot, match.snapshot_at
     if snapshot is None:
         return PrefixHit([], None, 0)
@@ -95,7 +98,8 @@ def _hit_at_snapshot(match: PrefixMatch, size: int) -> PrefixHit:
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """[blocks + 1] number of consecutive blocks with a slot in a group before each position."""
+    """Return the number of consecutive blocks with a slot in a group before each position,
+    [blocks + 1]."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)
@@ -104,31 +108,31 @@ def _runs(blocks: list[Block], group: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AcquiredPrefix:
-    """A prefix hit with references held for a sequence."""
+    """A prefix hit whose blocks are referenced for a sequence."""
 
     blocks: list[Block]
     """Block table of the hit's tokens."""
     sources: list[Block]
-    """Sources of copies; release them when all blocks of the step are allocated."""
+    """Sources of copies. The caller releases them when all blocks of the step are allocated."""
     num_swapped: int
-    """Blocks copied from the host."""
+    """Number of blocks copied from the host."""
 
 
 def acquire_prefix(pool: BlockPool, hit: PrefixHit) -> AcquiredPrefix:
-    """Reference a hit's blocks, swap in those on the host, and copy the tail."""
+    """Reference a hit's blocks, swap in blocks from the host, and copy the tail."""
     tail = [] if hit.tail is None else [hit.tail]
     for at, block in enumerate((*hit.blocks, *tail)):
         pool.acquire(block, at, hit.num_evicted)
     if hit.owns_tail:
         pool.evict_subtree(tail[0])
         return AcquiredPrefix([*hit.blocks, *tail], [], _swap_in(pool, hit.blocks))
-    # After all are referenced, so that allocating one cannot evict another.
+    # Allocate only now that all blocks are referenced: an allocation may evict a block.
     swapped = _swap_in(pool, hit.blocks)
-    own = [pool.allocate() for _ in tail]
-    for source, copy in zip(tail, own, strict=True):
+    copies = [pool.allocate() for _ in tail]
+    for source, copy in zip(tail, copies, strict=True):
         pool.copy(source, copy)
         swapped += source.slot < 0 <= source.host_slot
-    return AcquiredPrefix([*hit.blocks, *own], tail, swapped)
+    return AcquiredPrefix([*hit.blocks, *copies], tail, swapped)
 
 
 def _swap_in(pool: BlockPool, blocks: list[Block]) -> int:

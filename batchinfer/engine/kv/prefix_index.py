@@ -19,12 +19,12 @@ _TOKEN_BYTES = 4
 
 
 def token_key(token_ids: npt.ArrayLike) -> bytes:
-    """Token ids as big-endian bytes, so that byte order is token order."""
+    """Return token ids as big-endian bytes, so that keys sort like token ids."""
     return np.asarray(token_ids, dtype=">u4").tobytes()
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens shared by two keys."""
+    """Return the number of leading tokens that two keys share."""
     count = min(len(left), len(right)) // _TOKEN_BYTES
     if left[: count * _TOKEN_BYTES] == right[: count * _TOKEN_BYTES]:
         return count
@@ -33,10 +33,10 @@ def common_tokens(left: bytes, right: bytes) -> int:
 
 
 class Block:
-    """A logical block: ``block_size`` token slots of KV that sequences refer to.
+    """A logical block: ``block_size`` token slots of KV, referenced by sequences.
 
-    ``key`` is empty while the block is not in the prefix index. A partly filled block may be
-    indexed by the tokens it held then; tokens appended later do not change them.
+    ``key`` is empty while the block is not in the prefix index. The key of a partly filled block
+    has its tokens at the time of indexing. Tokens appended later do not change the key.
     """
 
     __slots__ = (
@@ -59,12 +59,12 @@ class Block:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        """Device slot in the first layer group; -1 while it is on the host only, or if that group
-        has a window."""
+        """Device slot in the first layer group; -1 while the block is only on the host, or if that
+        group has a window."""
         self.window_slots: tuple[WindowSlot, ...] = ()
         """Slots in layer groups with a window, and in all groups after the first."""
         self.snapshots: tuple[StateSnapshot, ...] = ()
-        """Recurrent states after some of its tokens."""
+        """Snapshots of recurrent state after some of the block's tokens."""
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
         """Those of its children, by ``StateSnapshot.key``."""
         self.num_kept = 0
@@ -74,20 +74,20 @@ class Block:
         self.host_slot = -1
         self.ref_count = 0
         self.waiters = 0
-        """Waiting sequences whose prefix includes the block."""
+        """Number of waiting sequences whose prefix includes the block."""
         self.last_arrival = -1
         """Arrival number of the last row that used the block and set ``used_later``."""
         self.used_later = False
-        """Whether a row that has not arrived yet is known to use the block."""
+        """True if a row that has not arrived yet is known to use the block."""
         self.row = -1
-        """Table row of the sequence it was allocated for."""
+        """Table row of the sequence for which the block was allocated."""
         self.key = b""
         self.parent: Block | None = None
         self.children: _Children | None = None
 
     @property
     def indexed(self) -> bool:
-        """Whether a prefix lookup can find the block."""
+        """True if a prefix lookup can find the block."""
         return self.parent is not None
 
     @property
@@ -103,19 +103,19 @@ class Block:
 
 
 class RecurrentState:
-    """The slots of the recurrent state of one or more sequences with the same computed tokens."""
+    """A recurrent state and its slots, shared by sequences with the same computed tokens."""
 
     __slots__ = ("ref_count", "slots", "snapshot")
 
     def __init__(self, slots: list[int]) -> None:
         self.slots = slots
         self.ref_count = 1
-        """Sequences with this state, and its snapshot."""
+        """Number of references, by sequences and by the snapshot."""
         self.snapshot: StateSnapshot | None = None
 
 
 class StateSnapshot:
-    """A recurrent state kept for later rows, at a token of an indexed block.
+    """A recurrent state kept for later rows, after a token of an indexed block.
 
     The block before that one lists it by the tokens from there to the state. So a lookup finds it
     whatever tokens come next, also if its own block has been indexed by more tokens since.
@@ -132,19 +132,19 @@ class StateSnapshot:
         self.key = key
         """Tokens of the block that the state includes."""
         self.followers = followers
-        """Rows that are still to start from it."""
+        """Number of rows that have yet to start from the snapshot."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the block that the state includes."""
+        """Number of tokens of the block that the state includes."""
         return len(self.key) // _TOKEN_BYTES
 
 
 class WindowSlot:
-    """A block's device slot in one layer group, freed when it is in no sequence's window.
+    """A block's device slot in one layer group. It is freed when no sequence's window includes it.
 
-    While the block is indexed, the slot is kept until space is needed, as a prefix that ends
-    shortly after it needs it again.
+    The slot of an indexed block is kept until space is needed, because a prefix that ends soon
+    after the block needs the slot again.
     """
 
     __slots__ = ("block", "readers", "slot")
@@ -152,21 +152,21 @@ class WindowSlot:
     def __init__(self, block: Block, slot: int) -> None:
         self.block = block
         self.slot = slot
-        """-1 when freed."""
+        """-1 after the slot was freed."""
         self.readers = 1
-        """Sequences whose windows include the slot, or that will write to it."""
+        """Number of sequences whose windows include the slot, or that will write to it."""
 
     @property
     def wanted(self) -> bool:
-        """Whether its block has a known future use."""
+        """True if the block has a known future use."""
         return self.block.wanted
 
 
 class _Children:
     """The indexed children of a block, by key.
 
-    Computed blocks and those in flight (computed by the step being built) have separate sorted
-    lists, as only computed ones can be copied.
+    Computed blocks and blocks in flight (computed by the step being built) have separate sorted
+    lists of keys, because only computed blocks can be copied.
     """
 
     __slots__ = ("blocks", "in_flight", "settled")
@@ -193,7 +193,8 @@ class _Children:
 
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
-    """The key in sorted ``keys`` that shares most leading tokens with ``key``; it is adjacent."""
+    """Return the key in sorted ``keys`` that shares most leading tokens with ``key``, and their
+    number. It is adjacent to the place of ``key``."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -204,45 +205,45 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
 
 
 def _kept_below(node: Block, key: bytes) -> StateSnapshot | None:
-    """The last recurrent state that is kept below a block within the tokens of ``key``."""
+    """Return the last snapshot in a child of ``node`` within the tokens of ``key``."""
     kept = (node.snapshots_below or {}).values()
-    matching = (one for one in kept if key.startswith(one.key))
-    return max(matching, key=lambda one: one.num_tokens, default=None)
+    matching = (snapshot for snapshot in kept if key.startswith(snapshot.key))
+    return max(matching, key=lambda snapshot: snapshot.num_tokens, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Longest indexed prefix of a key: whole blocks, and part of one more."""
+    """Longest indexed prefix of a key: whole blocks, and a part of one block."""
 
     blocks: list[Block]
-    """Whole blocks, also of the step being built, as every layer writes KV before it attends."""
+    """Whole blocks. They may be in flight, because every layer writes KV before it attends."""
     tail: Block | None
     tail_tokens: int
     tokens_in_flight: int
-    """Matching tokens after ``blocks`` in a block of the step being built."""
+    """Number of matching tokens after ``blocks`` in a block in flight."""
     snapshot: StateSnapshot | None = None
-    """The last recurrent state that is kept within the prefix."""
+    """Last snapshot of recurrent state within the prefix."""
     snapshot_at: int = 0
-    """Whole blocks before the block of ``snapshot``."""
+    """Number of whole blocks before the snapshot's block."""
 
 
 class PrefixIndex:
-    """Trees of indexed blocks, with one root per adapter; adapter 0 is the base model."""
+    """Trees of indexed blocks, with one root per adapter. Adapter 0 is the base model."""
 
     def __init__(self, block_size: int) -> None:
         self._roots: dict[int, Block] = {}
         self._block_bytes = block_size * _TOKEN_BYTES
 
     def root(self, adapter: int) -> Block:
-        """The root of an adapter's tree, an empty block."""
+        """Return the root of an adapter's tree, an empty block."""
         return self._roots.setdefault(adapter, Block(slot=-1))
 
     def is_root(self, block: Block) -> bool:
-        """Whether a block is a root."""
+        """True if a block is a root."""
         return block in self._roots.values()
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
-        """Longest prefix of ``key`` that is indexed for an adapter."""
+        """Return the longest prefix of ``key`` that is indexed for an adapter."""
         node, blocks, start = self.root(adapter), list[Block](), 0
         snapshot, snapshot_at = _kept_below(node, key), 0
         while node.children is not None and len(key) - start >= self._block_bytes:
@@ -264,18 +265,18 @@ class PrefixIndex:
         return PrefixMatch(blocks, tail_block, tail_tokens, in_flight, snapshot, snapshot_at)
 
     def child(self, parent: Block, key: bytes) -> Block | None:
-        """The block indexed below ``parent`` for exactly ``key``, if any."""
+        """Return the child of ``parent`` with exactly this key, if any."""
         return None if parent.children is None else parent.children.blocks.get(key)
 
     def insert(self, parent: Block, block: Block, key: bytes) -> Block:
-        """Index ``block``, in flight, below ``parent``, unless ``key`` already has a block.
+        """Index ``block`` as a child of ``parent`` in flight, unless ``key`` already has a block.
 
         Returns:
-            The block indexed for ``key``, the parent of later blocks.
+            The block indexed for ``key``, which is the parent of the next block.
         """
         if parent.children is not None and key in parent.children.blocks:
             return parent.children.blocks[key]
-        if block.parent is not None:  # indexed when partly filled
+        if block.parent is not None:  # it was indexed when it was partly filled
             self._unlink(block)
         if parent.children is None:
             parent.children = _Children()
@@ -284,7 +285,7 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` by ``block``, in flight, which takes over its key and children."""
+        """Replace ``old`` by the in-flight ``block``, which takes its key and children."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None
@@ -312,12 +313,12 @@ class PrefixIndex:
         return removed
 
     def first_blocks(self) -> list[Block]:
-        """The indexed blocks directly below the roots."""
+        """Return the children of all roots."""
         below = (root.children for root in self._roots.values())
         return [block for each in below if each is not None for block in each.blocks.values()]
 
     def blocks(self) -> Iterator[Block]:
-        """The indexed blocks."""
+        """Iterate over all indexed blocks."""
         for root in self._roots.values():
             below = self.subtree(root)
             next(below)

@@ -1,8 +1,8 @@
-"""Size of a hybrid model's recurrent state, and its place in slots of the KV pool.
+"""Size of a hybrid model's recurrent state, and its layout in slots of the KV pool.
 
-A sequence's state has a fixed size, so it takes a fixed number of pool slots. They are found by a
-table and need not be adjacent, so one free list serves both state and KV blocks, and no split of
-memory has to be chosen. No torch, like ``layout``.
+A sequence's state has a fixed size, so it takes a fixed number of pool slots. A table has the
+slots, which need not be adjacent. One free list therefore serves both states and KV blocks, and
+memory is not split between them in advance.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 STATE_BYTES = 4
-"""Bytes per element of state: float32, whatever the model's dtype."""
+"""Bytes per element of state. It is float32 for every dtype of the model."""
 _LANES = 16
-"""Elements of the widest vector of a CPU; narrower pieces of a head would waste lanes."""
+"""Elements in the widest vector of a CPU. Narrower pieces of a head would waste lanes."""
 _GATED_DELTA = frozenset(
     {
         "olmo_hybrid",
@@ -31,18 +31,18 @@ https://arxiv.org/abs/2412.06464)."""
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Equal pieces of one array of a layer's state. A piece is contiguous and lies in one slot."""
+    """One array of a layer's state, cut into equal pieces, each contiguous and in one slot."""
 
     num_pieces: int
     """Pieces per layer."""
     piece_elements: int
 
     def per_slot(self, slot_bytes: int) -> int:
-        """Pieces that a slot holds."""
+        """Return the number of pieces that a slot holds."""
         return slot_bytes // (STATE_BYTES * self.piece_elements)
 
     def num_slots(self, num_layers: int, slot_bytes: int) -> int:
-        """Slots for the pieces of all layers."""
+        """Return the number of slots for the pieces of all layers."""
         return -(-num_layers * self.num_pieces // self.per_slot(slot_bytes))
 
 
@@ -55,7 +55,7 @@ class GatedDeltaShape:
     key_width: int
     value_width: int
     conv_width: int
-    """Tokens that the convolution sees, including the current one."""
+    """Number of tokens that the convolution sees, including the current token."""
 
     @property
     def num_channels(self) -> int:
@@ -69,19 +69,19 @@ class GatedDeltaShape:
 
     @property
     def num_projected(self) -> int:
-        """Outputs of the input projections and inputs of the output projection: queries, keys,
-        values, gates and decays; the layer's output."""
+        """Outputs of the input projections (queries, keys, values, gates and decays) plus inputs of
+        the output projection."""
         return self.num_channels + 2 * self.num_values + 2 * self.num_value_heads
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Place of the recurrent state of one sequence in its slots.
+    """Layout of the recurrent state of one sequence in its slots.
 
-    Each value head has a matrix [key width, value width], cut by columns into pieces
-    [key width, columns]: columns do not depend on each other. The convolution has the last inputs
-    of each channel, cut into pieces [conv_width - 1, channels]. Pieces of all layers follow each
-    other, first those of the matrices, then, from the next slot on, those of the convolutions.
+    The state of a value head is a matrix [key width, value width]. It is cut by columns, which do
+    not depend on each other, into pieces [key width, columns]. The state of a convolution is the
+    last inputs of each channel, cut into pieces [conv_width - 1, channels]. The slots hold the
+    pieces of all layers' matrices, and then, from a new slot on, the pieces of all convolutions.
     """
 
     layers: tuple[int, ...]
@@ -93,24 +93,24 @@ class StateLayout:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a sequence's state."""
+        """Number of slots of a sequence's state."""
         return self.first_conv_slot + self.convolutions.num_slots(len(self.layers), self.slot_bytes)
 
     @property
     def first_conv_slot(self) -> int:
-        """Index in a sequence's slots of the first slot with states of convolutions."""
+        """Index of the first slot with convolution state among a sequence's slots."""
         return self.matrices.num_slots(len(self.layers), self.slot_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a sequence's state, without unused ends of slots."""
+        """Bytes of a sequence's state, excluding padding of slots."""
         parts = (self.matrices, self.convolutions)
         elements = sum(part.num_pieces * part.piece_elements for part in parts)
         return STATE_BYTES * len(self.layers) * elements
 
 
 def recurrent_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """The recurrent layers of a language model's config that can be run."""
+    """Return the numbers of a language model's recurrent layers, if batchinfer supports them."""
     if text.get("model_type") not in _GATED_DELTA:
         return ()
     kinds = text.get("layer_types") or ()
@@ -118,8 +118,8 @@ def recurrent_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None:
-    """The layout of a model's state in slots of at least ``min_slot_bytes``; None: it has no
-    recurrent layers."""
+    """Return the layout of a model's state in slots of ``slot_bytes``, at least ``min_slot_bytes``;
+    None without recurrent layers."""
     layers = recurrent_layers(text)
     if not layers:
         return None
@@ -134,7 +134,8 @@ def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None
 
 
 def min_slot_bytes(text: Mapping[str, Any]) -> int:
-    """Bytes of the smallest slot that can hold pieces of a model's state; 0 without such layers."""
+    """Return the bytes of the smallest slot that can hold a piece of a model's state; 0 without
+    recurrent layers."""
     if not recurrent_layers(text):
         return 0
     shape = _shape(text)
@@ -153,19 +154,19 @@ def _shape(text: Mapping[str, Any]) -> GatedDeltaShape:
 
 
 def _matrix_cuts(shape: GatedDeltaShape) -> list[StatePart]:
-    """The ways to cut a layer's matrices into pieces of whole vectors."""
+    """Return the ways to cut a layer's matrices into pieces of whole CPU vectors."""
     columns = [n for n in _divisors(shape.value_width) if n % _LANES == 0] or [shape.value_width]
     return [StatePart(shape.num_values // n, shape.key_width * n) for n in columns]
 
 
 def _convolution_cuts(shape: GatedDeltaShape) -> list[StatePart]:
-    """The ways to cut the last inputs of a layer's convolution into pieces."""
+    """Return the ways to cut the state of a layer's convolution into pieces."""
     channels = _divisors(shape.num_channels)
     return [StatePart(shape.num_channels // n, (shape.conv_width - 1) * n) for n in channels]
 
 
 def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> StatePart:
-    """The way to cut an array that takes the fewest slots, with the largest pieces of these."""
+    """Return the cut with the fewest slots, and among equal ones the largest pieces."""
     fitting = [part for part in parts if part.per_slot(slot_bytes)]
     return min(fitting, key=lambda part: (part.num_slots(num_layers, slot_bytes), part.num_pieces))
 

@@ -1,4 +1,4 @@
-"""Pool slots of recurrent states: those of running sequences, and snapshots that later rows use.
+"""Pool slots of recurrent states, of running sequences and of snapshots that later rows use.
 
 A step updates a state in place, so sequences that fork share it only until their next step: then
 each but the last copies it (copy-on-write). A snapshot is one more reference to a state: its
@@ -21,7 +21,7 @@ class StateSlots:
     """Allocates slots for recurrent states and keeps snapshots.
 
     Args:
-        slots_per_state: 0: the model has no recurrent layers.
+        slots_per_state: slots of one state; 0 for a model without recurrent layers.
         free: the pool's free slots.
         take_slot: takes a free slot, evicting if necessary.
         update_priority: called with a block that gets its first snapshot, or that loses its last,
@@ -49,17 +49,19 @@ class StateSlots:
 
     @property
     def num_used(self) -> int:
-        """Slots of states that sequences have."""
+        """Number of slots with states that sequences use."""
         return (self._num_states - self._num_idle) * self.slots_per_state
 
     @property
     def num_cached(self) -> int:
-        """Slots of snapshots that no sequence has, which can be evicted."""
+        """Number of slots with snapshots that can be evicted, because no sequence uses them."""
         return self._num_idle * self.slots_per_state
 
     def allocate(self) -> RecurrentState:
-        """A new state, undefined until its sequence computes its first token. Requires
-        ``slots_per_state`` available slots."""
+        """Return a new state, undefined until its sequence computes its first token.
+
+        Requires ``slots_per_state`` available slots.
+        """
         state = RecurrentState([self._take_slot() for _ in range(self.slots_per_state)])
         self._num_states += 1
         return state
@@ -70,7 +72,7 @@ class StateSlots:
         state.ref_count += 1
 
     def release(self, state: RecurrentState) -> None:
-        """Drop a reference; the last one frees the slots."""
+        """Drop a reference. Dropping the last reference frees the slots."""
         assert state.ref_count > 0
         state.ref_count -= 1
         self._num_idle += state.ref_count == 1 and state.snapshot is not None
@@ -82,7 +84,8 @@ class StateSlots:
         """Replace a reference to a shared state by a new state, which the next step copies.
 
         Args:
-            copies: takes pairs of (source slot, destination slot).
+            shared: a state with several references.
+            copies: receives pairs of (source slot, destination slot).
         """
         assert shared.ref_count > 1
         own = self.allocate()
@@ -100,12 +103,13 @@ class StateSlots:
             self.release(self._sources.pop())
 
     def keep(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
-        """Keep a sequence's state for later rows.
+        """Keep a snapshot of a sequence's state for later rows.
 
         Args:
-            block: the indexed block with its last token.
+            state: the state to keep.
+            block: the indexed block with the state's last token.
             key: the tokens of the block that the state includes.
-            followers: rows that will start from it.
+            followers: number of rows that will start from the snapshot.
         """
         assert block.parent is not None
         kept = block.parent.snapshots_below or {}
@@ -160,7 +164,7 @@ class StateSlots:
         return self.slots_per_state * (is_idle + (not self.is_last_use(snapshot, more_followers)))
 
     def drop(self, snapshot: StateSnapshot) -> None:
-        """Drop a snapshot."""
+        """Drop a snapshot, and free its state if no sequence uses it."""
         del self.snapshots[snapshot]
         block, parent = snapshot.block, snapshot.parent
         block.snapshots = tuple(other for other in block.snapshots if other is not snapshot)
@@ -183,14 +187,14 @@ class StateSlots:
             self.drop(snapshot)
 
     def evict(self) -> bool:
-        """Drop the least recently used snapshot whose state no sequence has, if there is one."""
-        idle = (one for one in self.snapshots if one.state.ref_count == 1)
-        return self._drop_first(idle)
+        """Drop the least recently used snapshot whose state no sequence uses; return true if there
+        was one."""
+        return self._drop_first(in_use=False)
 
     def unshare(self) -> bool:
-        """Drop a snapshot of a state that a sequence has, which then need not copy it, if any."""
-        in_use = (one for one in self.snapshots if one.state.ref_count > 1)
-        return self._drop_first(in_use)
+        """Drop a snapshot whose state a sequence uses, so that the sequence does not have to copy
+        the state; return true if there was one."""
+        return self._drop_first(in_use=True)
 
     def _count(self, block: Block, change: int) -> None:
         """Count a snapshot in a block. A block's prefix is needed as long as the block is."""

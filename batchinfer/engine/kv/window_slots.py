@@ -1,8 +1,9 @@
-"""Window slots: slots of blocks in layer groups with a window, and in all after the first."""
+"""Slots of blocks in layer groups with a window, and in all groups after the first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import ge
 
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.layer_groups import most_slots, num_outside_window
@@ -12,15 +13,15 @@ from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 class WindowSlots:
     """Allocates the window slots of blocks and counts their readers.
 
-    A sequence's ``num_evicted`` is the number of leading blocks outside the window, for each window
+    ``Sequence.num_evicted`` has the number of leading blocks outside the window, for each window
     slot of a block.
 
     Args:
-        windows: of each layer group; 0 is full attention and comes first.
+        windows: window of each layer group; 0 = full attention, which comes first.
         block_size: tokens per block.
         free: the pool's free slots.
         cached: the pool's unused slots that a lookup can find.
-        take_slot: takes a free slot, evicting if necessary.
+        take_slot: takes a free slot and evicts a block if necessary.
     """
 
     def __init__(
@@ -33,9 +34,9 @@ class WindowSlots:
     ) -> None:
         self._all_windows = windows
         self.windows = windows[1:] if windows[0] == 0 else windows
-        """Window of each window slot of a block; 0 is full attention."""
+        """Window of each window slot of a block; 0 = full attention."""
         self.num_shared = 0
-        """Window slots used by more than one sequence."""
+        """Number of window slots that more than one sequence uses."""
         self._block_size = block_size
         self._free_slots = free
         self._cached = cached
@@ -43,11 +44,12 @@ class WindowSlots:
         self._num_allocated = 0
 
     def num_evicted(self, num_tokens: int) -> tuple[int, ...]:
-        """Leading blocks outside each window after ``num_tokens`` computed tokens."""
+        """Return the number of leading blocks outside each window after ``num_tokens`` tokens."""
         return tuple(num_outside_window(num_tokens, w, self._block_size) for w in self.windows)
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
-        """Most slots of one sequence until it has ``num_tokens``, ``num_new`` per step."""
+        """Return the most slots that a sequence holds until it has ``num_tokens``, if a step
+        computes up to ``num_new`` tokens."""
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def allocate(self, block: Block) -> None:
@@ -57,7 +59,7 @@ class WindowSlots:
         self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
-        """Add a reader to the slots inside a sequence's windows of block ``at`` of its table."""
+        """Add a reader to the slots of block ``at`` of a table that are inside the windows."""
         for window_slot in live_slots(block, at, num_evicted):
             assert window_slot.slot >= 0
             if window_slot.readers == 0:
@@ -66,7 +68,7 @@ class WindowSlots:
             self.num_shared += window_slot.readers == 2
 
     def release(self, window_slot: WindowSlot) -> None:
-        """Remove a reader whose window moved on, or that ended."""
+        """Remove a reader: a sequence that finished or whose window moved past the slot."""
         assert window_slot.readers > 0
         window_slot.readers -= 1
         if window_slot.readers == 1:
@@ -84,7 +86,7 @@ class WindowSlots:
         window_slot.slot = -1
 
     def free_unneeded(self, block: Block) -> None:
-        """Free the slots of a block that left the index, unless they are in use."""
+        """Free the unused slots of a block that was removed from the index."""
         for window_slot in block.window_slots:
             if window_slot in self._cached:
                 self.free(window_slot)
@@ -96,19 +98,18 @@ class WindowSlots:
 
 
 def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
-    """The slots inside a sequence's windows of block ``at`` of its table."""
+    """Iterate over the slots of block ``at`` of a table that are inside the windows."""
     if not num_evicted:
         return iter(block.window_slots)
     return (
         window_slot
-        for window_slot, gone in zip(block.window_slots, num_evicted, strict=True)
-        if at >= gone
+        for window_slot, evicted in zip(block.window_slots, num_evicted, strict=True)
+        if at >= evicted
     )
 
 
 def holds_more(block: Block, other: Block) -> bool:
-    """Whether a block has all window slots of another block with equal tokens, and more."""
-    pairs = list(zip(block.window_slots, other.window_slots, strict=True))
-    return all(own.slot >= 0 or window_slot.slot < 0 for own, window_slot in pairs) and any(
-        own.slot >= 0 > window_slot.slot for own, window_slot in pairs
-    )
+    """True if ``block`` has all window slots that ``other`` has, and at least one more."""
+    has = [slot.slot >= 0 for slot in block.window_slots]
+    other_has = [slot.slot >= 0 for slot in other.window_slots]
+    return has != other_has and all(map(ge, has, other_has))

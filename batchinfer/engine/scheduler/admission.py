@@ -1,4 +1,4 @@
-"""Admission: which waiting sequences start, and with which prefix hit."""
+"""Admission: chooses the waiting sequences that start, and their prefix hits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable, next_branc
 from batchinfer.engine.sequence import Sequence
 
 _LOOK_AHEAD = 256
-"""Most waiting sequences considered in a step, as some wait for a longer prefix hit."""
+"""Most waiting sequences to consider in a step. Some are skipped to wait for a longer hit."""
 
 
 class Admission:
@@ -44,13 +44,13 @@ class Admission:
     def admit(
         self, waiting: deque[Sequence], chosen: ScheduledRows, budget: int, forecast: PoolForecast
     ) -> None:
-        """Start waiting sequences while tokens, rows and forecast blocks last.
+        """Start waiting sequences until tokens, table rows or forecast blocks run out.
 
         Args:
             waiting: the queue.
-            chosen: the rows that start are added here.
-            budget: tokens left in the step.
-            forecast: of the running sequences; rows that start are added to it.
+            chosen: rows chosen for the step; receives the rows that start.
+            budget: number of tokens that the step can still take.
+            forecast: forecast for the running sequences; receives the rows that start.
         """
         rows: list[int] = []
         chunks: list[int] = []
@@ -80,11 +80,11 @@ class Admission:
         chosen.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
-        """The prefix hit of a sequence, and whether waiting a step would find more.
+        """Return a sequence's prefix hit, and true if it should wait a step for a longer hit.
 
-        A token whose logits are needed, like the last one, is never part of a hit. A block that
-        this step fills can be shared but not copied, and a row that is computing a longer common
-        prefix is worth waiting for; both follow from the step itself.
+        A hit never includes a token whose logits are needed, such as the last token. Waiting helps
+        if this step fills a block that can be copied only in the next step, or if a running row is
+        computing a longer common prefix.
         """
         if sequence.state.skip_prefix_cache:
             return PrefixHit([], None, 0, num_evicted=self._pool.window_slots.num_evicted(0)), False
@@ -107,8 +107,8 @@ class Admission:
         gain = within_reach - hit.num_tokens
         if gain >= size:
             return hit, True
-        # For less than a block a row waits once: neighbors in sorted order nearly always share a
-        # few more tokens and would otherwise start one by one.
+        # A row waits only once for less than a block: neighbors in sorted order nearly always share
+        # a few more tokens, and would otherwise start one by one.
         defers = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
         defers = defers and gain > 0
         sequence.deferred |= defers
@@ -131,7 +131,8 @@ class Admission:
         return longest
 
     def _fork_at(self, sequence: Sequence) -> int | None:
-        """Token count from which its group must continue; None without a group or windows."""
+        """Return the number of tokens after which the group forks; None without a group or
+        windows."""
         if not self._pool.window_slots.windows or len(sequence.group) == 1:
             return None
         return first_fork(sequence)
@@ -139,7 +140,7 @@ class Admission:
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
     ) -> PrefixHit | None:
-        """The hit or a part of it, if the sequence can start; a lone sequence always can."""
+        """Return the hit or a part of it if the sequence can start. A lone sequence always can."""
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
@@ -150,7 +151,7 @@ class Admission:
     def _fit(
         self, sequence: Sequence, hit: PrefixHit, budget: int, *, required: bool
     ) -> PrefixHit | None:
-        """The hit or a part of it for which enough blocks are available, else None."""
+        """Return the hit or a part of it that leaves enough available blocks, else None."""
         while True:
             end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
@@ -167,7 +168,7 @@ class Admission:
                 continue
             if hit.tail is None:
                 return None
-            # In a pool that barely holds this one sequence, there is no room for a copy's source.
+            # A pool that barely holds this sequence has no space for the source of a copy.
             match = PrefixMatch(hit.blocks, None, 0, 0)
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 
@@ -179,7 +180,7 @@ class Admission:
         chosen: ScheduledRows,
         sources: list[Block],
     ) -> int:
-        """Start a waiting sequence: acquire the hit's blocks, allocate the chunk's."""
+        """Start a waiting sequence: acquire the hit's blocks, and allocate blocks for the chunk."""
         acquired = self._kv_manager.start_with_prefix(sequence, hit)
         sources += acquired.sources
         self._reuse_hints.remove(sequence)
@@ -197,7 +198,7 @@ class Admission:
 
 
 def _max_prefix_hit(sequence: Sequence) -> int:
-    """Most tokens of a prefix hit, which ends before any token whose logits are needed."""
+    """Return the most tokens of a prefix hit, which ends before a token whose logits are needed."""
     scores, all_but_last = sequence.state.scores, num_tokens_to_compute(sequence) - 1
     if scores is None or scores.next >= scores.stop:
         return all_but_last

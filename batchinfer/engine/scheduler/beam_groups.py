@@ -1,7 +1,7 @@
 """Beam groups: sequences that start and pause together.
 
-A group is ``Sequence.group``; everything else is derived from it. The beams of a group share an
-admission number, so that they are adjacent in the table's order and as old as their row.
+A group is ``Sequence.group``. The beams of a group share an admission number, so that they are
+adjacent in the table's order and have the age of their row.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from batchinfer.engine.sequence import Sequence
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
-    """Tokens to compute next: all, or all but the last while part of the group does not run."""
+    """Return the number of tokens to compute before the next draw, or before the group joins."""
     return sequence.num_tokens - sequence.awaits_group
 
 
 def num_pending_forks(sequence: Sequence) -> int:
-    """Samples or beams that fork from a waiting sequence once its known tokens are computed."""
+    """Return the number of samples or beams that fork from a waiting sequence once its known tokens
+    are computed."""
     if sequence.state.search is not None:
         return sequence.request.group_size - 1
     return 0 if sequence.output_ids else sequence.request.params.n - 1
 
 
 def first_fork(sequence: Sequence) -> int:
-    """Tokens that a waiting sequence shares with every other sequence of its group."""
+    """Return the number of leading tokens that all sequences of a waiting group share."""
     stop = num_tokens_to_compute(sequence)
     key = sequence.key(0, stop)
     return min(common_tokens(key, other.key(0, stop)) for other in sequence.group)
@@ -57,10 +58,11 @@ class BeamGroups:
         self._most = max_num_batched_tokens
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
-        """Error code and message of a search that can never run, else None.
+        """Return the error code and message for a beam search that can never run, else None.
 
         Args:
-            blocks: most blocks of one beam. In the worst case the beams share only the prompt.
+            request: the beam search.
+            blocks: most blocks of one beam. In the worst case, beams share only the prompt.
         """
         width, pool = request.group_size, self._pool
         if pool.states.slots_per_state:
@@ -71,7 +73,7 @@ class BeamGroups:
         if width > self._most:
             return (
                 "does_not_fit",
-                f"{width} beams run together, a step has {self._most} tokens; raise "
+                f"{width} beams run together, but a step has at most {self._most} tokens; raise "
                 "engine.max_num_batched_tokens or lower sampling.beam_width",
             )
         shared = min(request.num_prompt_tokens // pool.block_size, blocks)
@@ -85,10 +87,10 @@ class BeamGroups:
         return None
 
     def join(self) -> None:
-        """Start the rest of requeued groups, once their leaders have computed enough.
+        """Start the waiting beams of groups whose leaders have computed enough.
 
-        A beam shares the prefix that it has in common with the leader, or resumes from its own
-        cached blocks if these hold more and fit. Its row was reserved.
+        A beam shares its common prefix with the leader. If its cached blocks hold more tokens and
+        fit into the pool, it resumes from them instead. Table rows were reserved for the beams.
         """
         table = self._table
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
@@ -109,13 +111,13 @@ class BeamGroups:
             table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
     def replace(self, present: list[Sequence], next_beams: list[tuple[Sequence, int]]) -> None:
-        """Replace the running beams by the next ones.
+        """Replace the running beams of a group by the next beams.
 
         Args:
-            present: the running group.
-            next_beams: each beam of the next group, including its last token, with the index of the
-                present beam that it continues. The first to continue a beam is the same object;
-                others are new.
+            present: the running beams.
+            next_beams: the next beams, each with the index of the present beam that it continues.
+                The first beam that continues a present beam is the same object. Further beams that
+                continue it are new objects. All include their last token.
         """
         table = self._table
         continuing = {beam for beam, _ in next_beams}
@@ -136,8 +138,8 @@ class BeamGroups:
     ) -> bool:
         """Resume a beam from its cached blocks, if they hold more than ``num_common`` tokens.
 
-        Copies on the device are not allowed, as the beam may be preempted again before the step
-        that would copy is submitted.
+        The beam must not depend on copies between device slots, because it may be preempted again
+        before the step that makes the copies is submitted.
         """
         pool = self._pool
         match = pool.match(key, beam.request.adapter)
@@ -153,7 +155,7 @@ class BeamGroups:
         return True
 
     def _share_admission(self, beam: Sequence, other: Sequence) -> None:
-        """Give a starting beam the group's admission number."""
+        """Give ``other`` the admission number of ``beam``."""
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -162,9 +164,10 @@ class BeamGroups:
         self._share_admission(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
-        """[S] ``num_new``, so that all beams of a group reach their last tokens in one step.
+        """Return ``num_new`` [S], lowered so that all beams of a group reach their last tokens in
+        the same step.
 
-        If some cannot yet, the others stop one token earlier.
+        If a beam cannot reach its last token yet, the other beams stop one token earlier.
         """
         table = self._table
         beams = np.flatnonzero(table.is_beam[rows])

@@ -1,9 +1,9 @@
-"""The packing rule of admission: forecasts of output lengths and of pool use.
+"""Forecasts of output lengths and of pool use, by which rows are admitted.
 
-Reserving ``max_tokens`` for every sequence leaves half the pool idle; admitting until the pool is
-full causes many preemptions. The compromise is a forecast: every running sequence gets a predicted
-length, and a row is admitted if the sum of all block tables never exceeds the pool at any later
-step. Preemption corrects errors of the forecast.
+Reserving ``max_tokens`` for every sequence would leave half the pool idle, and admitting rows until
+the pool is full would cause many preemptions. Instead, every running sequence gets a predicted
+length. A row is admitted if the predicted block tables fit into the pool at every later step.
+Preemption corrects errors of the forecast.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
 _FIRST_GUESS = 4.0
-"""Initially, outputs are assumed this many times shorter than allowed."""
+"""Ratio of the allowed output length to the output length assumed before any output has ended."""
 _SHRINK = 4.0
 """Weight of the job's overall stop rate against the rate at one length, in sequences."""
 _WATERMARK = 0.01
-"""Share of the pool that admission leaves free if no output length is certain."""
+"""Share of the pool that admission does not fill if no output length is certain."""
 _GOLDEN = 0.6180339887498949
 
 
 class OutputLengths:
     """Estimated distribution of the job's output lengths.
 
-    A discrete hazard per output length: sequences that stopped there divided by sequences that
-    reached it (Kaplan & Meier 1958; running sequences are censored, not ignored, so that early
-    finishers do not bias it). Each hazard is shrunk towards the overall rate, which alone decides
-    for lengths not reached yet.
+    The distribution is a discrete hazard per output length: the number of sequences that stopped at
+    a length, divided by the number that reached it (Kaplan & Meier 1958). Running sequences count
+    as censored, so that sequences that end early do not bias the estimate. Each hazard is shrunk
+    towards the overall stop rate, which is the only estimate for lengths that were not reached yet.
 
     Args:
-        longest: most output tokens of any sequence.
+        longest: most output tokens of a sequence.
     """
 
     def __init__(self, longest: int) -> None:
@@ -49,7 +49,8 @@ class OutputLengths:
         self._cumulative: Float | None = None
 
     def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
-        """Count sequences that reached ``lengths`` output tokens, and that ``stopped`` there."""
+        """Count sequences that reached ``lengths`` output tokens; ``stopped`` marks those that
+        stopped at that length."""
         bins = len(self._stopped)
         at = np.minimum(lengths // self._width, bins - 1)
         self._reached += np.bincount(at, minlength=bins)
@@ -58,10 +59,14 @@ class OutputLengths:
         self._cumulative = None
 
     def predict(self, ages: Int, limits: Int, quantiles: Float) -> Float:
-        """Predicted output lengths of sequences with ``ages`` tokens that end at ``limits``.
+        """Predict output lengths.
 
-        ``quantiles`` in (0, 1) are those of the conditional distribution to predict: if they are
-        spread evenly, the predictions of many sequences are distributed like their lengths.
+        Args:
+            ages: output tokens of each sequence so far.
+            limits: largest output length of each sequence.
+            quantiles: quantile in (0, 1) of the conditional distribution to return for each
+                sequence. If quantiles are spread evenly, the predictions of many sequences are
+                distributed like their lengths.
         """
         hazard = self._cumulative_hazard()
         target = np.interp(ages, self._edges, hazard) - np.log1p(-quantiles)
@@ -72,16 +77,16 @@ class OutputLengths:
             overall = (self._stopped.sum() + 1.0) / (
                 self._reached.sum() + len(self._reached) * self._width / _FIRST_GUESS
             )
-            # Counts are per token, so a bin of several tokens adds up several hazards.
+            # Counts are per token, so the hazard of a bin is the sum over its tokens.
             hazard = (self._stopped + _SHRINK * overall) / (self._reached + _SHRINK)
             per_bin = -np.log1p(-np.minimum(hazard, 0.999)) * self._width
             self._cumulative = np.concatenate([[0.0], np.cumsum(per_bin)])
         return self._cumulative
 
     def remaining(self, table: SequenceTable, rows: Rows) -> Float:
-        """[S] predicted further output tokens of running sequences.
+        """Predict how many more tokens running sequences will output, [S].
 
-        Quantiles are multiples of the golden ratio in order of admission, which spread evenly.
+        Quantiles are multiples of the golden ratio in order of admission, which are spread evenly.
         """
         ages = table.num_tokens[rows] - table.num_prompt[rows]
         limits = table.max_total[rows] - table.num_prompt[rows]
@@ -92,13 +97,13 @@ class OutputLengths:
 
 
 class PoolForecast:
-    """Blocks in use at every later step, if nothing else is admitted.
+    """Forecast of the blocks in use at later steps, if no further row is admitted.
 
-    It counts running sequences and the samples that will fork from them. Demand peaks just before
-    a sequence ends. The highest peak is located with half a block added per table; demand there is
-    then counted exactly, as sequences that run in step fill their last blocks in step. For a model
-    with windows it counts slots, one per layer group, and assumes the maximum for a sequence in a
-    window that it will outgrow.
+    It includes running sequences and the samples that will fork from them. Demand peaks just before
+    a sequence ends. The highest peak is found with the average of half a block added per table. The
+    blocks at that peak are then counted exactly, because sequences of equal length fill their last
+    blocks at the same time. For a model with windows, the forecast counts slots, one per layer
+    group. It assumes the maximum for a sequence that will become longer than a window.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
@@ -113,7 +118,7 @@ class PoolForecast:
         self._per_state = pool.states.slots_per_state
         owned += pool.states.num_used  # each row will have its own
         self._not_owned = max(pool.num_used - owned, 0)
-        """Blocks in use that no sequence holds alone."""
+        """Number of used blocks that do not belong to a single sequence."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         self._capacity = pool.num_blocks * (1.0 - _WATERMARK * unsure)
         forks = table.pending_forks[rows]
@@ -124,23 +129,23 @@ class PoolForecast:
         shared = np.concatenate([shared_blocks, np.repeat(full_blocks, forks)])
         order = np.argsort(ends)
         self._ends: Float = ends[order]
-        """Predicted further output tokens of each sequence, ascending."""
+        """Predicted number of remaining output tokens of each sequence, ascending."""
         self._tokens: Float = known[order].astype(np.float64)
-        """Known tokens of each sequence; the newest token has no KV yet."""
+        """Number of known tokens of each sequence. The newest token has no KV yet."""
         self._shared_blocks: Float = shared[order].astype(np.float64)
-        """Blocks of each sequence that others use too, which are not freed when it ends."""
+        """Number of each sequence's blocks that are shared, and so not freed when it ends."""
 
     def admit(self, sequence: Sequence, shared_blocks: int) -> bool:
-        """Whether one more sequence fits; if so, it is added.
+        """Add a waiting sequence if it fits; return true if it does.
 
         Args:
-            sequence: a waiting sequence.
-            shared_blocks: blocks of its table that others hold too.
+            sequence: the waiting sequence.
+            shared_blocks: number of its blocks that other sequences use.
         """
         return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 
     def admit_group(self, sequence: Sequence, shared_blocks: int) -> bool:
-        """Whether a waiting sequence and its group fit; if so, they are added."""
+        """Add a waiting sequence and its group if they fit; return true if they do."""
         before = self._ends, self._tokens, self._shared_blocks
         shared = sequence.request.num_prompt_tokens // self._table.block_size
         blocks = [shared_blocks, *[shared] * (sequence.request.group_size - 1)]
@@ -151,7 +156,7 @@ class PoolForecast:
         return False
 
     def expect_samples(self, leader: Sequence) -> None:
-        """Add the samples that will fork from a row just admitted, as far as they fit."""
+        """Add samples that will fork from a row just admitted, until one does not fit."""
         if leader.output_ids:
             return
         remaining = self._remaining(leader)
@@ -171,7 +176,7 @@ class PoolForecast:
         return True
 
     def _remaining(self, sequence: Sequence) -> float:
-        """Predicted further output tokens of a waiting sequence: the median for its age."""
+        """Predict how many more tokens a waiting sequence will output: the median for its age."""
         age = len(sequence.output_ids)
         limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
         if not sequence.request.stop_token_ids and sequence.stop_checker is None:
@@ -180,13 +185,13 @@ class PoolForecast:
         return float(total[0]) - age
 
     def _peak(self, ends: Float, tokens: Float, shared_blocks: Float) -> float:
-        """Peak of the blocks that sequences, sorted by their ends, hold alone."""
+        """Return the peak number of unshared blocks of sequences, which are sorted by ``ends``."""
         size = self._table.block_size
         half = (tokens + (size - 1) / 2) / size - shared_blocks + self._per_state
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
         if self._most_in_windows:
             growing, constant = self._growing(ends, tokens, shared_blocks)
-            constant += self._per_state * (1 - growing)  # counted once, not per group
+            constant += self._per_state * (1 - growing)  # so that states count once, not per group
             half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
         held = np.cumsum(half[::-1])[::-1] + growth * ends / size
         top = int(held.argmax())
@@ -197,8 +202,8 @@ class PoolForecast:
         return float(exact.sum())
 
     def _growing(self, ends: Float, tokens: Float, shared_blocks: Float) -> tuple[Float, Float]:
-        """For each sequence the number of layer groups in which it grows to its end, and its
-        constant blocks in the others."""
+        """Return for each sequence the number of layer groups in which it grows until it ends, and
+        its constant number of blocks in all other groups."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
         final = np.ceil((tokens + ends - 1) / self._table.block_size) - shared_blocks
         for most in self._most_in_windows:

@@ -17,16 +17,16 @@ from batchinfer.engine.sequence import Sequence
 class KVManager:
     """Allocates, shares, frees and indexes the blocks of running sequences.
 
-    Blocks of a prompt may serve other rows; blocks of an output only the row itself. Therefore a
-    prompt's block is indexed when the step that fills it is scheduled, and an output's only when
-    its sequence is preempted: steady decode indexes nothing.
+    Other rows may use blocks of a prompt, but only the row itself uses blocks of its output. A
+    prompt's block is therefore indexed when the step that fills it is scheduled, and an output's
+    block only when its sequence is preempted. Steady decode does not index blocks.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
         self._pool = pool
         self._table = table
         self.prefilling: dict[Block, list[Sequence]] = {}
-        """Rows whose prompts are unfinished after this step, by their last indexed block."""
+        """Sequences with unfinished prompts after this step, by their last indexed block."""
 
     def begin_step(self) -> None:
         """Reset ``prefilling``."""
@@ -35,7 +35,7 @@ class KVManager:
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
         """Give a sequence a row with the blocks of a prefix hit."""
         pool, num_shared = self._pool, hit.num_shared
-        if hit.snapshot is not None:  # so that blocks allocated here do not evict it
+        if hit.snapshot is not None:  # a reference, so that allocations do not evict the snapshot
             pool.states.acquire(hit.snapshot.state)
         acquired = acquire_prefix(pool, hit)
         sequence.state.stats.swapped_blocks += acquired.num_swapped
@@ -57,7 +57,7 @@ class KVManager:
         return states.start_from(hit.snapshot, self._pool.block_copies.within, more)
 
     def free(self, sequence: Sequence) -> None:
-        """Take a running sequence off the table and release its blocks and recurrent state."""
+        """Free a running sequence's row, and release its blocks and recurrent state."""
         state, sequence.recurrent_state = sequence.recurrent_state, None
         self._pool.release(self._table.remove(sequence), sequence.num_evicted)
         if state is not None:
@@ -66,7 +66,7 @@ class KVManager:
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Give ``child`` a row with the first ``num_tokens`` tokens computed by ``parent``.
 
-        A partly filled last block is copied by the first sequence that writes to it.
+        The first sequence that writes to a shared, partly filled last block copies it.
         """
         pool, table = self._pool, self._table
         blocks = parent.blocks[: -(-num_tokens // table.block_size)]
@@ -86,7 +86,8 @@ class KVManager:
             table.state_shared[parent.row] = True
 
     def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
-        """[S] blocks to allocate for each row's new tokens and for copying a shared last block."""
+        """Return the number of blocks to allocate for each row's new tokens and for a copy of its
+        shared last block, [S]."""
         table = self._table
         end = table.num_computed[rows] + num_new
         needed: Int = -(-end // table.block_size) - table.num_blocks[rows]
@@ -94,18 +95,18 @@ class KVManager:
         for at in np.flatnonzero(table.tail_shared[rows]):
             last = table.sequence(rows[at]).blocks[-1]
             if self._must_copy_tail(int(rows[at])) and copies[last] < last.ref_count - 1:
-                copies[last] += 1  # the last reference writes in place
+                copies[last] += 1  # the sequence with the last reference writes in place
                 needed[at] += 1
         return needed
 
     def copies_state(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[S] whether each row must copy its recurrent state before a step."""
+        """Return [S] True for each row that must copy its recurrent state before a step."""
         table, copies = self._table, Counter[RecurrentState]()
         is_copied = np.zeros(len(rows), dtype=np.bool_)
         for at in np.flatnonzero(table.state_shared[rows]):
             state = table.sequence(rows[at]).recurrent_state
             if state is not None and copies[state] < state.ref_count - 1:
-                copies[state] += 1  # the last reference writes in place
+                copies[state] += 1  # the sequence with the last reference writes in place
                 is_copied[at] = True
         return is_copied
 
@@ -121,9 +122,9 @@ class KVManager:
             table.set_state(sequence, state, is_shared=False)
         if table.tail_shared[row]:
             if self._must_copy_tail(row):  # copy-on-write
-                own = pool.allocate()
-                shared = table.replace_last_block(row, own)
-                pool.copy(shared, own)
+                block = pool.allocate()
+                shared = table.replace_last_block(row, block)
+                pool.copy(shared, block)
                 pool.release([shared])
             table.tail_shared[row] = False
         end = int(table.num_computed[row]) + num_new
@@ -133,12 +134,13 @@ class KVManager:
     def free_outside_window(self, rows: Rows, num_new: Int) -> None:
         """Free slots behind the windows of sequences whose step was just submitted.
 
-        That step reads them before a later one writes to them, as steps run in order (see
-        ``Runner``). A sequence from which others will fork at an earlier token keeps them.
+        The step reads the slots before a later step writes to them, because steps run in order (see
+        ``Runner``). A sequence keeps its slots if other sequences will fork from it at an earlier
+        token.
 
         Args:
             rows: [S] table rows.
-            num_new: [S] their tokens in the step, which count as computed already.
+            num_new: [S] number of tokens in the step, which already count as computed.
         """
         table, window_slots = self._table, self._pool.window_slots
         if not window_slots.windows:
@@ -158,7 +160,7 @@ class KVManager:
             sequence.num_evicted = num_evicted
 
     def keep_states(self, rows: Rows) -> None:
-        """Keep the recurrent states of rows that have reached a branch point."""
+        """Take snapshots of the recurrent states of rows that have reached a branch point."""
         table = self._table
         for row in rows[table.num_computed[rows] == table.next_branch[rows]]:
             sequence, at = table.sequence(row), int(table.num_computed[row])
@@ -167,8 +169,16 @@ class KVManager:
             table.find_next_branch(row)
 
     def keep_state(self, sequence: Sequence, at: int, followers: int) -> None:
-        """Keep the recurrent state of a running sequence, after its first ``at`` tokens, for rows
-        that start from it, if its blocks are indexed and the pool has room for a copy."""
+        """Take a snapshot of a running sequence's recurrent state, for rows that start from it.
+
+        The sequence's blocks must be indexed, and the pool must have space for a copy; otherwise no
+        snapshot is taken.
+
+        Args:
+            sequence: the running sequence.
+            at: number of its computed tokens.
+            followers: number of rows that will start from the snapshot.
+        """
         pool, size, state = self._pool, self._pool.block_size, sequence.recurrent_state
         if state is None or pool.num_available < pool.states.slots_per_state:
             return
@@ -182,17 +192,17 @@ class KVManager:
             self._table.state_shared[sequence.row] = True
 
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
-        """Index the prompt blocks that this step fills, also a partly filled last one."""
+        """Index the prompt blocks that this step fills, including a partly filled last block."""
         start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
         for at in np.flatnonzero(start < prompt):
             end = int(start[at] + num_new[at])
             self._cache_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
 
     def cache_computed_blocks(self, sequence: Sequence) -> list[Block]:
-        """Index all computed tokens of a running sequence, also in a partly filled last block.
+        """Index all computed tokens of a running sequence, including a partly filled last block.
 
         Returns:
-            The indexed blocks that hold them.
+            The indexed blocks that hold these tokens.
         """
         computed, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
         parent, entries = self._pool.entry_below([], sequence.request.adapter), list[Block]()
@@ -207,13 +217,13 @@ class KVManager:
         return entries
 
     def _must_copy_tail(self, row: int) -> bool:
-        """Whether the row's next token goes into a block that others reference too."""
+        """True if the row's next token goes into a block that other sequences use."""
         table = self._table
         partly_filled = table.num_computed[row] % table.block_size != 0
         return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
 
     def _cache_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
-        """Index the prompt blocks filled by this step, which computes up to token ``end``."""
+        """Index the prompt blocks that this step fills by computing the tokens before ``end``."""
         size, pool = self._pool.block_size, self._pool
         while sequence.index_parent is not None and sequence.num_indexed < min(end, prompt) // size:
             at = sequence.num_indexed

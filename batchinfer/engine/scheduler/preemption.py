@@ -1,7 +1,7 @@
-"""Preemption: recompute or swap a sequence's blocks, and eviction by known future use.
+"""Preemption by recomputing or swapping, and eviction by known future use.
 
-A known future use (by a waiting sequence or a later row) does not reserve a block; it only affects
-the eviction order and decides what is worth a host slot.
+A known future use of a block, by a waiting sequence or a later row, does not reserve the block. It
+delays eviction, and lets an evicted block move to a host slot.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Preemption = Literal["auto", "recompute", "swap"]
 _WEIGHT = 0.2
 """Weight of a step in the moving average."""
 _MOSTLY = 0.8
-"""Least share of prompt tokens in a step that counts as a measurement."""
+"""Smallest share of prompt tokens in a step whose time is measured."""
 _FIRST_TOKEN_S = 1e-4
-"""Initial estimate; a measurement comes before the first preemption."""
+"""Initial estimate. The first preemption happens after the first measurement."""
 
 
 class PreemptionPolicy:
-    """Chooses to swap or to recompute a preempted sequence, by the time that each takes.
+    """Chooses between swapping and recomputing a preempted sequence, by the time that each takes.
 
-    Swapping moves its blocks to the host and back, at the bandwidth of copies. Recomputing computes
-    their tokens again, at the speed of this run's prompts. Blocks shared with others are not freed
-    and cost nothing.
+    Swapping copies the sequence's blocks to the host and back, at the measured bandwidth of copies.
+    Recomputing computes their tokens again, at the speed of this run's prompts. Blocks that other
+    sequences share are not freed, so they do not count.
 
     Args:
-        preemption: ``auto``, or a fixed choice.
-        block_copy_s: seconds to copy a block one way.
+        preemption: ``auto``, or the choice for all sequences.
+        block_copy_s: seconds to copy a block in one direction.
     """
 
     def __init__(self, preemption: Preemption = "recompute", block_copy_s: float = 0.0) -> None:
@@ -51,13 +51,18 @@ class PreemptionPolicy:
         self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
 
     def should_swap(self, tables: Items[list[Block]], block_size: int) -> bool:
-        """Whether to swap the blocks of sequences that are preempted together."""
+        """True if sequences that are preempted together should be swapped.
+
+        Args:
+            tables: blocks of each sequence.
+            block_size: tokens per block.
+        """
         if self._preemption != "auto":
             return self._preemption == "swap"
         held = Counter(block for table in tables for block in table)
-        own = [block for block, count in held.items() if block.ref_count == count]
-        copies = len(own) + sum(block.host_slot < 0 for block in own)
-        return copies * self.block_copy_s < len(own) * block_size * self.token_s
+        freed = [block for block, count in held.items() if block.ref_count == count]
+        copies = len(freed) + sum(block.host_slot < 0 for block in freed)
+        return copies * self.block_copy_s < len(freed) * block_size * self.token_s
 
 
 class ReuseHints:
@@ -66,13 +71,13 @@ class ReuseHints:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._waiting: dict[Sequence, list[Block]] = {}
-        """Waiting sequences with their indexed blocks."""
+        """Indexed blocks of each waiting sequence."""
         self._num_swapped = 0
         self._counted_at = -1
 
     @property
     def num_swapped(self) -> int:
-        """Waiting sequences with blocks on the host only."""
+        """Number of waiting sequences with blocks that are only on the host."""
         changes = self._pool.host.changes
         if self._counted_at != changes:
             self._counted_at = changes
@@ -87,13 +92,13 @@ class ReuseHints:
         self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in reversed(self._waiting[sequence]):  # last blocks first, as in ``remove``
+        for block in reversed(self._waiting[sequence]):  # the order of ``remove``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.update_priority(block)
 
     def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
-        """Whether a block is the end of a sequence's computed tokens and has no other use."""
+        """True if a block has the end of a sequence's computed tokens and no other use."""
         return (
             block is not None
             and self._waiting.get(sequence, [None])[-1] is block
@@ -110,7 +115,7 @@ class ReuseHints:
         if blocks is None:
             return
         self._counted_at = -1
-        for block in reversed(blocks):  # last blocks first, as in ``BlockPool.release``
+        for block in reversed(blocks):  # the order of ``BlockPool.release``
             block.waiters -= 1
             if block.waiters == 0:
                 self._pool.update_priority(block)
@@ -121,9 +126,9 @@ class ReuseHints:
             self.remove(sequence)
 
     def note_use(self, sequence: Sequence) -> None:
-        """Mark which prompt blocks of a finished sequence later rows need.
+        """Mark the prompt blocks of a finished sequence that later rows need.
 
-        The row with the latest arrival among a block's users decides.
+        If several rows used a block, the last row to arrive sets the mark.
         """
         size, shared = self._pool.block_size, self._num_reused(sequence)
         prompt_blocks = -(-sequence.request.num_prompt_tokens // size)
@@ -131,29 +136,29 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark a prompt's block number ``at`` that a sequence copied to rewrite its end.
+        """Mark block number ``at`` of a prompt after a sequence copied it to rewrite its end.
 
-        A sequence that diverges within the block does not affect the mark.
+        A sequence that diverges within the block does not change the mark.
         """
         size = self._pool.block_size
         if sequence.key(at * size, (at + 1) * size) == source.key:
             self._note(source, sequence, used_later=at < self._num_reused(sequence))
 
     def _num_reused(self, sequence: Sequence) -> int:
-        """Leading blocks of a sequence's prompt that later rows share."""
+        """Return the number of leading blocks of a sequence's prompt that later rows share."""
         request = sequence.request
         reused = request.reused_prefix_len
         if request.params.prompt_logprobs is not None:
-            # Later rows compute these positions themselves for their logits.
+            # Later rows need logits from this position on, so they compute these tokens again.
             reused = min(reused, request.logits_from)
-        # Only whole blocks: one of several blocks would serve a part, the others would be unused.
+        # Only whole blocks: a later row uses at most one of several blocks with a partial match.
         return reused // self._pool.block_size
 
     def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:
         arrival = sequence.state.arrival
         if sequence.request.first_sample:
-            return  # further samples of a row arrive after the later rows already did
+            return  # a request for further samples arrives after the rows that follow its row
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
-            if block.window_slots:  # some may have been freed before
+            if block.window_slots:  # some may already be in the eviction order
                 self._pool.update_priority(block)

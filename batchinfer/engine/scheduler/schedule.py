@@ -20,7 +20,7 @@ class Schedule:
     num_new: Int
     """[S] tokens to compute per row."""
     finishes: Bool
-    """[S] whether a row's last known token is computed, so that it is sampled."""
+    """[S] True where a row's last known token is computed, so that it is sampled."""
     sampled: Rows
     """[R] the rows to sample."""
     samples_per_row: Int32
@@ -28,12 +28,12 @@ class Schedule:
     block_copies: BlockCopies
     num_preempted: int
     num_cached: int
-    """Prompt tokens found in the index at first admission."""
+    """Number of prompt tokens found in the prefix index at first admission."""
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Rows chosen for the next step so far; fields as in ``Schedule``."""
+    """Rows chosen for the next step so far. The fields are those of ``Schedule``."""
 
     rows: Rows
     num_new: Int
@@ -46,7 +46,7 @@ class ScheduledRows:
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
-        """The schedule of these rows; a row's first token is drawn for all its samples at once."""
+        """Return the schedule of these rows. A row's first logits give a token to each sample."""
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
         num_tokens = table.num_tokens[rows]

@@ -1,8 +1,8 @@
-"""Scheduling by one rule: ``num_computed`` chases ``num_tokens``.
+"""Scheduling by one rule: ``num_computed`` catches up with ``num_tokens``.
 
-There are no phases. Chunked prefill, a prefix hit, a sequence that resumes after preemption and
-plain decode differ only in the distance between the two numbers (the rule is vLLM v1's,
-vllm/v1/core/sched/scheduler.py).
+Scheduling has no phases. Chunked prefill, a prefix hit, a sequence that resumes after preemption,
+and plain decode differ only in the distance between the two numbers. vLLM v1 introduced this rule
+(vllm/v1/core/sched/scheduler.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.stats import StepStats
 
 _MOST_SITTING_OUT = 0.25
-"""Largest share of running sequences that may skip a step to wait for their last token's value.
-They then run every other step and lose half that share; reading first costs the host's part of a
-step instead."""
+"""Largest share of running sequences that may skip a step because they need the value of their last
+token. Such sequences run only every other step. With a larger share, the engine first reads the
+step in flight, so that the device waits for the host's part of a step."""
 
 
 class Scheduler:
-    """Decides each step; owns the waiting queue, the sequence table and the block pool."""
+    """Chooses the rows of each step; owns the queue, the sequence table and the block pool."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Scheduler:
         )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Most tokens in a step; lowered after out-of-memory errors."""
+        """Most tokens in a step. It is lowered after out-of-memory errors."""
         self._num_steps = 0
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end of the queue."""
-        # The limit may have been lowered below what beams need that run together.
+        # The limit may have been lowered below the number of beams that must run together.
         group_size = sequence.request.group_size
         self.max_num_batched_tokens = max(self.max_num_batched_tokens, group_size)
         self.waiting.append(sequence)
@@ -68,9 +68,9 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def schedule(self) -> Schedule | None:
-        """The next step, with every block that it writes allocated.
+        """Schedule the next step, and allocate every block that it writes.
 
-        None if there is nothing to run, or if the step in flight should be read first.
+        Returns None if no sequence can run, or if the step in flight should be read first.
         """
         self.beam_groups.join()
         chosen = self._continue_running()
@@ -82,7 +82,7 @@ class Scheduler:
             budget = self.max_num_batched_tokens - int(chosen.num_new.sum())
             self._admission.admit(self.waiting, chosen, budget, self.forecast())
         if len(chosen.rows) == 0:
-            assert not self.waiting, "nothing runs, yet nothing was admitted"
+            assert not self.waiting, "no sequence runs, but none was admitted"
             return None
         return chosen.schedule(self.table, self.pool.take_copies())
 
@@ -90,7 +90,8 @@ class Scheduler:
         """Count a submitted step's tokens as computed and drawn, for all later steps.
 
         Args:
-            now: the engine's clock, in seconds.
+            schedule: the submitted step.
+            now: time on the engine's clock, in seconds.
 
         Returns:
             The step's statistics without times.
@@ -119,14 +120,18 @@ class Scheduler:
         return stats
 
     def forecast(self) -> PoolForecast:
-        """Forecast of the pool for the running sequences."""
+        """Return a forecast of the pool for the running sequences."""
         return PoolForecast(self.pool, self.table, self.output_lengths)
 
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
-        """Start ``child``, which shares all computed tokens with ``parent``, if it fits.
+        """Start ``child`` if it fits; it shares all computed tokens of ``parent``.
 
-        Otherwise it waits, and finds or recomputes the prefix at its admission. ``forecast``
-        includes earlier forks.
+        Otherwise, it waits, and takes the prefix from the index or recomputes it when admitted.
+
+        Args:
+            parent: a running sequence.
+            child: a new sample of the same row.
+            forecast: forecast that includes earlier forks.
         """
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
@@ -155,7 +160,7 @@ class Scheduler:
                 self.pool.evict_subtree(block)
         if sequence.row >= 0:
             self._kv_manager.free(sequence)
-        elif sequence in self.waiting:  # not if it was created in this step
+        elif sequence in self.waiting:  # a sequence created in this step is not
             self.waiting.remove(sequence)
 
     def abort_all(self) -> None:
@@ -165,7 +170,7 @@ class Scheduler:
         self.reuse_hints.remove_all()
 
     def withdraw(self) -> list[Sequence]:
-        """Free all rows and discard unconfirmed blocks; returns the sequences that ran."""
+        """Free all rows and discard unconfirmed blocks; return the sequences that ran."""
         self.pool.rollback()
         running = list(self.table.running())
         for sequence in running:
@@ -173,10 +178,10 @@ class Scheduler:
         return running
 
     def preempt(self, sequence: Sequence) -> int:
-        """Free the blocks of a running sequence and its group; returns the number of sequences.
+        """Free the blocks of a running sequence and its group; return the number of sequences.
 
-        Their tokens must be known, as computed blocks are added to the prefix index. Blocks that
-        are still on the device or host at the next admission are found; others are recomputed.
+        The values of their tokens must be known, because their computed blocks are indexed. The
+        next admission finds blocks that are still on the device or host, and recomputes the rest.
         """
         running = [member for member in sequence.group if member.row >= 0]
         assert all(self.table.sample_at[member.row] < 0 for member in running)
@@ -197,10 +202,10 @@ class Scheduler:
         return len(running)
 
     def _retire(self, sampled: Rows) -> None:
-        """Free the rows whose last token by length was just submitted.
+        """Free the rows whose last token, by length, was just submitted.
 
-        Processing the token needs the sequence but not its row. The step reads the blocks before a
-        later step writes to them (see ``Runner``).
+        Processing the token needs the sequence but not its table row. The step reads the blocks
+        before a later step writes to them (see ``Runner``).
         """
         table = self.table
         for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
@@ -209,10 +214,11 @@ class Scheduler:
             self.finish(sequence)
 
     def _continue_running(self) -> ScheduledRows | None:
-        """Tokens to compute for running sequences, preempting the newest if blocks run out.
+        """Choose tokens to compute for running sequences; preempt the newest if blocks run out.
 
-        None if the step in flight should be read first: if too many sequences would skip the step,
-        or before any preemption, as a sequence that ended may free blocks.
+        Returns None if the step in flight should be read first: because too many sequences would
+        skip the step, or because a sequence that ended in it may free blocks and so avoid a
+        preemption.
         """
         preempted = 0
         while True:
@@ -238,13 +244,13 @@ class Scheduler:
         return ScheduledRows(rows, num_new, preempted)
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Rows whose next step depends neither on a token's value nor on pending forks."""
+        """Return [S] True for rows whose next step needs no token's value and no pending fork."""
         table = self.table
         ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.pending_forks[rows] == 0)
         return ahead
 
     def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
-        """Rows and their tokens within the step's budget: decodes first, then the oldest."""
+        """Distribute the step's token budget over rows: decodes first, then the oldest rows."""
         computed = self.table.num_computed[rows]
         pending = np.minimum(self.table.num_tokens[rows], self.table.next_branch[rows]) - computed
         order = np.argsort(pending > 1, kind="stable")

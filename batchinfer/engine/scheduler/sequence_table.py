@@ -1,6 +1,7 @@
 """A table of running sequences as numpy columns.
 
-A step touches every running sequence; columns avoid a Python loop. Waiting sequences have no row.
+Every step reads and updates all running sequences, and columns avoid a Python loop over them.
+Waiting sequences have no row.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ Rows = npt.NDArray[np.intp]
 
 
 NO_BRANCH = int(np.iinfo(np.int32).max)
-"""Beyond the end of every sequence."""
+"""Branch point beyond the end of every sequence."""
 
 
 class SequenceTable:
     """Rows of running sequences.
 
     Args:
-        max_num_seqs: most running sequences; a search with more beams runs alone.
+        max_num_seqs: most running sequences. A beam search with more beams runs alone.
         max_model_len: most tokens of a sequence, prompt and output together.
         block_size: tokens per block.
-        windows: of each layer group; 0 is full attention and comes first.
+        windows: window of each layer group; 0 = full attention, which comes first.
         slots_per_state: slots of a sequence's recurrent state.
     """
 
@@ -54,67 +55,66 @@ class SequenceTable:
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
         self.admission = np.zeros(rows, dtype=np.int64)
-        """Order of admission; the newest row is preempted first."""
+        """Number in order of admission. The newest row is preempted first."""
         self.num_prompt = np.zeros(rows, dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
-        """Prompt and output tokens, including a token being drawn."""
+        """Number of prompt and output tokens, including a token that is being drawn."""
         self.num_computed = np.zeros(rows, dtype=np.int32)
-        """Leading tokens with KV in the pool after all submitted steps."""
+        """Number of leading tokens with KV in the pool after all submitted steps."""
         self.computed_once = np.zeros(rows, dtype=np.int32)
         self.max_total = np.zeros(rows, dtype=np.int32)
-        """Tokens at which the sequence ends by length."""
+        """Number of tokens at which the sequence ends by length."""
         self.length_known = np.zeros(rows, dtype=np.bool_)
-        """Whether the sequence certainly runs to ``max_total``."""
+        """True if the sequence certainly runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.sample_at = np.full(rows, -1, dtype=np.int32)
-        """Sample of the step in flight that gives the last token; -1: ``last_token`` has it."""
+        """Sample of the step in flight that is the last token; -1: ``last_token`` has its value."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
-        """Leading blocks that others reference too, which are not freed at the end."""
+        """Number of leading blocks that other sequences share."""
         self.pending_forks = np.zeros(rows, dtype=np.int32)
-        """Samples or beams that will fork from the row once it has caught up."""
+        """Number of samples or beams that will fork once the row's known tokens are computed."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
-        """Whether the last block may be shared, which a write must check."""
+        """True if the last block may be shared, so that a write must check it."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
         """[rows, longest] slots in the first layer group; undefined outside the window."""
         self.other_tables = np.zeros((len(windows) - 1, rows, 16), dtype=np.int32)
         """[G - 1, rows, longest] slots in the other layer groups."""
         self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
-        """[rows, longest] serial numbers of blocks without a slot of their own."""
+        """[rows, longest] serial numbers of blocks, if every layer group has a window."""
         self.state_table = np.zeros((rows, slots_per_state), dtype=np.int32)
         """[rows, slots of a state] slots of recurrent states."""
         self.state_shared = np.zeros(rows, dtype=np.bool_)
-        """Whether the recurrent state may be shared, which a step that writes it must check."""
+        """True if the recurrent state may be shared, so that a step that writes it must check."""
         self.next_branch = np.full(rows, NO_BRANCH, dtype=np.int32)
-        """Next branch point of the prompt, at which a step ends; ``NO_BRANCH``: none is left."""
+        """Next branch point of the prompt, where a step must end; ``NO_BRANCH`` after the last."""
         self.version = 0
         """Incremented by every change of a block table except growth at the end."""
         self.sampling = SamplingColumns.zeros(rows)
         self.min_tokens = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
         self.checks_stops = np.zeros(rows, dtype=np.bool_)
-        """Whether a stop checker sees each token."""
+        """True if a stop checker sees each token."""
         self.edits_logits = np.zeros(rows, dtype=np.bool_)
-        """Whether penalties, biases or bans need work per sequence."""
+        """True if penalties, biases or bans need work per sequence."""
         self.needs_values = np.zeros(rows, dtype=np.bool_)
-        """Whether drawing a token needs the values of all earlier tokens."""
+        """True if drawing a token needs the values of all earlier tokens."""
         self.awaits_first_token = np.zeros(rows, dtype=np.bool_)
-        """Whether the request has not drawn any token yet."""
+        """True if the request has not drawn any token yet."""
         self.scores_prompt = np.zeros(rows, dtype=np.bool_)
-        """Whether the prompt's log-probabilities are requested."""
+        """True if the prompt's log-probabilities are requested."""
         self.pools = np.zeros(rows, dtype=np.bool_)
-        """Whether the hidden state of the last prompt token is requested."""
+        """True if the hidden state of the last prompt token is requested."""
         self.given_token = np.full(rows, -1, dtype=np.int32)
-        """The fixed output token; -1: it is drawn."""
+        """The fixed output token; -1: the token is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
         """Number of the adapter; 0 = the base model."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
         self.has_processors = np.zeros(rows, dtype=np.bool_)
-        """Whether the caller's functions change the logits."""
+        """True if the caller's functions change the logits."""
         self.names_tokens = np.zeros(rows, dtype=np.bool_)
-        """Whether log-probabilities of named tokens are requested."""
+        """True if log-probabilities of named tokens are requested."""
         self.logprobs_mode = np.zeros(rows, dtype=np.int32)
-        """``LogprobsMode``."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._admissions = 0
@@ -126,34 +126,37 @@ class SequenceTable:
 
     @property
     def num_running(self) -> int:
-        """Sequences with a row."""
+        """Number of sequences with a row."""
         return len(self.sequences) - len(self._free_rows)
 
     def has_room(self, count: int = 1) -> bool:
-        """Whether ``count`` more sequences can run. Rows are reserved for future beams; if nothing
-        runs, the beams of any search fit."""
+        """True if ``count`` more sequences can run.
+
+        Rows are reserved for future beams. If no sequence runs, the beams of any search fit.
+        """
         if self.num_running == 0:
             return count <= len(self.sequences)
         taken = self.num_running + int(self.pending_forks[self.is_beam].sum())
         return taken + count <= self.max_num_seqs
 
     def rows(self) -> Rows:
-        """Rows in use, oldest admission first."""
+        """Return the rows in use, oldest admission first."""
         rows = np.flatnonzero(self.active)
         return rows[np.argsort(self.admission[rows], kind="stable")]
 
     def running(self) -> Iterator[Sequence]:
-        """The running sequences, oldest admission first."""
+        """Iterate over the running sequences, oldest admission first."""
         return (self.sequence(row) for row in self.rows())
 
     def sequence(self, row: int | np.intp) -> Sequence:
-        """The sequence in a row that is in use."""
+        """Return the sequence in a row that is in use."""
         sequence = self.sequences[row]
         assert isinstance(sequence, Sequence)
         return sequence
 
     def num_evicted(self, num_tokens: Int) -> npt.NDArray[np.integer]:
-        """Leading blocks outside each layer group's window, broadcastable to [G, S].
+        """Return the number of leading blocks outside each layer group's window, broadcastable to
+        [G, S].
 
         Args:
             num_tokens: [S] computed tokens of each sequence.
@@ -163,7 +166,7 @@ class SequenceTable:
         return np.stack([num_outside_windows(num_tokens, w, self.block_size) for w in self.windows])
 
     def total_limit(self, sequence: Sequence) -> int:
-        """Tokens at which the sequence ends by length."""
+        """Return the number of tokens at which the sequence ends by length."""
         request = sequence.request
         total = request.num_prompt_tokens + request.params.max_tokens
         return min(total, self.most_tokens(request))
@@ -178,7 +181,10 @@ class SequenceTable:
     def add(
         self, sequence: Sequence, blocks: list[Block], num_computed: int, num_shared: int
     ) -> None:
-        """Give a sequence a row; ``blocks`` hold its first ``num_computed`` tokens."""
+        """Give a sequence a row, with ``blocks`` that hold its first ``num_computed`` tokens.
+
+        The first ``num_shared`` of the blocks are used by other running sequences.
+        """
         row = self._free_rows.pop()
         sequence.row = row
         self.version += 1
@@ -218,7 +224,7 @@ class SequenceTable:
         self.state_shared[sequence.row] = is_shared
 
     def remove(self, sequence: Sequence) -> list[Block]:
-        """Free a sequence's row; returns its blocks, which the caller must release."""
+        """Free a sequence's row; return its blocks, which the caller must release."""
         row, blocks = sequence.row, sequence.blocks
         sequence.computed_once = int(self.computed_once[row])
         self.block_table[row, : len(blocks)] = 0
@@ -254,7 +260,7 @@ class SequenceTable:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
 
     def replace_last_block(self, row: int, block: Block) -> Block:
-        """Replace a row's last block by ``block``; returns the old one."""
+        """Replace a row's last block by ``block``; return the old block."""
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1
@@ -267,8 +273,8 @@ class SequenceTable:
             self.block_table[row, at] = block.slot
             return
         slots = [max(window_slot.slot, 0) for window_slot in block.window_slots]
-        self.block_table[row, at], *others = slots if self.windows[0] else [block.slot, *slots]
-        self.other_tables[:, row, at] = others
+        first, *rest = slots if self.windows[0] else [block.slot, *slots]
+        self.block_table[row, at], self.other_tables[:, row, at] = first, rest
         if len(self._serials):
             self._serials[row, at] = block.serial
 

@@ -1,4 +1,4 @@
-"""Statistics of a step: its tokens and its use of the pool."""
+"""Computes the statistics of a step: its tokens and its use of the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.engine.stats import StepStats
 
 
 def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
-    """Classify the tokens of a scheduled step, and update statistics of its requests.
+    """Classify the tokens of a scheduled step, and update the statistics of its requests.
 
     Call it before the step's tokens count as computed.
 
@@ -42,15 +42,19 @@ def step_stats(
     num_waiting: int,
     num_swapped: int,
 ) -> StepStats:
-    """Statistics of a step without times, which are known when its result is read.
+    """Return the statistics of a step. Times are 0 until its result is read.
 
-    Call it when the step's tokens count as computed and before finished rows leave.
+    Call it when the step's tokens count as computed, and before rows of finished sequences are
+    freed.
 
     Args:
-        tokens: from ``note_tokens``.
+        table: the sequence table.
+        pool: the block pool.
+        schedule: the submitted step.
+        tokens: result of ``note_tokens``.
         step: number of the step.
-        num_waiting: sequences in the queue.
-        num_swapped: those among them with blocks on the host only.
+        num_waiting: number of sequences in the queue.
+        num_swapped: number of waiting sequences with blocks that are only on the host.
     """
     rows = table.rows()
     live = _live_tokens(table, pool, rows)
@@ -96,7 +100,7 @@ def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
-    # One number per row, so that one sort makes sharers of a last block adjacent.
+    # One number per row, so that one sort makes rows with the same last block adjacent.
     width = pool.block_size + 1
     by_slot = np.sort(slots.astype(np.int64) * width + filled)
     distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]

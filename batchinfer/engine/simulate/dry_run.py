@@ -1,4 +1,4 @@
-"""Dry runs: a real engine's schedule over a runner that only adds up roofline times."""
+"""Dry runs: a real engine on a runner that computes nothing and adds up roofline times."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from batchinfer.engine.simulate.roofline import (
 from batchinfer.engine.step import Float32, Int32, Step, StepResult
 
 END_TOKEN = 2**31 - 1
-"""Last token of samples that end before ``max_tokens``; no model has this token."""
-_FILLER = 2**30  # this and higher ids occur in no prompt
-# Log-probabilities of made-up beams: the range between beams, the step from one candidate to the
-# next, and a value that no beam survives.
+"""Last token of samples that end before ``max_tokens``. No model has this token."""
+_FILLER = 2**30  # no prompt has this or a higher id
+# Simulated log-probabilities of beams: the range between beams, the distance from one candidate to
+# the next, and a value that ends every beam.
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
-# Measured on two cores: the host's time, which a longer step of a GPU hides, and the time that
-# steps of a tiny model take on a CPU in addition to arithmetic.
+# Measured on two cores: the host's time per step and per chunk, hidden if a GPU takes longer; and
+# the time per sample and per token that a tiny model takes on a CPU in addition to arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6
@@ -44,11 +44,11 @@ class _RooflineClock:
 
     def __init__(self, model: ModelCost, device: Device) -> None:
         self.seconds = 0.0
-        """Time of all steps on a well-built engine; the engine's clock."""
+        """Estimated time of all steps. The engine uses it as its clock."""
         self.bound_s = 0.0
         """Time of all steps at the device's limits."""
         self.samples_drawn = 0
-        """Output tokens so far, or texts of an encoder."""
+        """Number of output tokens so far; for an encoder, the number of texts."""
         self._model = model
         self._device = device
 
@@ -60,10 +60,10 @@ class _RooflineClock:
 
 
 class DryEncoder(_RooflineClock):
-    """Returns vectors without meaning, on a roofline's clock."""
+    """Returns constant vectors and adds up roofline times."""
 
     def encode(self, step: EncoderStep) -> Float32:
-        """Add the step's time; returns vectors of width 1."""
+        """Add the step's time; return vectors of width 1."""
         lengths = step.lengths.astype(np.int64)
         pairs = int((lengths * lengths).sum())
         self._advance(StepWork(step.num_tokens, 0, 0, len(lengths), 0, pairs), len(lengths))
@@ -71,14 +71,13 @@ class DryEncoder(_RooflineClock):
 
 
 class DryRunner(_RooflineClock):
-    """Draws made-up tokens, different for every sample, on a roofline's clock.
+    """Draws arbitrary tokens, different for every sample, and adds up roofline times.
 
-    Beams draw made-up candidates: they survive in a pattern like a model's, not the model's own.
+    Candidates of beams have arbitrary log-probabilities, under which beams survive about as often
+    as in a real search.
 
     Args:
-        model: costs of a token.
-        device: the device to simulate.
-        end_after: tokens after which samples draw ``END_TOKEN``; None: never.
+        end_after: output tokens after which a sample draws ``END_TOKEN``; None: never.
         block_copy_s: seconds to copy a block to or from the host.
     """
 
@@ -115,7 +114,7 @@ class DryRunner(_RooflineClock):
         )
 
     def _tokens(self, step: Step) -> Int32:
-        """[K] token ids; equal prompts continue differently, so that they share no output."""
+        """Return token ids [K]. Equal prompts continue differently, so they share no output."""
         batch = step.sampling
         mixed = batch.stream * 7919 + batch.sample_index.astype(np.uint64) * 104_729
         mixed = (mixed + batch.position.astype(np.uint64)) % np.uint64(_FILLER - 1)
@@ -126,7 +125,7 @@ class DryRunner(_RooflineClock):
 
 
 def host_seconds(work: StepWork, device: Device, computing: float) -> float:
-    """Seconds of a step including the host's time.
+    """Return the seconds of a step including the host's time.
 
     Args:
         computing: seconds that the device computes.
@@ -138,7 +137,6 @@ def host_seconds(work: StepWork, device: Device, computing: float) -> float:
 
 
 def _scored(step: Step) -> StepResult | None:
-    """Made-up log-probabilities of the prompts' tokens."""
     if step.scored is None:
         return None
     tokens, most = step.scored.token_ids, int(step.scored.num_logprobs.max())
@@ -153,10 +151,10 @@ def _scored(step: Step) -> StepResult | None:
 
 
 def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
-    """[K, L] made-up continuations of beams, best first; None if the step has no beams.
+    """Return simulated continuations of beams, best first, [K, L]; None if the step has no beams.
 
-    A beam that ends has its end token as the best by far. Others behave like a search that keeps
-    returning to a few beams, so that its beams differ in their last tokens only.
+    A beam that ends prefers its end token by far. In real searches most beams descend from a few
+    recent beams and differ only in their last tokens; these continuations do the same.
     """
     wanted = step.sampling.num_logprobs
     most = int(wanted.max(initial=0))
@@ -184,7 +182,7 @@ def make_dry_engine(
     windows: tuple[int, ...] = (0,),
     slots_per_state: int = 0,
 ) -> tuple[Engine, DryRunner]:
-    """An engine as in a run, over a ``DryRunner`` and on its clock."""
+    """Make an engine as in a run, with a ``DryRunner`` as runner and clock."""
     pool = BlockPool(
         num_blocks,
         config.block_size,
@@ -209,7 +207,7 @@ def make_dry_engine(
 def make_dry_encoder(
     config: EngineConfig, model: ModelCost, device: Device, *, max_model_len: int
 ) -> tuple[EncoderEngine, DryEncoder]:
-    """An encoder engine as in a run, over a ``DryEncoder`` and on its clock."""
+    """Make an encoder engine as in a run, with a ``DryEncoder`` as runner and clock."""
     runner = DryEncoder(model, device)
     engine = EncoderEngine(
         runner,

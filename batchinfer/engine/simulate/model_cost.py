@@ -1,4 +1,4 @@
-"""Sizes of a model from its config: parameters, bytes of weights and KV. No torch."""
+"""Derives a model's parameters, bytes of weights and bytes of KV from its config."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _UNGATED_MLP = frozenset(
         *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
     ]
 )
-"""Values of ``model_type`` whose MLP has two matrices; a gated MLP has three."""
+"""Values of ``model_type`` with two matrices in each MLP. A gated MLP has three."""
 OWN_INTEGERS = ("int8", "int4")
 """Values of ``model.quantization`` that store the output head as int8."""
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
 _SCALE_AND_ZERO = 5  # bytes per group: a float and a code
-_GROUP_STEP = 8  # checkpoint groups are kept if their size is a multiple of this
+_GROUP_STEP = 8  # a checkpoint's groups stay as they are if their size is a multiple of this
 _OWN_GROUP = 64
-"""Group size of 4-bit quantization here; torchao's is about the same."""
+"""Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
 _MXFP4_GROUP = 32
 _FLOAT8_BLOCK = 128
 _FLOAT8_SCALE = 4  # bytes
-_BITSANDBYTES_GROUP = 64  # its default, which config.json does not hold
+_BITSANDBYTES_GROUP = 64  # the default of bitsandbytes; config.json does not have the size
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """Sizes of a model that determine the cost of a token.
 
-    If layers differ in the shape of their KV, a layer's numbers are means over all layers.
+    If layers differ in the shape of their KV, numbers per layer are means over all layers.
     """
 
     layers: int
@@ -45,18 +45,18 @@ class ModelCost:
     attention_parameters: float
     """Parameters of a layer's attention matrices."""
     mlp_parameters: int
-    """Parameters of a layer's MLP, or of one of its experts."""
+    """Parameters of a layer's MLP, or of one expert."""
     experts: int
     """Experts per layer; 0 for a dense MLP."""
     experts_per_token: int
     head_parameters: int
     tied: bool
-    """Whether the embedding and the head share a matrix."""
+    """True if the embedding and the head share a matrix."""
     activations: float
     """Elements read and written between the matrices, per token and layer."""
     element_bytes: int
     matrix_bytes: float
-    """Bytes per parameter of the layers' matrices without experts."""
+    """Bytes per parameter of the layers' matrices, except experts."""
     expert_bytes: float
     """Bytes per parameter of the experts."""
     head_bytes: float
@@ -80,14 +80,14 @@ class ModelCost:
         """Read the sizes from a config (``config.to_dict()`` or config.json).
 
         Args:
-            dtype: of the weights, by name.
-            kv_cache_dtype: as for ``KVLayout.from_config``.
+            dtype: name of the weights' dtype.
+            kv_cache_dtype: argument of ``KVLayout.from_config``.
             quantization: ``model.quantization``.
-            latent: as for ``KVLayout.from_config``.
-            on_cpu: whether the model runs on a CPU.
+            latent: argument of ``KVLayout.from_config``.
+            on_cpu: true if the model runs on a CPU.
 
         Raises:
-            ValueError: as for ``KVLayout.from_config``.
+            ValueError: ``KVLayout.from_config`` refuses the config.
         """
         text = text_config(config)
         layout = KVLayout.from_config(
@@ -136,20 +136,22 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights without norms and biases."""
+        """Bytes of all weights except norms and biases."""
         each = self.element_bytes if self.tied else self.element_bytes + self.head_bytes
         heads = self.head_parameters * each
         return round(self.layers * self._layer_bytes(self.experts) + heads)
 
     @property
     def active_parameters(self) -> float:
-        """Parameters of all layers that one token is multiplied by."""
+        """Parameters of all layers that multiply one token."""
         used = self.experts_per_token if self.experts else 1
         return self.layers * (self.attention_parameters + self.mlp_parameters * used)
 
     def weights_read(self, tokens: int) -> float:
-        """Bytes of the layers' matrices that a step of ``tokens`` tokens reads, if the router
-        chooses experts evenly and independently."""
+        """Return the bytes of the layers' matrices that a step of ``tokens`` tokens reads.
+
+        It assumes that the router chooses experts evenly and independently.
+        """
         touched = 0.0
         if self.experts:
             untouched = (1 - self.experts_per_token / self.experts) ** tokens
@@ -157,7 +159,7 @@ class ModelCost:
         return self.layers * self._layer_bytes(touched)
 
     def _layer_bytes(self, experts: float) -> float:
-        """Bytes of a layer's matrices with a number of its experts."""
+        """Return the bytes of a layer's matrices, counting ``experts`` of its experts."""
         if self.experts:
             mlp = self.mlp_parameters * experts * self.expert_bytes
         else:
@@ -169,7 +171,8 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
     """Read the sizes of an encoder, which has no KV, from its config (``config.to_dict()``).
 
     Args:
-        dtype: of the weights, by name.
+        config: the encoder's config.
+        dtype: name of the weights' dtype.
     """
     text = text_config(config)
 
@@ -210,15 +213,17 @@ def matrix_bytes(
     on_cpu: bool = False,
     experts: bool = False,
 ) -> float:
-    """Bytes per parameter of the layers' linear layers, scales included.
+    """Return the bytes per parameter of the layers' linear layers, including scales.
+
+    Weights that torchao quantized stay quantized. Other quantized weights are dequantized on load
+    unless ``quantization`` keeps them.
 
     Args:
-        config: the model's. Weights quantized by torchao stay so; others are dequantized on load,
-            or kept as saved if ``quantization`` says so.
+        config: the model's config.
         quantization: ``model.quantization``.
-        element_bytes: of the dtype that the model computes in.
-        on_cpu: whether the model runs on a CPU.
-        experts: count a mixture's experts instead of the other linear layers.
+        element_bytes: bytes per element of the dtype that the model computes in.
+        on_cpu: true if the model runs on a CPU.
+        experts: true for a mixture's experts, false for the other linear layers.
     """
     saved = config.get("quantization_config") or text_config(config).get("quantization_config")
     saved = saved or {}
@@ -237,14 +242,15 @@ def matrix_bytes(
     if quantization == "int4_weight_only":
         return _INT4_BYTES + 2 * element_bytes / _OWN_GROUP
     if quantization is not None or saved.get("quant_method") == "torchao":
-        return INT8_BYTES  # kinds with fewer bits are loaded as bytes too
+        return INT8_BYTES  # codes with fewer bits also take a byte each
     return float(element_bytes)
 
 
 def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
-    """Group size of a checkpoint's integer codes that are kept; infinite: one group per row.
+    """Return the group size of a checkpoint's integer codes; infinite for one group per row.
 
-    None: the checkpoint has no codes of that many bits, or they are quantized again.
+    Returns None if the checkpoint has no codes with this number of bits, or if batchinfer quantizes
+    the weights again.
     """
     if saved.get("quant_method") == "bitsandbytes":
         return _BITSANDBYTES_GROUP if bits == 4 and saved.get("load_in_4bit") else None
@@ -258,7 +264,7 @@ def _saved_group(saved: Mapping[str, Any], bits: int) -> float | None:
 
 
 def _integer_parts(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Parts of a quantization config that describe integer weights."""
+    """Yield the parts of a quantization config that describe integer weights."""
     if saved.get("quant_method") in ("awq", "gptq"):
         yield saved
     if saved.get("quant_method") == "compressed-tensors":
@@ -274,7 +280,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
-    """Parameters of a layer's latent attention (DeepSeek-V2, arXiv:2405.04434); 0 without it."""
+    """Count the parameters of a layer's latent attention (DeepSeek-V2, arXiv:2405.04434)."""
     rank, query_rank = _first(config, "kv_lora_rank"), _first(config, "q_lora_rank")
     if not rank:
         return 0
@@ -287,6 +293,6 @@ def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
 
 
 def _first(config: Config, *names: str) -> int:
-    """The first of these numbers in the config, or the mean if it lists one per layer; else 0."""
-    found = next((config[name] for name in names if config.get(name)), 0)
-    return int(_mean(found) if isinstance(found, list | tuple) else found)
+    """Return the first of these numbers that the config has, the mean of a list, else 0."""
+    value = next((config[name] for name in names if config.get(name)), 0)
+    return int(_mean(value) if isinstance(value, list | tuple) else value)

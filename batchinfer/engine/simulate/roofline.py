@@ -1,12 +1,12 @@
-"""Roofline model of a step's time: at the device's limits, and on a well-built engine. No torch.
+"""Roofline model of a step's time, at the device's limits and on a well-built engine.
 
-A step's operators run one after another; each takes the longer of its arithmetic at the device's
-peak and its memory traffic at the device's bandwidth (Williams, Waterman & Patterson 2009,
-https://doi.org/10.1145/1498765.1498785). The model counts the layers' matrices, the head,
-attention of decodes and of prompt chunks, writing KV, one fused pass over the activations between
-matrices, and logits written and read once.
+A step's operators run one after another. An operator takes either the time of its arithmetic at the
+device's peak or the time of its memory traffic at the device's bandwidth, whichever is longer
+(Williams, Waterman & Patterson 2009, https://doi.org/10.1145/1498765.1498785). The model counts the
+layers' matrices, the head, attention of decodes and of prompt chunks, KV writes, one fused pass
+over the activations between matrices, and one write and one read of the logits.
 
-It leaves out samplers other than greedy, loading the model, copies of blocks, reading and writing
+It does not model: sampling except greedy, loading the model, copies of blocks, reading and writing
 rows, caches (a shared prefix is read from memory for every sequence), attention windows (every
 layer reads the whole context), and uneven routing to experts.
 """
@@ -27,26 +27,26 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Limits of a device: measured, or from its data sheet, reduced to what is reached."""
+    """Limits of a device: measured, or data sheet values lowered to what programs reach."""
 
     name: str
     bandwidth: float
     """Bytes per second, reads and writes together."""
     flops: Mapping[int, float]
-    """Multiplications plus additions per second in matrix products, by bytes of an element."""
+    """Multiplications plus additions per second in a GEMM, by bytes per element."""
     memory_bytes: int | None
-    """Total memory as the driver reports it; None: this machine's memory."""
+    """Total memory that the driver reports; None: this machine's memory."""
     reserved_bytes: int = 0
-    """Memory that the driver's context and libraries take before a model is loaded."""
+    """Memory that the driver's context and libraries take before the model is loaded."""
     kernel_s: float = 0.0
     """Launch gap, ramp-up and tail of one kernel, in seconds."""
     host_bandwidth: float = 5e9
-    """Bytes per second of copies to or from the host: measured for a CPU's pool, else about 80 %
-    of the PCIe generation's rate."""
+    """Bytes per second of copies to or from the host: measured for a CPU's pool; for GPUs, about
+    80 % of the PCIe generation's rate."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has its own memory and computes while the host continues."""
+        """True if the device has separate memory and computes while the host continues."""
         return self.memory_bytes is not None
 
 
@@ -69,7 +69,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of the device's limits that each kind of operator reaches."""
+    """Share of the device's limits that each type of operator reaches."""
 
     gemm_bandwidth: float = 1.0
     gemm_flops: float = 1.0
@@ -77,14 +77,15 @@ class Efficiency:
     attention_flops: float = 1.0
     activation_bandwidth: float = 1.0
     kernels_per_layer: int = 0
-    kernels_beside: int = 0
+    other_kernels: int = 0
     """Kernels per step outside the layers: embedding, norm, head, sampling."""
 
 
 PERFECT = Efficiency()
-"""The bound: no engine that runs operators one after another is faster."""
-WELL_BUILT = Efficiency(0.8, 0.8, 0.8, 0.5, 0.75, kernels_per_layer=10, kernels_beside=12)
-"""An estimate: TensorRT-LLM's published throughputs on H200 are within -10 to +7 % of it."""
+"""Efficiency of the lower bound for any engine that runs operators one after another."""
+WELL_BUILT = Efficiency(0.8, 0.8, 0.8, 0.5, 0.75, kernels_per_layer=10, other_kernels=12)
+"""Estimated efficiency of a good engine. TensorRT-LLM's published throughputs on an H200 differ
+from this estimate by -10 to +7 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +97,17 @@ class StepWork:
     decode_context: int
     """Sum of the context lengths of sequences that compute one token."""
     chunks: int = 0
-    """Sequences that compute several tokens."""
+    """Number of chunks: sequences that compute several tokens."""
     chunk_context: int = 0
-    """Sum of their context lengths."""
+    """Sum of the context lengths of chunks."""
     chunk_pairs: int = 0
-    """(query, key) pairs in their attention."""
+    """(query, key) pairs in the attention of chunks."""
     sequences: int = 0
-    """All sequences, each with its recurrent state."""
+    """Number of sequences. Each has a recurrent state if the model has any."""
 
     @classmethod
     def of(cls, step: Step) -> StepWork:
-        """Work of an engine's step."""
+        """Count the work of a step from its arrays."""
         new = np.diff(step.query_starts).astype(np.int64)
         context = step.context_lens.astype(np.int64)
         one, scored = new == 1, step.scored
@@ -125,7 +126,7 @@ class StepWork:
 def step_seconds(
     model: ModelCost, device: Device, work: StepWork, efficiency: Efficiency = PERFECT
 ) -> float:
-    """Seconds that the device computes for one step."""
+    """Return the seconds that the device computes for one step."""
     flops, bandwidth = device.flops[model.element_bytes], device.bandwidth
     e = efficiency
 
@@ -146,7 +147,7 @@ def step_seconds(
         + work.tokens * model.layers * model.activations * model.element_bytes
         + work.logits_rows * vocab * _LOGIT_BYTES
     )
-    kernels = model.layers * e.kernels_per_layer + e.kernels_beside
+    kernels = model.layers * e.kernels_per_layer + e.other_kernels
     return (
         gemm(model.active_parameters, work.tokens, model.weights_read(work.tokens))
         + gemm(model.head_parameters, work.logits_rows, head_bytes)

@@ -1,4 +1,4 @@
-"""Beam search over a step's result: advances searches and sets up the beams of the next step."""
+"""Advances beam searches by a step's result, and sets up the beams of the next step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ States = dict[RequestState, None]
 def process_beams(
     scheduler: Scheduler, sampled: SampledRows, result: StepResult, now: float
 ) -> tuple[States, dict[RequestState, str | None]]:
-    """Advance each search by a token.
+    """Advance each beam search by a token.
 
-    All beams of a group are sampled in one step (see ``BeamGroups.trim_to_whole_groups``), and none
-    is in the next step.
+    All beams of a group are sampled in the same step (see ``BeamGroups.trim_to_whole_groups``), and
+    no beam is in the next step.
 
     Args:
-        scheduler: after the step was submitted.
+        scheduler: the scheduler that submitted the step.
         sampled: the step's beams.
-        result: a sample for each, with its candidates.
-        now: the engine's clock, in seconds.
+        result: one sample per beam, with its candidates.
+        now: time on the engine's clock, in seconds.
 
     Returns:
-        Rows whose search has ended; and failed rows, still running, with the grammar's error or
-        None for logits that are not finite.
+        Rows whose search has ended, and failed rows, which still run. The value of a failed row is
+        the grammar's error, or None if its logits are not finite.
     """
     places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}
@@ -62,7 +62,7 @@ def process_beams(
 def _advance(
     state: RequestState, at: Int64, result: StepResult, *, at_limit: bool
 ) -> list[Continuation]:
-    """The search's next beams, from the candidates of samples ``at`` [B]."""
+    """Return the search's next beams, from the candidates of samples ``at`` [B]."""
     assert state.search is not None
     assert result.top_token_ids is not None
     assert result.top_logprobs is not None
@@ -76,11 +76,11 @@ def _advance(
 
 
 def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Continuation]) -> None:
-    """Replace the current beams by the next ones, which share their blocks."""
+    """Replace the current beams by the next beams, which share their blocks."""
     state.note_peak_blocks()
     present = state.samples
     outputs_before = [beam.output_ids for beam in present]
-    grammar_states = [_forked_grammar(present[one.beam], one.token_id) for one in continuations]
+    grammar_states = [_forked_grammar(present[c.beam], c.token_id) for c in continuations]
     continued: set[int] = set()
     state.samples = []
     for continuation, grammar_state in zip(continuations, grammar_states, strict=True):
@@ -97,8 +97,11 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
 
 
 def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
-    """A copy of the beam's grammar state, advanced by a token. Forced tokens are drawn like others,
-    as all beams must have equal length."""
+    """Return a copy of the beam's grammar state, advanced by a token.
+
+    Tokens that the grammar forces are drawn in steps of their own, because all beams must have the
+    same length.
+    """
     if beam.grammar_state is None:
         return None
     # RequestMaker refuses searches with other grammars.
@@ -108,9 +111,9 @@ def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
 
 
 def _grammar_error(state: RequestState) -> str | None:
-    """The error of a beam's grammar, if any."""
-    found = (beam.grammar_state.error for beam in state.samples if beam.grammar_state is not None)
-    return next((error for error in found if error is not None), None)
+    """Return the first error of a beam's grammar, if any."""
+    errors = (beam.grammar_state.error for beam in state.samples if beam.grammar_state is not None)
+    return next((error for error in errors if error is not None), None)
 
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:

@@ -19,7 +19,7 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step for the runner, with data for processing its result."""
+    """A step for the runner, and the data needed to process its result."""
 
     step: Step
     sampled: SampledRows
@@ -29,12 +29,12 @@ class BuiltStep:
 def build_step(
     table: SequenceTable, schedule: Schedule, prefixes: PrefixTree | None = None
 ) -> BuiltStep:
-    """The step for a schedule, with blocks resolved to slots.
-
-    Call it before the step's tokens count as computed.
+    """Build the step for a schedule. Call it before the step's tokens count as computed.
 
     Args:
-        prefixes: finds shared prefixes; None: they are not used.
+        table: the sequence table.
+        schedule: the rows and tokens of the step.
+        prefixes: finds shared prefixes; None: attention does not use shared prefixes.
     """
     spans = scored_spans(table, schedule)
     shared = None if prefixes is None else prefixes.of_step(schedule.rows)
@@ -57,11 +57,11 @@ def _step(
     at_row, at_block = np.repeat(rows, num_new), positions // size
     context_lens = (computed + num_new).astype(np.int32)
     longest = -(-int(context_lens.max()) // size)
-    others: dict[str, Any] = {}
+    other_groups: dict[str, Any] = {}
     if len(table.windows) > 1:
-        others["other_tables"] = table.other_tables[:, rows, :longest]
+        other_groups["other_tables"] = table.other_tables[:, rows, :longest]
         slots = table.other_tables[:, at_row, at_block]
-        others["other_slots"] = _places(slots, positions, size)
+        other_groups["other_slots"] = _token_slots(slots, positions, size)
     adapters = table.adapter[rows]
     logits_indices = (starts[1:] - 1)[schedule.finishes]
     pooled = logits_indices[table.pools[schedule.sampled]]
@@ -72,7 +72,7 @@ def _step(
         query_starts=starts,
         context_lens=context_lens,
         block_tables=table.block_table[rows, :longest],
-        slot_mapping=_places(table.block_table[at_row, at_block], positions, size),
+        slot_mapping=_token_slots(table.block_table[at_row, at_block], positions, size),
         block_copies=_pairs(schedule.block_copies.within),
         logits_indices=logits_indices,
         sampling=build_sampling_batch(table, schedule),
@@ -83,12 +83,12 @@ def _step(
         pooled=pooled if len(pooled) else None,
         adapters=adapters if adapters.any() else None,
         state_tables=table.state_table[rows],
-        **others,
+        **other_groups,
     )
 
 
-def _places(slots: Int32, positions: Int32, block_size: int) -> Int64:
-    """Indices of token slots in the pool."""
+def _token_slots(slots: Int32, positions: Int32, block_size: int) -> Int64:
+    """Return the indices of token slots in the pool."""
     return slots.astype(np.int64) * block_size + positions % block_size
 
 
@@ -97,14 +97,14 @@ def _pairs(pairs: Pairs) -> Int32:
 
 
 def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """[T] sample of the previous step that gives a token's value; -1 = the value is known."""
+    """Return the previous step's sample that is each token's value, [T]; -1 = a known value."""
     previous = np.full(starts[-1], -1, dtype=np.int32)
     previous[starts[:-1]] = table.sample_at[schedule.rows]
     return previous
 
 
 def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """[T] token ids: each row's last token, or its next chunk of known tokens."""
+    """Return token ids [T]: each row's last token, or its next chunk of known tokens."""
     rows, num_new = schedule.rows, schedule.num_new
     token_ids = np.empty(starts[-1], dtype=np.int32)
     token_ids[starts[:-1]] = table.last_token[rows]

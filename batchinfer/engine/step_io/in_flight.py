@@ -1,4 +1,4 @@
-"""Steps in flight: submitted, with results not read."""
+"""Steps in flight: submitted steps whose results have not been read."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from batchinfer.engine.step_io.scored_prompts import ScoredSpan
 class SampledRows:
     """Columns of the R rows that a step samples, at the time of submission.
 
-    When the samples are known, the next step may be in flight and a sequence may have left its row.
+    When the samples are known, the next step may be in flight, and a sequence's table row may have
+    been freed.
     """
 
     rows: Rows
-    admission: Int64  # shows whether the sequence is still in its row
-    sequences: npt.NDArray[np.object_]  # of Sequence
-    samples_per_row: Int32  # samples drawn from the row's logits
-    num_tokens: Int32  # including the token drawn
-    lengths: Int32  # output tokens, including the token drawn
-    is_first: Bool  # the request's first token
-    at_limit: Bool  # ends by length with this token
-    may_stop: Bool  # has at least min_tokens
+    admission: Int64  # to check if the sequence is still in its table row
+    sequences: npt.NDArray[np.object_]  # ``Sequence`` objects
+    samples_per_row: Int32  # number of samples drawn from the row's logits
+    num_tokens: Int32  # number of tokens, including the token drawn
+    lengths: Int32  # number of output tokens, including the token drawn
+    is_first: Bool  # true if this is the request's first token
+    at_limit: Bool  # true if the sequence ends by length with this token
+    may_stop: Bool  # true if the output has at least min_tokens
     stop_ids: Int32  # [R, most of any row] padded with -1
     checks_stops: Bool
     num_logprobs: Int32
     is_beam: Bool
     scores_prompt: Bool
-    pools: Bool  # its hidden state is in the result
+    pools: Bool  # true if the result has the row's hidden state
     has_grammar: Bool
 
     def only(self, chosen: Bool | Rows) -> SampledRows:
-        """A subset of the rows, by mask or index."""
+        """Return a subset of the rows, by mask or index."""
         return SampledRows(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
 
 
@@ -52,13 +53,13 @@ class InFlight:
     sampled: SampledRows
     scored: list[ScoredSpan]
     stats: StepStats
-    """Without its times."""
+    """Statistics without times."""
     began: float
-    """Start of its scheduling on the engine's clock."""
+    """Time on the engine's clock when scheduling began, in seconds."""
 
 
 def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
-    """The rows that a step samples, before it counts as computed."""
+    """Return the rows that a step samples. Call it before its tokens count as computed."""
     rows = schedule.sampled
     num_tokens = table.num_tokens[rows] + np.int32(1)
     lengths = num_tokens - table.num_prompt[rows]

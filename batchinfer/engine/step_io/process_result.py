@@ -1,8 +1,8 @@
-"""Processes a step's result: tokens of sequences, stops, forks, completions.
+"""Processes a step's result: appends tokens, finds stops, forks samples, makes completions.
 
-The next step may already be in flight. A stop is then seen one step late: the sequence's row and
-blocks are freed here, which is safe as no submitted step reuses them (see ``Runner``), and the
-token that the next step draws for it is dropped when that step is processed.
+If the next step is already in flight, a stop is seen one step late. Freeing the sequence's row and
+blocks here is safe, because no submitted step reuses them (see ``Runner``). The token that the next
+step draws for the sequence is dropped when that step is processed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.protocols import StopMatch
 Failure = tuple[str, str]
 """Error code and message of a row."""
 
-_NAN: Failure = ("nan_logits", "the logits hold NaN or infinity")
+_NAN: Failure = ("nan_logits", "the logits contain NaN or infinity")
 _GRAMMAR_ERROR = "invalid_structured_output"
 _NO_TOKEN: Failure = (
     "no_token_left",
@@ -34,11 +34,13 @@ _NO_TOKEN: Failure = (
 def find_stops(
     table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> StopResult:
-    """Stops of K samples, by the token drawn or by a token that the grammar forces next.
+    """Find the stops of K samples, by the drawn token or by tokens that the grammar then forces.
 
     Args:
-        samples: [K] the samples' rows.
-        sequences: [K] with the tokens drawn; forced tokens are appended.
+        table: the sequence table.
+        samples: [K] the row of each sample.
+        sequences: [K] sequences that include the drawn tokens; receive the forced tokens.
+        result: the K samples.
     """
     stop_result = StopResult(
         _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
@@ -51,7 +53,7 @@ def find_stops(
 def _stops(
     samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> dict[int, int | StopMatch]:
-    """Stop token or stop string of each sample that ends by choice with this token."""
+    """Return the stop token or stop string of each sample that stops with this token."""
     tokens, may_stop = result.token_ids, samples.may_stop
     by_token = (samples.stop_ids == tokens[:, None]).any(axis=1) & may_stop
     stops: dict[int, int | StopMatch] = {
@@ -69,12 +71,13 @@ def _stops(
 def process_result(
     scheduler: Scheduler, step: InFlight, result: StepResult, now: float
 ) -> list[Completion]:
-    """Apply the result of the oldest submitted step; returns the requests that it finishes.
+    """Apply the result of the oldest submitted step; return the requests that it finishes.
 
     Args:
-        scheduler: after the submission of this step, and perhaps of the next one.
+        scheduler: the scheduler that submitted this step, and perhaps the next step.
+        step: the oldest submitted step.
         result: the K samples (K = sum of ``samples_per_row``) and the scored prompt tokens.
-        now: the engine's clock, in seconds.
+        now: time on the engine's clock, in seconds.
     """
     scheduler.pool.confirm()
     process_scores(step.scored, result.scored)
@@ -86,7 +89,7 @@ def process_result(
     if beams.any():
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
         states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
-        errors = {  # beams have no bans
+        errors = {  # never ``_NO_TOKEN``, because beams have no bans
             state: _NAN if broken is None else (_GRAMMAR_ERROR, broken)
             for state, broken in failed_beams.items()
         }
@@ -123,7 +126,7 @@ def process_result(
         errors[sequences[at].state] = _failure(result, at, stop_result.broken.get(at))
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
-        _fail_request(scheduler, state, may_be_others=failure is _NAN)
+        _fail_request(scheduler, state, is_nan=failure is _NAN)
     return [complete(state, errors.get(state), now) for state in states if not state.samples]
 
 
@@ -136,11 +139,11 @@ def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
 def _without_ended(
     table: SequenceTable, sampled: SampledRows, result: StepResult
 ) -> tuple[SampledRows, StepResult, Bool]:
-    """Sampled rows and results of sequences that have not ended before.
+    """Remove sequences that ended in an earlier step.
 
     Returns:
-        Both, and which of the remaining R sequences are still in their rows: all except those that
-        were known to end by length.
+        The remaining R rows and their results, and [R] True for sequences that still have a table
+        row. Sequences that end by length with this step do not have one.
     """
     running = table.active[sampled.rows] & (table.admission[sampled.rows] == sampled.admission)
     alive = running.copy()
@@ -154,7 +157,7 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """[K] sequence of each sample; creates a row's further samples."""
+    """Create further samples of rows that draw several; return the sequence of each sample [K]."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
         return leaders
@@ -171,7 +174,7 @@ def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
 def _note_last_tokens(
     table: SequenceTable, sampled: SampledRows, running: Bool, result: StepResult
 ) -> None:
-    """Write the last tokens of rows that no later step samples to the table."""
+    """Write the drawn tokens to the table, for rows that no later step has sampled."""
     last = running & (table.num_tokens[sampled.rows] == sampled.num_tokens)
     rows, first = sampled.rows[last], np.cumsum(sampled.samples_per_row) - sampled.samples_per_row
     table.last_token[rows] = result.token_ids[first[last]]
@@ -214,7 +217,7 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """[K] whether logits of the prompt were NaN; all are known with the first sample."""
+    """[K] True where logits of the prompt were NaN; all are known with the first sample."""
     has_nonfinite = np.zeros(len(sequences), dtype=np.bool_)
     first = samples.is_first | (samples.lengths == 1)
     for at in np.flatnonzero(samples.scores_prompt & first):
@@ -257,20 +260,20 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
-def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
+def _fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
     """Fail a row, or restart it if another row's blocks may be the cause.
 
-    The row's blocks leave the index. If its logits were not finite and it used cached blocks, those
-    may be the cause (a NaN of one token spreads over the tile in which it is attended), so that the
-    row restarts and computes everything itself, with the same random numbers.
+    The row's blocks are removed from the index. If the row used cached blocks, NaN in those may be
+    the cause of its NaN logits: a NaN of one token spreads over the tile in which it is attended.
+    The row then restarts once without cached blocks and with the same random numbers.
     """
     state.note_peak_blocks()
-    takes_cached = state.stats.cached_tokens > 0 or state.request.first_sample > 0
-    may_be_shared = may_be_others and takes_cached and not state.skip_prefix_cache
+    used_cache = state.stats.cached_tokens > 0 or state.request.first_sample > 0
+    restarts = is_nan and used_cache and not state.skip_prefix_cache
     for sample in state.samples:
         scheduler.drop(sample)
     state.samples.clear()
-    if may_be_shared:
+    if restarts:
         state.skip_prefix_cache = True
         leader = state.restart()
         leader.computed_once = state.request.num_prompt_tokens
@@ -278,12 +281,12 @@ def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: b
 
 
 def complete(state: RequestState, failure: Failure | None, now: float) -> Completion:
-    """The completion of a row without unfinished samples."""
+    """Return the completion of a row without unfinished samples."""
     outputs = [state.finished[index] for index in sorted(state.finished)]
     stats = state.stats
     assert state.admitted_at is not None
     assert state.first_token_at is not None
-    if not state.request.pools:  # a pooling request's output is not used
+    if not state.request.pools:  # the output token of a pooling request is ignored
         stats.output_tokens = sum(len(output.token_ids) for output in outputs)
         stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.queue_ms = (state.admitted_at - state.arrived_at) * 1e3

@@ -1,4 +1,4 @@
-"""The sampling batch of a step."""
+"""Builds a step's sampling batch from the sequence table."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from batchinfer.engine.step_io.structured_output import grammar_masks
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
-    """The sampling batch of a scheduled step.
+    """Build the sampling batch of a scheduled step.
 
-    A row's samples are consecutive, with sample indices starting at the row's.
+    Samples of a row are consecutive. Their sample indices start at the index in the row's column.
     """
     rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
@@ -56,7 +56,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
 
 
 def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
-    """[K, most] named token ids, padded with -1."""
+    """Return the named token ids [K, most of any sample], padded with -1."""
     naming = table.names_tokens[sample_rows]
     if not naming.any():
         return None
@@ -81,7 +81,7 @@ def _processed_rows(table: SequenceTable, rows: Rows) -> Iterator[ProcessedRow]:
 
 
 class _Entries:
-    """Builder of a sparse matrix: (sample, token id, value)."""
+    """Entries of a sparse matrix: (sample, token id, value)."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -95,7 +95,7 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """Add logit biases and bans: ends of bad words, and stop tokens before min_tokens."""
+    """Add logit biases, and bans of the ends of bad words and of stop tokens before min_tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
@@ -104,7 +104,7 @@ def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) 
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
-    if position < params.min_tokens and request.grammar is None:  # a grammar's mask covers it
+    if position < params.min_tokens and request.grammar is None:  # a grammar's mask bans them
         banned.update(request.stop_token_ids)
     bias.add(sample, sorted(banned), [-np.inf] * len(banned))
 
@@ -114,22 +114,22 @@ def _ends_with(token_ids: list[int], ending: tuple[int, ...]) -> bool:
 
 
 def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | None:
-    penalised = [
+    penalized = [
         (at, sequence)
         for at, sequence in zip(samples, sequences, strict=True)
         if sequence.request.params.has_penalties
     ]
-    if not penalised:
+    if not penalized:
         return None
     return Penalties(
-        samples=np.asarray([at for at, _ in penalised], dtype=np.int32),
-        prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalised]),
-        output_token_ids=_padded([s.output_ids for _, s in penalised]),
+        samples=np.asarray([at for at, _ in penalized], dtype=np.int32),
+        prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalized]),
+        output_token_ids=_padded([s.output_ids for _, s in penalized]),
     )
 
 
 def _padded(rows: Items[Int32 | list[int]]) -> Int32:
-    """[rows, longest] token ids, padded with -1."""
+    """Return token ids [rows, longest], padded with -1."""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
     for row, token_ids in zip(padded, rows, strict=True):
         row[: len(token_ids)] = token_ids

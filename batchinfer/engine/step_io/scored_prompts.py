@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: requested in a step, returned to each prompt."""
+"""Requests log-probabilities of prompt tokens in a step, and passes them to their prompts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ScoredSpan:
     start: int
     stop: int
     packed: int
-    """Index of the first position in the step's packed tokens."""
+    """Index of the span's first position in the step's packed tokens."""
 
 
 def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
-    """The spans of prompts that a step scores. Call it before its tokens count as computed."""
+    """Return the spans that a step scores. Call it before its tokens count as computed."""
     rows, num_new = schedule.rows, schedule.num_new
     computed = table.num_computed[rows]
-    asking = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
-    if not asking.any():
+    has_scores = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
+    if not has_scores.any():
         return []
     starts, spans = np.cumsum(num_new) - num_new, []
-    for at in np.flatnonzero(asking):
+    for at in np.flatnonzero(has_scores):
         state, first = table.sequence(rows[at]).state, int(computed[at])
         assert state.scores is not None
         start = max(first, state.scores.next)
@@ -42,7 +42,7 @@ def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
 
 
 def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
-    """The tokens of spans as a step's arrays; None without spans."""
+    """Return the tokens of spans as a step's arrays; None without spans."""
     if not spans:
         return None
     lengths = [span.stop - span.start for span in spans]
@@ -62,7 +62,7 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
 
 
 def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
-    """[count, most of any prompt] named token ids, padded with -1."""
+    """Return the named token ids [count, most of any prompt], padded with -1."""
     tables = [span.state.request.named_prompt_token_ids for span in spans]
     width = max((table.shape[1] for table in tables if table is not None), default=0)
     if width == 0:
@@ -78,9 +78,10 @@ def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
 
 
 def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
-    """Add a step's scores to its prompts.
+    """Add a step's log-probabilities to its prompts.
 
     Args:
+        spans: the spans that the step scored.
         result: log-probabilities of ``scored_tokens(spans)``, in order.
     """
     at = 0

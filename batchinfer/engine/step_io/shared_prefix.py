@@ -1,8 +1,9 @@
 """Shared prefixes of a step's sequences: blocks that attention reads once for several sequences.
 
-Sequences that share blocks form a tree: rows with a common prompt, samples of one row, and so on.
-With the leaves of every branch adjacent, one number per sequence describes the tree: the length
-shared with the previous sequence. (This is the LCP array of a suffix array, Manber & Myers 1990.)
+Sequences that share blocks, such as rows with a common prompt or samples of a row, form a tree. If
+the leaves of every branch are adjacent, one number per sequence describes the tree: the length that
+the sequence shares with the previous one. (This is the LCP array of a suffix array, Manber & Myers
+1990.)
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.step import Int32, SharedPrefixes
 
 MIN_SHARED_TOKENS = 64
-"""Shorter prefixes are not shared. It is the CPU kernel's tile size, and about where sharing starts
-to pay there (measured: no gain at 64 shared tokens of 128, 1.9 times the speed at 512 of 576)."""
+"""Shortest prefix that is shared. It is the CPU kernel's tile size. Measured on a CPU: no gain from
+64 shared tokens of 128, and 1.9 times the speed with 512 of 576."""
 
 
 class PrefixTree:
-    """Finds the shared prefixes of each step; caches the order between steps."""
+    """Finds the shared prefixes of each step. It reuses the order while block tables only grow."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -28,7 +29,7 @@ class PrefixTree:
         self._shared_blocks: Int32 = np.empty(0, dtype=np.int32)
 
     def of_step(self, rows: Rows) -> SharedPrefixes | None:
-        """Prefixes shared by the sequences in table rows ``rows`` [S]; None if there are none."""
+        """Return the prefixes that table rows ``rows`` [S] share; None if no prefix is shared."""
         table, size = self._table, self._table.block_size
         if self._version != table.version or not np.array_equal(rows, self._rows):
             self._version, self._rows = table.version, rows
@@ -45,15 +46,15 @@ class PrefixTree:
 
 
 def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
-    """An order in which sequences with a common prefix are adjacent.
+    """Return an order in which sequences with a common prefix are adjacent.
 
     Args:
         tables: [S, longest table] ids of blocks; undefined past a sequence's last block.
-        num_blocks: [S] blocks of each sequence.
+        num_blocks: [S] number of blocks of each sequence.
 
     Returns:
-        [S] the order, and [S] the number of leading blocks shared with the previous sequence, 0 for
-        the first. Sequences that share nothing come last, in their original order.
+        [S] the order, and [S] the number of leading blocks shared with the previous sequence in the
+        order, 0 for the first. Sequences without shared blocks come last, in their original order.
     """
     num_sequences = len(tables)
     shared = np.zeros(num_sequences, dtype=np.int32)

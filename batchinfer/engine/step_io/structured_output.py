@@ -1,4 +1,4 @@
-"""Structured output: token masks and forced tokens of grammars."""
+"""Structured output: builds token masks of grammars, and appends tokens that grammars force."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from batchinfer.protocols import GrammarState, StopMatch
 
 
 def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
-    """Token masks of the rows with a grammar, computed in one call.
+    """Return the token masks of the rows with a grammar, computed in one call.
 
     Args:
+        table: the sequence table.
         rows: [R] the rows to sample.
 
     Returns:
-        [M] indices of the rows with a grammar, and [M, words] their masks (see ``Grammar``). The
+        [M] indices of the rows with a grammar, and their masks [M, words] (see ``Grammar``). The
         first tokens of a row's samples share one mask.
     """
     places = np.flatnonzero(table.has_grammar[rows]).astype(np.int32)
@@ -40,23 +41,23 @@ def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
 
 
 def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
-    """Remove stop tokens from a mask, unless nothing else is allowed."""
-    others = mask.view(np.uint32).copy()
+    """Remove stop tokens from a mask, unless it allows no other token."""
+    remaining = mask.view(np.uint32).copy()
     for token_id in stop_token_ids:
-        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-    if others.any():
-        mask[:] = others.view(np.int32)
+        remaining[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if remaining.any():
+        mask[:] = remaining.view(np.int32)
 
 
 @dataclass(slots=True)
 class StopResult:
-    """Stops of a step's K samples, updated as forced tokens are added."""
+    """Stops of a step's K samples. Adding forced tokens updates them."""
 
     stops: dict[int, int | StopMatch]
     """Stop token or stop string of each sample that stops."""
     at_limit: Bool
     lengths: Int32
-    """Output tokens so far."""
+    """Number of output tokens."""
     broken: dict[int, str] = field(default_factory=dict)
     """Grammar errors by sample."""
 
@@ -70,13 +71,15 @@ def add_forced_tokens(
 ) -> None:
     """Advance grammars by the tokens drawn, and append tokens that the grammars force.
 
-    The next step computes forced tokens as a chunk. Their log-probability is 0, as no other token
-    was allowed.
+    The next step computes forced tokens as a chunk. Their log-probability is 0, because no other
+    token was allowed.
 
     Args:
-        samples: [K] the samples' rows.
-        sequences: [K] with the tokens drawn.
-        stop_result: updated with new stops.
+        table: the sequence table.
+        samples: [K] the row of each sample.
+        sequences: [K] sequences that include the drawn tokens.
+        result: the K samples.
+        stop_result: receives new stops.
     """
     tokens, continues = (
         result.token_ids.tolist(),
@@ -86,10 +89,10 @@ def add_forced_tokens(
         sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
         if continues[at] and token in sequence.request.eos_token_ids:
-            stop_result.stops[at] = token  # also before min_tokens: nothing else was allowed
+            stop_result.stops[at] = token  # even before min_tokens: no other token was allowed
         elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)
-        error = state.error  # from this token, or from computing its mask
+        error = state.error  # an error of this token or of its mask
         if error is not None:
             stop_result.broken[at] = error
             stop_result.stops.pop(at, None)
@@ -100,7 +103,7 @@ def add_forced_tokens(
 def _add(
     sequence: Sequence, forced: list[int], at: int, stop_result: StopResult, table: SequenceTable
 ) -> None:
-    """Append forced tokens to a sequence, up to one that ends it."""
+    """Append forced tokens to a sequence until one ends it."""
     request, before = sequence.request, len(sequence.output_ids)
     max_output_tokens = table.total_limit(sequence) - request.num_prompt_tokens
     for token in forced:
@@ -121,7 +124,7 @@ def _add(
 
 
 def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
-    """Log-probabilities of the only allowed token; its logit is unknown."""
+    """Return the log-probabilities of the only allowed token. Its logit is unknown."""
     logprob = math.nan if request.logprobs_mode & LogprobsMode.LOGITS else 0.0
     top = ((token, logprob),) if request.params.logprobs else ()
     named = tuple(
@@ -131,9 +134,9 @@ def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
 
 
 def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:
-    """Stop token or stop string that ends a sequence with its last token, if any."""
+    """Return the stop token or stop string that ends a sequence with its last token, if any."""
     request, checker = sequence.request, sequence.stop_checker
-    if token in request.eos_token_ids:  # regardless of min_tokens: the text is complete
+    if token in request.eos_token_ids:  # even before min_tokens, because the text is complete
         return token
     may_stop = len(sequence.output_ids) >= request.params.min_tokens
     if may_stop and token in request.params.stop_token_ids:

@@ -80,7 +80,7 @@ class CapturedChunkedAttention(ChunkedAttention):
 
 
 def crosses_chunks(step: Step, chunk: int) -> bool:
-    """Whether some sequence of a step computes tokens of more than one chunk."""
+    """True if some sequence of a step computes tokens of more than one chunk."""
     starts = step.context_lens - np.diff(step.query_starts)
     return bool((starts // chunk < (step.context_lens - 1) // chunk).any())
 

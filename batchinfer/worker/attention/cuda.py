@@ -252,7 +252,7 @@ class LatentCudaAttention(CudaAttention):
 
 
 def shares_pieces(step: Step) -> bool:
-    """Whether some sequences of a step share a prefix long enough to be read once for all."""
+    """True if some sequences of a step share a prefix long enough to be read once for all."""
     from batchinfer.kernels.decode_plan import DECODE_PIECE
 
     shared = step.shared_prefixes

@@ -37,7 +37,7 @@ class NativeAttention:
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
         """The number of the C kernel."""
         self.joins_layers = dtype == cache.dtype
-        """Whether whole layers can run in C: the pool has the dtype that they compute in."""
+        """True if whole layers can run in C: the pool has the dtype that they compute in."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]

@@ -133,7 +133,7 @@ def _comes_to_host(args: Any, result: Any) -> bool:
 
 
 def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
-    """Whether a tensor is copied from pageable memory, for which CUDA waits for the stream. (Copies
+    """True if a tensor is copied from pageable memory, for which CUDA waits for the stream. (Copies
     by ``torch.tensor`` are not seen.)"""
     if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
         return False

@@ -53,6 +53,6 @@ def group_samples(
 
 
 def is_filtered(batch: SamplingBatch, vocab: int) -> Bool:
-    """[K] whether top-k or top-p leaves out any of ``vocab`` tokens."""
+    """[K] True where top-k or top-p leaves out any of ``vocab`` tokens."""
     filtered: Bool = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
     return filtered

@@ -46,7 +46,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:
-    """[K] whether a processor changes the sample's logits."""
+    """[K] True where a processor changes the sample's logits."""
     edited = np.zeros(len(batch.logits_rows), np.bool_)
     for samples, _ in LOGITS_PROCESSORS:
         edited[samples(batch)] = True

@@ -50,9 +50,9 @@ class SamplingVariants:
     mask_words: int
     """Words of a row's token mask; 0: no grammar restricts a sample."""
     scores: bool
-    """Whether log-probabilities of prompts are computed."""
+    """True if log-probabilities of prompts are computed."""
     forced_tokens: bool
-    """Whether tokens are given instead of drawn."""
+    """True if tokens are given instead of drawn."""
     num_logprobs: int
     """Largest number of alternatives; -1: no log-probabilities."""
 
@@ -128,7 +128,7 @@ class SamplingVariants:
 
 
 def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
-    """Whether any of the parameters has an effect in a row: {True}, {False}, or both."""
+    """True if any of the parameters has an effect in a row: {True}, {False}, or both."""
     fixed = {name: values for name, values in unset.items() if name not in own}
     if any(getattr(params, name) not in values for name, values in fixed.items()):
         return {True}

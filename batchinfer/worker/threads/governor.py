@@ -86,7 +86,7 @@ class _Window:
         return median(ratios) if ratios else None
 
     def is_lost_to(self, before: dict[int, float]) -> bool:
-        """Whether a trial is so slow that its window need not fill: steps may take a hundred times
+        """True if a trial is so slow that its window need not fill: steps may take a hundred times
         as long."""
         ratio = self.ratio_to(before)
         return ratio is not None and ratio > (1.0 if self.seconds >= _WINDOW_S else _SLOW)

@@ -32,7 +32,7 @@ class ThreadCount:
     count: int
     why: str
     pinned: bool = False
-    """Whether the user set it, so that it never changes."""
+    """True if the user set it, so that it never changes."""
 
     def line(self) -> str:
         """The count and its reason, for the log."""
