@@ -218,7 +218,7 @@ def test_a_grammar_that_gives_up_ends_its_search_alone(make_engine: MakeEngine) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 3}, "4 beams run together, a step has 3 tokens"),
+        ({"max_tokens": 3}, "4 beams run together, but a step has at most 3 tokens"),
         ({"num_blocks": 12}, "4 beams may need 13 KV blocks, the pool has 12"),
     ],
 )
