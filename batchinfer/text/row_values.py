@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.errors import RowError
 from batchinfer.text.chat import Message
 from batchinfer.text.sandbox import MAX_TEXT_CHARS
-from batchinfer.text.tokenizer import TokenIds
 
 _MAX_BYTES_PER_CHAR = 4
 MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
@@ -85,7 +85,7 @@ def map_texts(function: Callable[[str], str], value: Any, *, keys: bool = False)
     return value
 
 
-def row_token_ids(value: object, where: str, vocab_size: int) -> TokenIds:
+def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.int32]:
     """Return a row's own token ids, int32.
 
     Raises:

@@ -220,7 +220,7 @@ def test_score_counts_stripped_matches_and_failed_rows(tmp_path: Path) -> None:
 
 
 def test_score_says_when_there_is_no_output(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has the job run"):
+    with pytest.raises(FileNotFoundError, match="run the job first"):
         script("score").score(tmp_path)
 
 

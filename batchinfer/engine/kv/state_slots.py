@@ -189,12 +189,12 @@ class StateSlots:
     def evict(self) -> bool:
         """Drop the least recently used snapshot whose state no sequence uses; return true if there
         was one."""
-        return self._drop_first(in_use=False)
+        return self._drop_first(one for one in self.snapshots if one.state.ref_count == 1)
 
     def unshare(self) -> bool:
         """Drop a snapshot whose state a sequence uses, so that the sequence does not have to copy
         the state; return true if there was one."""
-        return self._drop_first(in_use=True)
+        return self._drop_first(one for one in self.snapshots if one.state.ref_count > 1)
 
     def _count(self, block: Block, change: int) -> None:
         """Count a snapshot in a block. A block's prefix is needed as long as the block is."""

@@ -58,7 +58,7 @@ def begin(
     torch.manual_seed(0)
     layout, cpu = replace(LAYOUT, fp8=fp8), torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_turns_values", lambda *_: by_columns)
+        patch.setattr(kv_cache, "_transposes_values", lambda *_: by_columns)
         by_position = KVCache(layout, 32, cpu, torch.float32, layer_major=layer_major)
     own = KVCache(layout, 32, cpu, torch.float32, layer_major=layer_major)
     by_position.blocks[:32].copy_(torch.randn(by_position.blocks[:32].shape))
