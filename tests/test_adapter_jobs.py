@@ -170,7 +170,7 @@ def test_adapter_of_another_model_exits_5(
         assert done.value.code == ExitCode.MODEL
         said = capsys.readouterr().err
         assert f"model.adapters.two: {tmp_path / 'two'} is not an adapter of this model" in said
-        assert "q_proj.lora_A.weight is 4 x 64, it should be 4 x 32" in said
+        assert "q_proj.lora_A.weight is 4 x 64, but should be 4 x 32" in said
     assert not list((tmp_path / "out" / "data").iterdir())
 
 
