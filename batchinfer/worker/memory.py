@@ -174,8 +174,8 @@ def fit_memory(
     ``max_model_len`` tokens can use, and at most a quarter of the free memory.
 
     Raises:
-        DeviceError: the pool does not fit, or does not hold one block. The message has the numbers
-            and the key to change.
+        DeviceError: the pool does not fit, or does not hold one block and a recurrent state. The
+            message has the numbers and the key to change.
     """
     free, total = memory.free, memory.total
     sizes = {"max_num_seqs": engine.max_num_seqs, "max_model_len": max_model_len}
@@ -206,10 +206,14 @@ def fit_memory(
         pool_bytes = parse_size(engine.kv_cache_memory, "engine.kv_cache_memory")
         num_blocks = pool_bytes // layout.bytes_per_block
     pool_bytes = num_blocks * layout.bytes_per_block
-    if num_blocks < 1 and engine.kv_cache_memory is not None:
+    least = layout.slots_per_state + 1
+    is_sized = engine.num_kv_blocks is None and engine.kv_cache_memory is not None
+    if num_blocks < least and is_sized:
+        state = " and a sequence's recurrent state" if layout.state is not None else ""
         raise DeviceError(
             f"engine.kv_cache_memory is {engine.kv_cache_memory}; set it to at least "
-            f"{_size(layout.bytes_per_block)}, the size of a block of {engine.block_size} tokens"
+            f"{_size(least * layout.bytes_per_block)}, the size of a block of "
+            f"{engine.block_size} tokens{state}"
         )
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(

@@ -13,6 +13,7 @@ import torch
 from batchinfer.config import ModelConfig
 from batchinfer.errors import ModelError
 from batchinfer.worker.loader import load_model
+from batchinfer.worker.model.config import load_config
 from tests.models import make_checkpoint
 
 
@@ -97,3 +98,46 @@ def test_values_that_fail_when_the_model_runs_are_named(tmp_path: Path) -> None:
     _config(num_experts_per_tok=5)(tmp_path)
     with pytest.raises(ModelError, match=r"/config.json: num_experts_per_tok is 5: .*cannot be"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0; it must be 1 or more"),
+        ({"linear_num_value_heads": -1}, "linear_num_value_heads is -1; it must be 1 or more"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; it must be 1 or more"),
+        ({"linear_value_head_dim": 0}, "linear_value_head_dim is 0; it must be 1 or more"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be 2 or more"),
+        (
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "linear_num_value_heads is 4; it must be a multiple of linear_num_key_heads",
+        ),
+        (
+            {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2},
+            "all layers in layer_types are recurrent",
+        ),
+        (
+            {
+                "layer_types": ["linear_attention", "sliding_attention"],
+                "num_hidden_layers": 2,
+                "sliding_window": 8,
+            },
+            "layer_types has sliding windows beside recurrent layers",
+        ),
+    ],
+)
+def test_hostile_values_of_recurrent_layers_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    make_checkpoint("qwen3_5_text", tmp_path)
+    _config(**changes)(tmp_path)
+    with pytest.raises(ModelError, match=f"/config.json: {message}"):
+        load_config(tmp_path)
+
+
+def test_missing_sizes_of_recurrent_layers_have_their_familys_defaults(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_5_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["linear_conv_kernel_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_config(tmp_path)

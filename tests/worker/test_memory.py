@@ -18,7 +18,7 @@ from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
-from tests.models import make_text_model
+from tests.models import make_text_model, tiny_config
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
@@ -138,6 +138,18 @@ def test_a_pool_of_less_than_a_block_says_what_one_takes() -> None:
     with pytest.raises(DeviceError, match=r"kv_cache_memory is 1KiB; set it to at least 4KiB,"):
         plan(kv_cache_memory="1KiB")
     assert plan(kv_cache_memory="4KiB").num_blocks == 1
+
+
+def test_a_pool_of_less_than_a_recurrent_state_says_what_one_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = tiny_config("qwen3_5_text").to_dict()
+    layout = KVLayout.from_config(text, block_size=16, dtype="float32")
+    monkeypatch.setitem(globals(), "LAYOUT", layout)
+    least = (layout.slots_per_state + 1) * layout.bytes_per_block
+    with pytest.raises(DeviceError, match=r"to at least .* and a sequence's recurrent state"):
+        plan(kv_cache_memory=f"{least - 1}B")
+    assert plan(kv_cache_memory=f"{least}B").num_blocks == layout.slots_per_state + 1
 
 
 def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> None:

@@ -11,6 +11,7 @@ from batchinfer.engine.kv.layer_groups import (
     LayerGroup,
     layer_chunks,
     layer_groups,
+    layer_windows,
     most_slots,
 )
 from batchinfer.engine.kv.state_layout import (
@@ -169,6 +170,16 @@ class KVLayout:
             chunks=_chunks(text, num_layers, block_size, max_model_len),
         )
         if recurrent_layers(text):
+            if len(recurrent_layers(text)) == num_layers:
+                raise ValueError(
+                    "all layers in layer_types are recurrent; models without a layer of "
+                    "full_attention cannot be run"
+                )
+            if any(layer_windows(text, num_layers)):
+                raise ValueError(
+                    "layer_types has sliding windows beside recurrent layers; such models cannot "
+                    "be run yet"
+                )
             layout = replace(
                 layout, recurrent=recurrent_layers(text), min_slot_bytes=min_slot_bytes(text)
             )
@@ -332,8 +343,6 @@ def _unsupported(config: Config, family: str) -> str | None:
     layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if layer_types & _RECURRENT_LAYERS and not recurrent_layers(config):
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
-    if recurrent_layers(config) and int(config["linear_conv_kernel_dim"]) < 2:
-        return "its recurrent layers have no convolution (linear_conv_kernel_dim)"
     others = layer_types - _PLAIN_LAYERS - _RECURRENT_LAYERS
     if others:
         names = ", ".join(sorted(others))

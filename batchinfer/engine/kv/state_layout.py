@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 STATE_BYTES = 4
@@ -27,6 +28,15 @@ _GATED_DELTA = frozenset(
 )
 """Families whose recurrent layers are Gated DeltaNet (Yang et al. 2024,
 https://arxiv.org/abs/2412.06464)."""
+_LEAST = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 1,
+    "linear_value_head_dim": 1,
+    "linear_conv_kernel_dim": 2,
+}
+"""Least values of a config's numbers, in the order of ``GatedDeltaShape``. A convolution of one
+token would have no state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +154,22 @@ def min_slot_bytes(text: Mapping[str, Any]) -> int:
 
 
 def _shape(text: Mapping[str, Any]) -> GatedDeltaShape:
-    return GatedDeltaShape(
-        num_key_heads=int(text["linear_num_key_heads"]),
-        num_value_heads=int(text["linear_num_value_heads"]),
-        key_width=int(text["linear_key_head_dim"]),
-        value_width=int(text["linear_value_head_dim"]),
-        conv_width=int(text["linear_conv_kernel_dim"]),
+    key_heads, value_heads, key_width, value_width, conv_width = (
+        _number(text, key, least) for key, least in _LEAST.items()
     )
+    if value_heads % key_heads:
+        raise ValueError(
+            f"linear_num_value_heads is {value_heads}; it must be a multiple of "
+            f"linear_num_key_heads, which is {key_heads}"
+        )
+    return GatedDeltaShape(key_heads, value_heads, key_width, value_width, conv_width)
+
+
+def _number(text: Mapping[str, Any], key: str, least: int) -> int:
+    number = int(text[key])
+    if number < least:
+        raise ValueError(f"{key} is {number}; it must be {least} or more")
+    return number
 
 
 def _matrix_cuts(shape: GatedDeltaShape) -> list[StatePart]:
@@ -172,4 +191,5 @@ def _fewest_slots(parts: list[StatePart], num_layers: int, slot_bytes: int) -> S
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -68,7 +68,8 @@ class BeamGroups:
         if pool.states.slots_per_state:
             return (
                 "unsupported_content",
-                "beam search is not supported yet for models with recurrent layers",
+                "beam search is not supported yet for models with recurrent layers; leave out "
+                "sampling.beam_width",
             )
         if width > self._most:
             return (

@@ -23,6 +23,7 @@ from batchinfer.worker.encoder.loader import load_encoder
 from batchinfer.worker.encoder.runner import POOLING, ModelEncoder
 from tests.devices import CPU_AND_CUDA
 from tests.encoders import CAUSAL_FAMILIES, FAMILIES, make_encoder, reference_states
+from tests.models import make_checkpoint
 
 SAME = 0.99999
 CPU = torch.device("cpu")
@@ -207,6 +208,12 @@ def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) 
     wanted = ModelConfig(str(folder), runner="pooling", max_model_len=49)
     with pytest.raises(ModelError, match="max_model_len is 49; the model's config allows at most"):
         describe_encoder(wanted)
+
+
+def test_recurrent_layers_that_would_compute_texts_whole_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_5_text", tmp_path)
+    with pytest.raises(ModelError, match=r"recurrent layers, .*\nset embed.pooling: lasttoken"):
+        describe_encoder(ModelConfig(str(tmp_path), runner="whole_texts"))
 
 
 @pytest.mark.parametrize("length", [True, 0, -1, 2.5, "512", [512]])
