@@ -109,7 +109,7 @@ ROOMS = [
     ),
     Room(
         "pooling",
-        "What a folder says of embeddings and labels, and hidden states made into them.",
+        "Turns hidden states into embeddings and labels, as the model's folder describes.",
         ("config", "errors", "text"),
     ),
     Room(
@@ -425,7 +425,7 @@ FOLDERS = [room for room in ROOMS if (PACKAGE / room.name.replace(".", "/")).is_
 @pytest.mark.parametrize(
     "room", [r for r in FOLDERS if r.name not in ("kernels", "config")], ids=str
 )
-def test_a_room_says_what_it_is_for(room: Room) -> None:
+def test_room_docstring_matches_the_table(room: Room) -> None:
     words = ast.get_docstring(
         ast.parse((PACKAGE / room.name.replace(".", "/") / "__init__.py").read_text())
     )

@@ -132,7 +132,7 @@ def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
     [
         (lambda llm: llm.generate("a"), ValueError, 'give runner="generate"'),
         (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ValueError, "writes no text"),
-        (lambda llm: llm.classify("a"), ModelError, "no head that classifies"),
+        (lambda llm: llm.classify("a"), ModelError, "no classification head"),
         (lambda llm: llm.embed("a", pooling_params={}), TypeError, "a dict; give PoolingParams"),
         (
             lambda llm: llm.embed(["a", "b"], pooling_params=[PoolingParams()]),

@@ -51,8 +51,8 @@ HEAD = {"score.weight": torch.ones(3, 4)}
 @pytest.mark.parametrize(
     ("config", "files", "tensors", "message"),
     [
-        ({"architectures": []}, {}, HEAD, "no head that classifies"),
-        ({"architectures": "x"}, {}, HEAD, "no head that classifies"),
+        ({"architectures": []}, {}, HEAD, "no classification head"),
+        ({"architectures": "x"}, {}, HEAD, "no classification head"),
         ({}, {}, {"x": torch.ones(1)}, "no tensor score.weight"),
         ({"hidden_size": 5}, {}, HEAD, "score.weight is 3 x 4; by config.json it takes 5"),
         ({}, {}, {"score.weight": torch.ones(3)}, "score.weight is 3; by config.json it takes 4"),

@@ -1,4 +1,4 @@
-"""What a folder says of embeddings and labels, and hidden states made into them.
+"""Turns hidden states into embeddings and labels, as the model's folder describes.
 
 May import: config, errors, text.
 """

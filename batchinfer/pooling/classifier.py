@@ -2,8 +2,8 @@
 
 The head of a classifier (transformers' ``...ForSequenceClassification``,
 GenericForSequenceClassification in modeling_layers.py) is the linear layer ``score``; an encoder
-has further layers before the logits. The head of a reranker that answers yes or no (Qwen3-Reranker)
-is the rows of these tokens in the output head, as in vLLM's conversion of it
+has more layers before the logits. A reranker that answers yes or no (Qwen3-Reranker) uses the rows
+of these two tokens in the output head, as in vLLM's conversion of it
 (vllm/model_executor/models/adapters.py) and in sentence-transformers' ``LogitScore``
 (sentence_transformers/cross_encoder/modules/logit_score.py).
 """
@@ -59,27 +59,27 @@ _ENCODER_HEADS: Mapping[str, tuple[str, Layer, str]] = {
     "distilbert": ("pre_classifier", relu, "classifier"),
     "modernbert": ("head.dense", gelu, "classifier"),
 }
-"""The head of each family of encoders, as transformers' ``...ForSequenceClassification`` has it:
-a linear layer, its activation, and the linear layer that gives the logits."""
+"""Head of each encoder family in transformers' ``...ForSequenceClassification``: a linear layer,
+its activation, and the linear layer that computes the logits."""
 HEADED_FAMILIES = tuple(_ENCODER_HEADS)
 """Values of ``model_type`` of encoders whose heads are supported."""
 
 TokenId = Callable[[str], int | None]
-"""The id of a text that is a single token, else None."""
+"""Returns the id of a text that is a single token, else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Makes scores from a model's hidden states."""
+    """Computes scores from a model's hidden states."""
 
     labels: tuple[str, ...]
     layers: tuple[Layer, ...]
-    """The last gives a score for each label."""
+    """Layers in order; the last returns a score for each label."""
     pooling: tuple[str, ...] = ("lasttoken",)
-    """How a prompt's hidden states become one."""
+    """Modes that combine the hidden states of a prompt."""
 
     def __call__(self, hidden_state: Float32) -> Float32:
-        """A hidden state, float32 [H], to the scores of the labels, float32 [L]."""
+        """Return the scores of the labels, float32 [L], for a hidden state, float32 [H]."""
         values = hidden_state
         for layer in self.layers:
             values = layer(values)
@@ -92,7 +92,7 @@ def read_classifier(
     """Read the head of a model (folder or hub id).
 
     Raises:
-        ModelError: it has none, or it cannot be read.
+        ModelError: the model has no head, or the head cannot be read.
         UsageError: ``config.tokens`` are not tokens of the model.
     """
     folder = find_folder(name, revision, (*_CONFIG_PATTERNS, "*.safetensors"))
@@ -104,20 +104,20 @@ def read_classifier(
 
 
 def reads_whole_texts(name: str, revision: str | None) -> bool:
-    """Whether attention in a model (folder or hub id) is bidirectional.
+    """Return True if attention in a model (folder or hub id) is bidirectional.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the folder cannot be read.
     """
     return attends_both_ways(read_config(find_folder(name, revision, _CONFIG_PATTERNS)))
 
 
 def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
-    """Whether a model (folder or hub id) takes pairs as questions in Qwen3-Reranker's words; else
-    its tokenizer joins them.
+    """Return True if a model (folder or hub id) takes pairs in the prompt of Qwen3-Reranker, and
+    False if its tokenizer joins them.
 
     Raises:
-        ModelError: it cannot be read, has no head, or nothing says how it takes pairs.
+        ModelError: the folder cannot be read, has no head, or does not define the format of pairs.
     """
     folder = find_folder(name, revision, _CONFIG_PATTERNS)
     values = read_config(folder)
@@ -126,8 +126,8 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
         return False
     if values.get("model_type") not in _RERANKERS or tokens[0] is None:
         raise ModelError(
-            f"{folder}: not yet: nothing known here says how this model takes a query and a "
-            "document",
+            f"{folder}: not yet: the format in which this model takes a query and a document is "
+            "not known",
             hint="write its template in prompt.template, with both columns, in place of "
             "classify.query_column and document_column",
         )
@@ -137,12 +137,12 @@ def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> b
 def _head_tokens(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig
 ) -> Sequence[str | int | None] | None:
-    """The tokens whose logits are those of the labels, by text or id; None for a model with a head.
+    """Return the tokens that stand for the labels, by text or id; None for a model with a head.
 
-    Of a reranker these are the token for "no", or None, and the token for "yes".
+    A reranker has two: the token for "no", or None, and the token for "yes".
 
     Raises:
-        ModelError: nothing says what its labels are.
+        ModelError: the folder does not define labels.
     """
     if config.tokens is not None:
         if attends_both_ways(values):
@@ -160,7 +160,7 @@ def _head_tokens(
         return ("no", "yes")
     raise ModelError(
         f"{folder}/config.json: architectures names a {_class_name(values)[:80]!r}, which has no "
-        "head that classifies",
+        "classification head",
         hint="take a model ...ForSequenceClassification, a reranker with classify.query_column and "
         "document_column, or name tokens as labels in classify.tokens",
     )
@@ -172,7 +172,7 @@ def _class_name(values: Mapping[str, Any]) -> str:
 
 
 def _logit_score(folder: Path) -> tuple[int | None, int] | None:
-    """Token ids of sentence-transformers' ``LogitScore``: for "no", and for "yes"."""
+    """Return the token ids of sentence-transformers' ``LogitScore``: for "no", and for "yes"."""
     modules = read_json(folder / "modules.json")
     for module in map(_mapping, modules if isinstance(modules, list) else ()):
         if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":
@@ -189,7 +189,7 @@ def _logit_score(folder: Path) -> tuple[int | None, int] | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """A JSON object; an empty one in place of anything else."""
+    """Return ``value`` if it is a JSON object, else an empty object."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -205,15 +205,15 @@ def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) 
 
 
 def _encoder_head(folder: Path, values: Mapping[str, Any]) -> tuple[list[Layer], str, str]:
-    """The layers before the logits, the name of the layer that gives these, and the pooling."""
+    """Return the layers before the logits, the name of the last layer, and the pooling mode."""
     family = str(values.get("model_type"))
     is_modern = family == "modernbert"
     if family not in _ENCODER_HEADS or (
         is_modern and values.get("classifier_activation", "gelu") != "gelu"
     ):
         raise ModelError(
-            f"{folder}/config.json: not yet: heads that classify of the family {family!r}, which "
-            "attends both ways"
+            f"{folder}/config.json: not yet: classification heads of the family {family!r}, "
+            "whose attention is bidirectional"
         )
     name, activation, last = _ENCODER_HEADS[family]
     layers: list[Layer] = [Dense(*_weight_and_bias(folder, name), activation)]
@@ -227,16 +227,16 @@ def _encoder_head(folder: Path, values: Mapping[str, Any]) -> tuple[list[Layer],
 def _weight_and_bias(
     folder: Path, name: str, values: Mapping[str, Any] | None = None
 ) -> tuple[Float32, Float32]:
-    """Weight and bias of a layer; zeros where it has no bias.
+    """Return weight and bias of a layer; the bias is 0 if the layer has none.
 
     Args:
-        values: of config.json, if the layer takes the model's hidden states, which is checked.
+        values: content of config.json, to check that the layer takes the model's hidden states.
     """
     stored, bias = find_tensor(folder, f"{name}.weight"), find_tensor(folder, f"{name}.bias")
     if stored is None:
         raise ModelError(
-            f"{folder}: the weight files have no tensor {name}.weight, of the head that "
-            "classifies; fetch the model again"
+            f"{folder}: the weight files have no tensor {name}.weight of the "
+            "classification head; fetch the model again"
         )
     if values is not None:
         _check_width(stored, values)
@@ -250,7 +250,7 @@ def _weight_and_bias(
 def _activation(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig, count: int
 ) -> Layer:
-    """The function from logits to scores for ``count`` labels."""
+    """Return the function from logits to scores for ``count`` labels."""
     kind: str = config.activation
     if kind == "auto":
         kind = _own_activation(folder, values) or ("sigmoid" if count == 1 else "softmax")
@@ -271,7 +271,7 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
 
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
-    """The activation that a model's files name."""
+    """Return the activation that the model's files name, or None."""
     saved = _mapping(read_json(folder / "config_sentence_transformers.json"))
     own = _mapping(values.get("sentence_transformers"))
     named = (
@@ -334,7 +334,7 @@ def _of_tokens(
 
 
 def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
-    """Check that a head takes hidden states of the model's size."""
+    """Raise ModelError unless a head takes hidden states of the model's size."""
     text = _mapping(values.get("text_config")) or values
     width = text.get("hidden_size", text.get("n_embd"))
     if len(stored.shape) != 2 or stored.shape[1] != width:
@@ -345,13 +345,14 @@ def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
 
 
 def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> int | None:
-    """The row of a token in the output head; None for no token."""
+    """Return the row of a token in the output head; None if ``token`` is None."""
     found = token_id(token) if isinstance(token, str) else token
     if found is None and token is not None:
         raise UsageError(
             f"classify.tokens: {token!r} is not a single token of the model",
-            hint="name tokens that it can answer with, often a word with the blank before it, "
-            "as ' yes', or a word's beginning; labels of several words need a model with a head",
+            hint="name tokens that the model can answer with, often a word with a leading space "
+            "(such as ' yes'), or the start of a word; labels of several words need a model with a "
+            "head",
         )
     if found is not None and not 0 <= found < stored.shape[0]:
         raise ModelError(f"{stored.path}: {stored.name} has no row {found}, a label's token")

@@ -1,9 +1,10 @@
-"""Embeddings from hidden states, as a model folder in the layout of sentence-transformers says.
+"""Computes embeddings from hidden states, by a model folder in sentence-transformers' layout.
 
-``modules.json`` lists what follows the transformer: ``1_Pooling/config.json`` says which hidden
-states are taken, ``2_Dense`` holds a linear layer with an activation
+``modules.json`` lists the modules after the transformer: ``1_Pooling/config.json`` selects hidden
+states, and ``2_Dense`` contains a linear layer with an activation
 (sentence_transformers/models/Pooling.py, Dense.py, Normalize.py). Without ``modules.json`` the
-embedding is the hidden state of the last token, or the mean of all if attention is bidirectional.
+embedding is the hidden state of the last token, or the mean of all tokens if attention is
+bidirectional.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from batchinfer.pooling.model_folder import Float32, find_folder, read_config, r
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 """Supported modules, in the only supported order."""
-_POOLING_MODES = {  # in the order that several are concatenated
+_POOLING_MODES = {  # in the order of concatenation
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -45,7 +46,7 @@ _ACTIVATIONS: Mapping[str, Layer] = {
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """What a model's folder says of its embeddings."""
+    """Description of a model's embeddings in its folder."""
 
     hidden_size: int
     """Width of the hidden states."""
@@ -53,17 +54,17 @@ class EmbeddingModules:
     """Modes whose vectors are concatenated."""
     dense: tuple[Dense, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to put before a text, by name."""
+    """Prefixes of texts, by name."""
     default_prompt: str | None = None
     """Name of the prompt that sentence-transformers uses by default."""
     max_seq_length: int | None = None
     """Most tokens of a text (``sentence_bert_config.json``)."""
     attends_both_ways: bool = False
-    """Whether attention is bidirectional, so that texts are computed whole, without a KV pool."""
+    """True if attention is bidirectional, so a text is computed in one step without a KV pool."""
     pools_prompt: bool = True
-    """Whether the tokens of a named prompt are pooled too (``include_prompt``)."""
+    """True if the tokens of a named prompt are pooled too (``include_prompt``)."""
     takes_messages: bool = False
-    """Whether texts go through the chat template (``sentence_bert_config.json``)."""
+    """True if texts use the chat template (``sentence_bert_config.json``)."""
 
     @property
     def width(self) -> int:
@@ -73,20 +74,20 @@ class EmbeddingModules:
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """Makes embeddings from a model's hidden states."""
+    """Computes embeddings from a model's hidden states."""
 
     modules: EmbeddingModules
     config: EmbedConfig
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """How a prompt's hidden states become one."""
+        """Modes that combine the hidden states of a prompt."""
         asked = self.config.pooling
         return self.modules.pooling if asked == "auto" else (asked,)
 
     @property
     def reads_whole_texts(self) -> bool:
-        """Whether a text must be computed in one step: all but last-token pooling needs that."""
+        """True if a text must be computed in one step, as all but last-token pooling requires."""
         return self.modules.attends_both_ways or self.pooling != ("lasttoken",)
 
     @property
@@ -95,7 +96,7 @@ class Embedder:
         return self.config.dimensions or self.modules.width
 
     def __call__(self, hidden_state: Float32) -> npt.NDArray[Any]:
-        """A hidden state [H] through the model's modules, cut, then normalized: [dimensions]."""
+        """Return the embedding [dimensions] of a hidden state [H]: cut, then normalized."""
         values = hidden_state
         for dense in self.modules.dense:
             values = dense(values)
@@ -110,7 +111,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     """Read a model's folder, or the hub's copy of it.
 
     Raises:
-        ModelError: there is none, or it names a module that is not supported.
+        ModelError: the folder does not exist, or names an unsupported module.
     """
     folder = find_folder(name, revision, _PATTERNS)
     hidden_size, both_ways = _hidden_size(folder)
@@ -170,7 +171,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    """Prompts by name, and the name of the default one."""
+    """Return the prompts by name, and the name of the default prompt."""
     found = read_json(path)
     values = found if isinstance(found, Mapping) else {}
     prompts = values.get("prompts") or {}
@@ -185,7 +186,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _hidden_size(folder: Path) -> tuple[int, bool]:
-    """The width of the model's hidden states, and whether it attends both ways."""
+    """Return the width of hidden states, and True if attention is bidirectional."""
     config = read_config(folder)
     text = config.get("text_config") or config
     size = text.get("hidden_size", text.get("n_embd", text.get("dim")))
@@ -195,10 +196,10 @@ def _hidden_size(folder: Path) -> tuple[int, bool]:
 
 
 def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
-    """The modes, and whether the tokens of a named prompt are pooled."""
+    """Return the modes, and True if the tokens of a named prompt are pooled."""
     config = read_json(path)
     if not isinstance(config, Mapping):
-        raise ModelError(f"{path} is missing, which modules.json names; fetch the model again")
+        raise ModelError(f"{path} is missing, but modules.json names it; fetch the model again")
     modes = [name for key, name in _POOLING_MODES.items() if config.get(key)]
     others = [
         key

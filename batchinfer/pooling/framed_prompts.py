@@ -1,4 +1,4 @@
-"""Prompts of pooling models: cut inside the special tokens around a text, as tokenizers do."""
+"""Cuts prompts of pooling models between the special tokens around a text."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def cut_in_frame(
     """Cut a prompt that is longer than ``most`` tokens.
 
     Args:
-        frame: numbers of special tokens before and after a text; they stay if there is room.
-        left: cut the beginning, not the end.
+        frame: numbers of special tokens before and after a text, which stay if they fit.
+        left: cut the start instead of the end.
     """
     ids = prompt.token_ids
     before, after = frame if sum(frame) < most else (0, 0)
@@ -58,7 +58,7 @@ def cut_in_frame(
 
 
 def frame_of(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Numbers of special tokens that the tokenizer puts before and after a text."""
+    """Return the numbers of special tokens that the tokenizer puts before and after a text."""
     framed, plain = (
         tokenizer.encode_batch(["a"], add_special_tokens=with_them, parse_special_tokens=False)[0]
         for with_them in (True, False)

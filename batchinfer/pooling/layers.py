@@ -1,4 +1,4 @@
-"""Layers of heads and of embedding models, over one hidden state."""
+"""Layers of heads and embedding models, which compute one hidden state at a time in numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.pooling.model_folder import Float32
 
 Layer = Callable[[Float32], Float32]
-"""float32 [H] to float32 [D]."""
+"""Maps float32 [H] to float32 [D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Dense:
 
     @property
     def width(self) -> int:
-        """D, the size of its output."""
+        """Size of the output, D."""
         return len(self.bias)
 
     def __call__(self, values: Float32) -> Float32:
@@ -49,7 +49,7 @@ class LayerNorm:
 
 
 def identity(values: Float32) -> Float32:
-    """float32 [H], unchanged."""
+    """Return ``values`` unchanged."""
     return values
 
 
@@ -61,13 +61,13 @@ def gelu(values: Float32) -> Float32:
 
 
 def relu(values: Float32) -> Float32:
-    """float32 [H], with 0 in place of what is negative."""
+    """Return ``values`` with 0 in place of negative numbers."""
     result: Float32 = np.maximum(values, 0)
     return result
 
 
 def sigmoid(values: Float32) -> Float32:
-    """float32 [H] to float32 [H], each between 0 and 1."""
+    """Return the logistic function of ``values``, float32 [H]."""
     tanh = np.tanh(values.astype(np.float64) / 2)  # without the overflow of exp
     return ((1 + tanh) / 2).astype(np.float32)
 
@@ -78,7 +78,7 @@ def silu(values: Float32) -> Float32:
 
 
 def softmax(values: Float32) -> Float32:
-    """float32 [L] to float32 [L] that add up to 1."""
+    """Return the softmax of ``values``, float32 [L], which adds up to 1."""
     powers = np.exp(values.astype(np.float64) - values.max())
     shares: Float32 = (powers / powers.sum()).astype(np.float32)
     return shares

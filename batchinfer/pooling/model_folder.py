@@ -1,8 +1,8 @@
-"""A model's folder, or the hub's copy of one: its JSON files, and single tensors of its weights.
+"""Reads JSON files and single tensors of a model folder, or of a model on the hub.
 
 Tensors are read without the rest of their file, in the layout of safetensors
 (https://github.com/huggingface/safetensors, README): the length of a JSON header in 8 bytes, the
-header with each tensor's dtype, shape and place, then the bytes.
+header with the dtype, shape and offsets of each tensor, then the bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MAX_HEADER = 100 << 20  # the format's own limit
 
 
 def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """A model's folder, or the local copy of those of its files on the hub that match ``patterns``.
+    """Return a model's folder, or a local copy of the files on the hub that match ``patterns``.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the folder does not exist, or the model cannot be fetched.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -51,10 +51,10 @@ def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Pat
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """A model's ``config.json``.
+    """Return the content of a model's ``config.json``.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: the file does not exist or cannot be read.
     """
     values = read_json(folder / "config.json")
     if not isinstance(values, Mapping):
@@ -63,10 +63,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it does not exist.
+    """Return the content of a JSON file; None if it does not exist.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the file cannot be read.
     """
     _check_regular(path)
     try:
@@ -79,21 +79,21 @@ def read_json(path: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is stored."""
+    """Location and type of a stored tensor."""
 
     path: Path
     name: str
     dtype: str
-    """As safetensors writes it."""
+    """Name of the dtype in safetensors, such as ``BF16``."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     def read(self, rows: Sequence[int] | None = None) -> Float32:
-        """The tensor, or some of its rows, as float32.
+        """Return the tensor, or some of its rows, as float32.
 
         Raises:
-            ModelError: it does not hold floats, or cannot be read.
+            ModelError: the tensor does not contain floats, or cannot be read.
         """
         if self.dtype not in _DTYPES:
             raise ModelError(
@@ -112,7 +112,7 @@ class StoredTensor:
 
 
 def tensors_of(folder: Path) -> list[StoredTensor]:
-    """All tensors in a folder's weight files.
+    """Return all tensors in a folder's weight files.
 
     Raises:
         ModelError: a file cannot be read.
@@ -121,7 +121,7 @@ def tensors_of(folder: Path) -> list[StoredTensor]:
 
 
 def find_tensor(folder: Path, *endings: str) -> StoredTensor | None:
-    """The tensor whose name, from the start of a part, ends with the first of ``endings`` found.
+    """Return the tensor whose name ends with the first of ``endings`` that any name ends with.
 
     Raises:
         ModelError: a weight file cannot be read.

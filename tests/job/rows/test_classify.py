@@ -190,7 +190,7 @@ def test_only_equal_heads_and_rows_are_reused(tmp_path: Path, text_model: Path) 
 
 def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
     rows = {"prompt": ["x"], "q": ["x"], "d": ["x"], "n": [1]}
-    with pytest.raises(ModelError, match="no head that classifies"):
+    with pytest.raises(ModelError, match="no classification head"):
         run_job(job(tmp_path, text_model, rows), quiet=True)
     for keys, message in (
         ("tokens: [a, perhaps]", "'perhaps' is not a single token of the model\nname tokens"),

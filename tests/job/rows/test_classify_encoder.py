@@ -115,7 +115,7 @@ def test_pairs_are_scored_as_a_cross_encoder_scores_them(
     ("family", "message"),
     [
         ("roberta", r"no tensor classifier\.dense\.weight"),
-        ("nomic_bert", "not yet: heads that classify of the family 'nomic_bert'"),
+        ("nomic_bert", "not yet: classification heads of the family 'nomic_bert'"),
     ],
 )
 def test_unsupported_heads_are_refused(tmp_path: Path, family: str, message: str) -> None:
