@@ -24,5 +24,5 @@ def test_blocks_that_do_not_fill_a_chunk_are_an_error_of_the_model(tmp_path: Pat
     described = describe_model(
         ModelConfig(name=str(make_checkpoint("llama4_text", tmp_path))), "cpu"
     )
-    with pytest.raises(ModelError, match=r"config\.json: .*chunks of 32 .* blocks of 48"):
+    with pytest.raises(ModelError, match=r"config\.json: .*chunks of 32 .* block size 48"):
         described.layout(48)

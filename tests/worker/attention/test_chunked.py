@@ -113,7 +113,7 @@ def test_a_layout_keeps_chunks_where_sequences_leave_them() -> None:
     assert layout(32).chunks == ()
     assert layout(33).chunks == (32, 0, 32)
     assert layout(33).windows == (0, 32, 32)
-    with pytest.raises(ValueError, match=r"chunks of 32 tokens .* blocks of 48"):
+    with pytest.raises(ValueError, match=r"chunks of 32 tokens .* block size 48"):
         layout(64, block_size=48)
 
 
