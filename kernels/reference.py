@@ -182,8 +182,9 @@ def rotary_write(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Normalize (if there are norms) and rotate queries in place; write keys, likewise, and values
-    to their slots. As in GPT-NeoX, element i is rotated with element i + R / 2."""
+    """Normalize (if norms are passed) and rotate queries in place. Write normalized, rotated keys
+    and unchanged values to their slots. As in GPT-NeoX, element i is rotated with
+    element i + R / 2."""
     _, num_kv_heads, _, width = key_cache.shape
     heads = qkv.view(len(qkv), qkv.shape[1] // width, width)
     num_heads = heads.shape[1] - 2 * num_kv_heads

@@ -98,7 +98,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
                 "a bug in batchinfer ended the command; please report it with "
                 f"{write_crash_log(error)}"
             )
-        except OSError:  # no file can be written
+        except OSError:  # the crash log cannot be written
             return ExitCode.BUG, "".join(traceback.format_exception(error))
     return ExitCode.OK, ""
 

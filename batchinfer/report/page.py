@@ -48,7 +48,7 @@ def page(data: ReportData, price: Price | None = None) -> str:
     """Return the report on ``data`` as HTML.
 
     Args:
-        price: of the machine; None: the page names no cost.
+        price: the machine's price; None: the page shows no cost.
     """
     environment = _environment()
     light, dark = (Markup("".join(_variables(theme))) for theme in (0, 1))

@@ -44,7 +44,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """Remove users, passwords and queries, which may be signed, from the URLs in JSON data."""
+    """Remove user names, passwords and query strings (which may hold signatures) from URLs."""
     if isinstance(value, str):
         return _QUERY.sub("\\1?\N{HORIZONTAL ELLIPSIS}", _USERINFO.sub(r"\1", value))
     if isinstance(value, dict):

@@ -21,7 +21,7 @@ def write_report(
 
     Args:
         now: seconds since 1970.
-        price: of the machine; None: the report names no cost.
+        price: the machine's price; None: the report shows no cost.
         to: the file; None: ``report.html`` in ``out``.
 
     Raises:

@@ -185,7 +185,7 @@ def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
 
 
 def _check_order(order: EvictionOrder[Block] | EvictionOrder[Block | WindowSlot]) -> None:
-    """Assert that blocks stand where they should."""
+    """Assert that wanted and idle blocks are in separate eviction queues."""
     assert not any(block.wanted for block in order._idle)
     assert all(block.wanted for block in order._wanted)
 

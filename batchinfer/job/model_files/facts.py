@@ -122,7 +122,7 @@ def hub_commit(name: str, revision: str | None) -> str | None:
     """The commit of a revision on the hub; offline, of the last download; None if unknown.
 
     Args:
-        name: of a model's repository.
+        name: name of a model's repository.
         revision: a branch, a tag or a commit; None: ``main``.
     """
     if revision is not None and _COMMIT_HASH.fullmatch(revision):

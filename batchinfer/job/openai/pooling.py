@@ -130,12 +130,12 @@ def _text_of_pair(body: Body, name: str) -> str:
 def pooling_body(
     rows: Rows, key: str, *, created: int, model: str, normalizes: bool
 ) -> dict[str, Any] | None:
-    """The body of the response to a request; None if it asks for generated text.
+    """Return the body of the response to a request; None if the request asks for generated text.
 
     Args:
-        key: of the response's id.
+        key: suffix of the response's id.
         created: seconds since 1970.
-        normalizes: whether embeddings have length 1, also after truncation.
+        normalizes: True if embeddings have length 1, also after truncation.
     """
     url = rows[0]["url"]
     if url in RERANK_URLS:

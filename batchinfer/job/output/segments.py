@@ -270,7 +270,7 @@ class Segments:
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:
             if not with_keys(reader.schema_arrow.empty_table()).schema.equals(self.schema):
-                raise ValueError("it has other columns than a segment of this job")
+                raise ValueError("its columns differ from those of this job's segments")
             if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
                 raise ValueError("it belongs to another plan")
             row_ids = reader.read(use_threads=False)["row_id"].to_numpy()

@@ -167,7 +167,7 @@ class _Check:
             raise DataError(f"{path} was made by another job (its fingerprint differs)")
         self._schema = self._schema or schema
         if not schema.equals(self._schema):
-            raise DataError(f"{path} has other columns than the parts before it")
+            raise DataError(f"{path} has different columns from the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
         """Yield damaged files of keys; a missing one only prevents reuse by other jobs."""

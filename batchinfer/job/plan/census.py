@@ -129,7 +129,7 @@ class Census:
 
 
 def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
-    """Estimated bytes of ``data/``, if rows that were not read are like those of the census."""
+    """Estimate the bytes of ``data/``, assuming that the census represents all rows."""
     if not census.rows:
         return 0
     include = spec.output.include

@@ -31,7 +31,7 @@ from batchinfer.job.rows.row_key import KEY_BYTES, KEY_COLUMN, KEY_TYPE
 from batchinfer.requests.requests import PromptRow
 
 MOST_FOUND = 1 << 16
-"""Rows to find before they are copied: each file is then read once for many of its rows."""
+"""Found rows to collect before copying them, so that one read of a file serves many rows."""
 NOT_FOUND = -1
 """In place of a file's number."""
 _NO_KEY = bytes(KEY_BYTES)

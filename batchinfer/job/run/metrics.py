@@ -60,7 +60,7 @@ def serve_metrics(
         from prometheus_client import CollectorRegistry
     except ImportError:
         raise UsageError(
-            f"--metrics needs prometheus_client, the extra metrics: {install_command('metrics')}"
+            f"--metrics needs the package prometheus_client: {install_command('metrics')}"
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(watched))

@@ -171,7 +171,7 @@ class RunReporter:
             self.note(line)
 
     def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        """Warn that this run computes with other kernels than the runs before."""
+        """Warn that this run uses different kernels from earlier runs."""
         for what in sorted(before.keys() & now.keys()):
             if before[what] != now[what]:
                 line = kernels_differ(what, [before[what], now[what]])

@@ -28,7 +28,7 @@ def first_errors(
     """``row_id``, ``id`` (None without an id column) and ``code`` of the first failed rows.
 
     Args:
-        records: of the job's parts in order, as far as known; None for an unfinished part.
+        records: records of the job's parts in order; None for an unfinished part.
     """
     column = id_column(manifest)
     found: dict[int, dict[str, Any]] = {}

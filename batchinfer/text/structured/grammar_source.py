@@ -72,7 +72,7 @@ def _schemas(
         raise GrammarError("no text fits: the schema is false")
     if checked_schema(structured_outputs) is None:
         if inexact := inexact_numbers(exact):
-            raise GrammarError(f"no grammar keeps {inexact[0]} exactly; {_HINT}")
+            raise GrammarError(f"no grammar can enforce {inexact[0]} exactly; {_HINT}")
         yield exact
         return
 

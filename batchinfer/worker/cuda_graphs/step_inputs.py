@@ -45,7 +45,7 @@ class StepInputs:
         largest: size that holds every other.
         max_blocks: most blocks of a sequence.
         num_groups: layer groups, each with slots and tables of its own.
-        num_adapters: of the model; if any, every step lists the tokens of each.
+        num_adapters: number of the model's adapters; if any, every step lists the tokens of each.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if the file does not exist.
 
     Raises:
-        ModelError: the file cannot be read, or holds another value than an object.
+        ModelError: the file cannot be read, or does not hold an object.
     """
     try:
         value = json.loads(path.read_bytes())

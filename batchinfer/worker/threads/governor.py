@@ -2,8 +2,8 @@
 
 Every matrix product waits for its slowest thread, so one thread without a core holds up all others.
 The sign of that is the run delay: the time that threads were ready to run and did not (the second
-number of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). Whether
-fewer threads are faster then is always measured, never assumed. Only batch-invariant kernels are
+number of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). The
+governor measures if fewer threads are faster. Only batch-invariant kernels are
 governed: they give the same bits with any number of threads, while other kernels may split a
 row's sums among the threads.
 """

@@ -56,7 +56,7 @@ def test_a_window_that_no_sequence_leaves_is_none() -> None:
     [
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, 0),
-        ({"model_type": "unheard_of", "sliding_window": 4096}, 0),  # it may use it somewhere only
+        ({"model_type": "unheard_of", "sliding_window": 4096}, 0),  # some layers may not use it
     ],
 )
 def test_families_without_kinds_of_layers(config: dict[str, Any], window: int) -> None:

@@ -60,7 +60,7 @@ def lines(tmp_path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def check(tmp_path: Path) -> None:
-    """All answers are there, once, in order."""
+    """Assert that the output holds each answer once, in input order."""
     answered = lines(tmp_path, "output.jsonl")
     good = [row for row in range(NUM_ROWS) if row not in BAD]
     assert [line["custom_id"] for line in answered] == [f"r{row}" for row in good]

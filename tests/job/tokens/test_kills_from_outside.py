@@ -1,4 +1,4 @@
-"""Jobs that are killed before a flush is due: only rows that kill by themselves are given up."""
+"""Jobs killed before a flush is due: only rows that kill the process end as errors."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_delays_between_steps_do_not_count() -> None:
     """The caller's own threads may wait between two calls, and steps be slow for other reasons."""
     delay = 0.0
     governor = ThreadGovernor(CORES, delay=lambda: delay)
-    for at in range(20):  # each long enough to be judged alone
+    for at in range(20):  # each step is long enough for a window of its own
         delay += 100.0
         governor.begin()
         governor.observe(64, 3.0 if at < 10 else 30.0)

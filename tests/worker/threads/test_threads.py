@@ -98,7 +98,7 @@ def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
     threads.set(2)
     threads.set(1)
     assert (torch.get_num_threads(), threads.found()) == (1, 3)
-    torch.set_num_threads(4)  # the caller changes it
+    torch.set_num_threads(4)  # the caller changes the number
     assert threads.found() == 4
     threads.set(1)
     threads.set(4)

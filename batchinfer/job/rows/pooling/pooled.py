@@ -89,7 +89,7 @@ def plain_prompts(
     Args:
         prefix: put before texts.
         pools_prefix: whether the tokens of the prefix are pooled too.
-        most_tokens: of a prompt; None: as many as the model takes.
+        most_tokens: maximum tokens of a prompt; None: the model's maximum.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
