@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 from batchinfer import LLM
 from tests.docs.pages import ROOT
 from tests.families import draw_config
-from tests.models import DECODER_FAMILIES, FAMILIES, tiny_config
+from tests.models import DECODER_FAMILIES, FAMILIES, RECURRENT_FAMILIES, tiny_config
 
 _LINES = (ROOT / "docs" / "models.md").read_text().splitlines()
 _ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _LINES if line[:2] == "| "]
@@ -25,7 +25,7 @@ _IDS = [5, 9, 3, 77, 20, 9, 41]
 
 
 def config_of(family: str, **labels: Any) -> PreTrainedConfig:
-    if family in (*FAMILIES, *DECODER_FAMILIES):
+    if family in (*FAMILIES, *DECODER_FAMILIES, *RECURRENT_FAMILIES):
         return tiny_config(family, **labels)
     for seed in range(30):
         try:
