@@ -106,7 +106,7 @@ def test_verify_of_a_stopped_job(tmp_path: Path) -> None:
         (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
         (lambda root: rewrite(root, other_rows), f"{PART}: it has 9 rows, not 10"),
         (lambda root: rewrite(root, other_order), f"{PART}: its rows are not the input's"),
-        (lambda root: rewrite(root, other_columns), f"{PART} has other columns"),
+        (lambda root: rewrite(root, other_columns), f"{PART} has different columns"),
         (lambda root: rewrite(root, other_job), f"{PART} was made by another job"),
         (
             lambda root: (root / RECORD).write_text(
