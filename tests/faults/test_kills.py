@@ -32,14 +32,7 @@ def results(scenario: str, folder: Path) -> dict[str, Any]:
         ("kill_a_run", 24),
         ("kill_a_shard", 8),
         ("kill_an_update", 12),
-        pytest.param(
-            "kill_while_accepting",
-            4,
-            marks=pytest.mark.xfail(
-                reason="known bug: after a kill, rows with `accept` may keep fewer samples",
-                strict=False,
-            ),
-        ),
+        ("kill_while_accepting", 4),
     ],
 )
 def test_job_killed_at_failpoints_ends_with_the_unbroken_output(
