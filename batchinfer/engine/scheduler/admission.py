@@ -69,9 +69,7 @@ class Admission:
                 break
             del waiting[at]
             forecast.expect_samples(sequence)
-            chunk = min(budget, num_tokens_to_compute(sequence) - hit.num_tokens)
-            if self._pool.states.slots_per_state:
-                chunk = min(chunk, next_branch(sequence, hit.num_tokens) - hit.num_tokens)
+            chunk = self._first_chunk(sequence, hit, budget)
             rows.append(self._start(sequence, hit, chunk, chosen, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -153,7 +151,7 @@ class Admission:
     ) -> PrefixHit | None:
         """Return the hit or a part of it that leaves enough available blocks, else None."""
         while True:
-            end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
+            end = hit.num_tokens + self._first_chunk(sequence, hit, budget)
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
             slots = fresh * self._pool.slots_per_block
             slots += self._pool.states.slots_to_start_from(
@@ -171,6 +169,13 @@ class Admission:
             # A pool that barely holds this sequence has no space for the source of a copy.
             match = PrefixMatch(hit.blocks, None, 0, 0)
             hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
+
+    def _first_chunk(self, sequence: Sequence, hit: PrefixHit, budget: int) -> int:
+        """Return the number of tokens that a sequence computes in its first step."""
+        end = num_tokens_to_compute(sequence)
+        if self._pool.states.slots_per_state:
+            end = min(end, next_branch(sequence, hit.num_tokens))
+        return min(budget, end - hit.num_tokens)
 
     def _start(
         self,
