@@ -161,7 +161,7 @@ class _Totals:
 
 
 class MetricsCollector:
-    """Collects statistics of steps and rows in memory, for ``LLM``.
+    """Collects statistics of steps and rows in memory, for ``LLM`` and ``plan``.
 
     One thread adds statistics. Other threads may read at the same time without a lock: they see an
     addition completely or do not see it.

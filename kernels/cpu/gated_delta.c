@@ -61,13 +61,17 @@ static inline float *piece_of(
     return a->states + slots[piece / per_slot] * a->slot_stride + piece % per_slot * elements;
 }
 
-/* 1 / |x|, as transformers has it: 1 / sqrt(sum of squares + 1e-6) */
-static inline float inverse_length(const float *x, int64_t width) {
+static inline float sum_of_squares(const float *x, int64_t width) {
     float sums[16] = {0};
     for (int64_t i = 0; i < width; i++) sums[i % 16] = FMA(x[i], x[i], sums[i % 16]);
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++) sums[j] += sums[j + half];
-    return 1.0f / sqrtf(sums[0] + 1e-6f);
+    return sums[0];
+}
+
+/* 1 / |x|, with transformers' epsilon. */
+static inline float inverse_length(const float *x, int64_t width) {
+    return 1.0f / sqrtf(sum_of_squares(x, width) + 1e-6f);
 }
 
 static void units_and_gates(const gated_delta_args *a) {

@@ -31,7 +31,8 @@ class _Args(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype, conv_width: int = 1) -> bool:
-    """Whether the C kernels can be compiled and support ``dtype`` and the convolution's width."""
+    """Return true if the C kernels can be compiled and support ``dtype`` and the convolution's
+    width."""
     return dtype in SUFFIX and conv_width <= MAX_CONV_WIDTH and load() is not None
 
 

@@ -14,6 +14,7 @@ from batchinfer.engine.kv.state_layout import StateLayout, min_slot_bytes, state
 from batchinfer.kernels import gated_delta as reference
 from batchinfer.kernels.cpu import gated_delta as native
 from batchinfer.worker.recurrent.gated_delta_net import places_of
+from tests.engine.kv.recurrent_configs import gated_delta_config
 
 pytestmark = pytest.mark.skipif(
     not native.supports(torch.float32), reason="the C kernels cannot be compiled"
@@ -36,15 +37,14 @@ class Case:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        text = {
-            "model_type": "qwen3_next",
-            "layer_types": ["linear_attention"] * 3,
-            "linear_num_key_heads": key_heads,
-            "linear_num_value_heads": value_heads,
-            "linear_key_head_dim": key_width,
-            "linear_value_head_dim": value_width,
-            "linear_conv_kernel_dim": conv_width,
-        }
+        text = gated_delta_config(
+            num_layers=3,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_width=key_width,
+            value_width=value_width,
+            conv_width=conv_width,
+        )
         slot_bytes = max(slot_bytes, min_slot_bytes(text))
         layout = state_layout(text, slot_bytes)
         assert layout is not None

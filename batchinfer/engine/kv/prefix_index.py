@@ -92,7 +92,7 @@ class Block:
 
     @property
     def wanted(self) -> bool:
-        """Whether the block has a known future use."""
+        """True if the block has a known future use."""
         return self.waiters > 0 or self.used_later or self.num_kept > 0
 
     def __repr__(self) -> str:

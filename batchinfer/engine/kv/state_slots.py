@@ -151,7 +151,7 @@ class StateSlots:
         return own
 
     def is_last_use(self, snapshot: StateSnapshot, more_followers: int = 0) -> bool:
-        """Whether a sequence that starts from a snapshot may take its state."""
+        """Return true if a sequence that starts from a snapshot may take over its state."""
         state, followers = snapshot.state, snapshot.followers + more_followers
         return followers <= 1 and state.ref_count == 1 + (state in self._sources)
 

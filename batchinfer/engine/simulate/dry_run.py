@@ -73,8 +73,8 @@ class DryEncoder(_RooflineClock):
 class DryRunner(_RooflineClock):
     """Draws arbitrary tokens, different for every sample, and adds up roofline times.
 
-    Candidates of beams have arbitrary log-probabilities, under which beams survive about as often
-    as in a real search.
+    Candidates of beams have made-up log-probabilities. Under these, a search keeps returning to a
+    few beams, as with a real model.
 
     Args:
         end_after: output tokens after which a sample draws ``END_TOKEN``; None: never.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.kv.state_layout import STATE_BYTES, StatePart, min_slot_bytes, state_layout
+from tests.engine.kv.recurrent_configs import gated_delta_config
 
 QWEN3_6_35B: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
@@ -55,15 +56,14 @@ def test_pieces_lie_in_slots(
     conv_width: int,
     slot_bytes: int,
 ) -> None:
-    text = {
-        "model_type": "qwen3_next",
-        "layer_types": ["linear_attention"] * num_layers,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * heads_per_key,
-        "linear_key_head_dim": key_width,
-        "linear_value_head_dim": value_width,
-        "linear_conv_kernel_dim": conv_width,
-    }
+    text = gated_delta_config(
+        num_layers=num_layers,
+        key_heads=key_heads,
+        value_heads=key_heads * heads_per_key,
+        key_width=key_width,
+        value_width=value_width,
+        conv_width=conv_width,
+    )
     slot_bytes = max(slot_bytes, min_slot_bytes(text))
     layout = state_layout(text, slot_bytes)
     assert layout is not None

@@ -1,0 +1,26 @@
+"""Configs of models with recurrent layers alone, for tests of their state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def gated_delta_config(
+    *,
+    num_layers: int,
+    key_heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    conv_width: int,
+) -> dict[str, Any]:
+    """Return the keys of a Qwen3-Next config from which the layout of the state follows."""
+    return {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention"] * num_layers,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_width,
+        "linear_value_head_dim": value_width,
+        "linear_conv_kernel_dim": conv_width,
+    }
