@@ -47,8 +47,8 @@ class EngineConfig(Record):
     window has at most 64 million prompt tokens."""
     deterministic: bool = False
     """The bits of a row's results never depend on the other rows of a batch. On a CUDA device this
-    takes slower kernels, and some models are refused. On a CPU it holds anyway with `cpu_kernels:
-    own` and without `latent_cache`."""
+    takes slower kernels, and some models are refused. On a CPU it holds anyway for dense models
+    with `cpu_kernels: own` and without `latent_cache`."""
     latent_cache: bool = False
     """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
     instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
