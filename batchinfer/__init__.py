@@ -50,11 +50,11 @@ _PARAMS = {
     "SamplingParams": "call_params",
     "StructuredOutputsParams": "structured_params",
 }
-"""Modules in ``config`` of the names that do not need torch."""
+"""Names that do not need torch, each with the module of ``config`` that defines it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that the command line handles signals sooner."""
+    """Import a name on first use: the command line handles signals sooner without these imports."""
     if name in _PARAMS:
         from importlib import import_module
 

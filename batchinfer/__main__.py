@@ -7,8 +7,8 @@ from batchinfer.process.process import bound_spinning, leaves_at_once, skip_opti
 
 
 def main() -> None:
-    """Run the program, without imports that it never uses and with threads that wait briefly."""
-    leave_as_asked()  # first, because importing the commands takes long enough for a Ctrl-C
+    """Run the program. Skip imports that it never uses, and let idle threads sleep early."""
+    leave_as_asked()  # first, because the user may press Ctrl-C during the slow imports
     skip_optional_imports()
     bound_spinning()
     from batchinfer.cli.commands import main as run_commands

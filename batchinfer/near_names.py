@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-_MOST_DIFFERENCES = 3  # in a message
+_MOST_DIFFERENCES = 3  # shown in a message
 _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
 
 
@@ -51,7 +51,7 @@ def _is_invisible(character: str) -> bool:
 
 
 def _form(name: str) -> str | None:
-    """Returns the normal form of a name; None if it has both or neither."""
+    """Return the name's Unicode form, NFC or NFD; None if both or neither apply."""
     found = [form for form in _FORMS if unicodedata.is_normalized(form, name)]
     return found[0] if len(found) == 1 else None
 
@@ -73,6 +73,6 @@ def _points(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    """Returns the code points, and the name of a single one."""
+    """Return the code points; for a single character, also its Unicode name."""
     name = unicodedata.name(text, "") if len(text) == 1 else ""
     return f"{_points(text)} {name}".strip()

@@ -55,15 +55,15 @@ class GrammarState(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why the matcher stopped (the grammar took more work than allowed), or None."""
+        """Error that stopped the matcher, because the grammar took too much work; else None."""
         ...
 
     def take(self, token_id: int) -> list[int]:
         """Advance by the sample's next token, which the mask allowed.
 
         Returns:
-            The tokens that must follow, by which the state advances too; empty if there is a
-            choice. The last is an end-of-sequence token if the text cannot continue.
+            The tokens that must follow; empty if there is a choice. The state advances by them too.
+            The last one is an end-of-sequence token if the text cannot continue.
         """
         ...
 
@@ -79,7 +79,7 @@ class ForkingState(GrammarState, Protocol):
     """State of a grammar for a beam, which may split into several beams."""
 
     def fork(self) -> ForkingState:
-        """Returns an independent copy."""
+        """Return an independent copy."""
         ...
 
 

@@ -25,11 +25,11 @@ from batchinfer.errors import DeviceError
 
 
 class EncoderEngine:
-    """Runs pooling requests on a runner of whole sequences; has the interface of ``Engine``.
+    """Runs pooling requests on an encoder; has the interface of ``Engine``.
 
     Args:
         max_model_len: longest text, in tokens.
-        max_num_batched_tokens: most tokens of a step, except for a single longer text.
+        max_num_batched_tokens: most tokens of a step; a longer text runs alone.
         max_num_seqs: most texts of a step.
         clock: returns seconds; for statistics only.
         vocab_size: upper bound of the model's token ids; None: token ids are not checked.

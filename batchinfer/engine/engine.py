@@ -68,7 +68,8 @@ class Engine:
         self.scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
-        """Initial token limit of a step, so that refusals do not depend on a lowered limit."""
+        """Initial token limit of a step. Refusals use it, because recoveries may lower the limit.
+        """
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -182,7 +183,7 @@ class Engine:
             try:
                 self._in_flight.append(self._submit(schedule, began))
             except OutOfMemory:
-                if self._in_flight:  # the step submitted before succeeded
+                if self._in_flight:  # the previous step succeeded
                     outcome.stats = self._process(completions)
                 raise
         if len(self._in_flight) > self._steps_ahead:

@@ -187,7 +187,8 @@ class MetricsCollector:
         """Return the sections ``tokens``, ``throughput`` and ``kv`` for the steps so far."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
-        columns = np.ascontiguousarray(rows.T)  # so that sums have the same order as over files
+        # Sums then add values in the same order as sums over files.
+        columns = np.ascontiguousarray(rows.T)
         pool = PoolTotals()
         pool.add(
             dict(zip(STEP_COLUMNS, columns, strict=True)),

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens, collected over several steps.
 
 Scoring needs the logits at positions ``Request.logits_from`` to the second to last token of the
-prompt, because the logits at a position predict the next token. Values that are known survive a
-preemption or a failed step. A prefix hit ends before the first position that still needs logits.
+prompt, because the logits at a position predict the next token. Known values survive a preemption
+or a failed step. A prefix hit ends before the first position that still needs logits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Add a step's result for the positions from ``start`` on, of which some may be known."""
+        """Add a step's result for the positions from ``start`` on. Known positions are skipped."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were skipped"
         self.next += int(new.sum())

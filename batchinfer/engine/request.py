@@ -35,7 +35,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-sequence ids; ``params.ignore_eos`` makes them ordinary tokens."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """``params.bad_words`` as token ids. After all ids of a word but the last, the last is banned.
+    """``params.bad_words`` as token ids. If the output ends with all ids of a word but the last,
+    the last id is banned.
     """
     make_stop_checker: Callable[[], StopChecker] | None = None
     """Makes a stop checker for one sample; None without stop strings."""
@@ -44,8 +45,8 @@ class Request:
     reused_prefix_len: int = 0
     """Number of leading prompt tokens that a later row in the running order shares."""
     branch_points: tuple[tuple[int, int], ...] = ()
-    """(number of prompt tokens, number of later rows that diverge from this row after them),
-    ascending. Used for models with recurrent state."""
+    """Ascending pairs (P, N): N later rows diverge from this row after P prompt tokens. Used for
+    models with recurrent state."""
     scored_from: int = 1
     """With ``params.prompt_logprobs``: index of the first prompt token to score."""
     first_sample: int = 0
@@ -68,10 +69,10 @@ class Request:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """The caller's functions on logits, in order. They run before all other processors."""
     named_token_ids: tuple[int, ...] = ()
-    """With ``params.logprobs``: ids whose log-probabilities every output token returns."""
+    """With ``params.logprobs``: ids whose log-probabilities are returned for each output token."""
     named_prompt_token_ids: Int32 | None = None
-    """With ``params.prompt_logprobs``: [N, W] ids whose log-probabilities the N prompt tokens from
-    ``scored_from`` on return, padded with -1."""
+    """With ``params.prompt_logprobs``: [N, W] ids whose log-probabilities are returned for each of
+    the N prompt tokens from ``scored_from`` on, padded with -1."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
     key: bytes | None = None
     """Hash of all inputs that determine the output. An observer uses it to find the request's

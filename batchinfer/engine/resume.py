@@ -49,7 +49,7 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
         state.search.finished.append(
             Hypothesis(output.token_ids.tolist(), output.cumulative_logprob, output.score)
         )
-    return state.samples[:1]  # the leader queues for its group
+    return state.samples[:1]  # the first sequence represents the group in the queue
 
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
@@ -71,7 +71,7 @@ def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> b
 
 
 def _sequence(state: RequestState, sample: PartialSample) -> Sequence:
-    """Make a waiting sample with known tokens, of which no token is computed."""
+    """Make a waiting sample with known tokens. None of them is computed yet."""
     sequence = Sequence(state, 0 if state.search is not None else sample.index)
     sequence.output_ids = sample.token_ids.tolist()
     sequence.cumulative_logprob = sample.cumulative_logprob

@@ -41,7 +41,8 @@ class Runner(Protocol):
 
     Steps run in the order of submission, each as if it started after the previous one ended. The
     engine relies on this order: as soon as a step is submitted, it reassigns freed blocks and lets
-    the next step read blocks that this one writes. On a CUDA device a single stream ensures it.
+    the next step read blocks that this one writes. On a CUDA device, a single stream ensures this
+    order.
     """
 
     def submit(self, step: Step) -> Pending:

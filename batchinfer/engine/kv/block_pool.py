@@ -1,13 +1,14 @@
 """The KV pool: reference counts of blocks, their slots, reuse and eviction.
 
-In a model with several layer groups, a block has a slot in each group: ``Block.slot`` in the first
-group if that is full attention, and ``Block.window_slots`` in the other groups (in all groups, if
-every layer has a window). The prefix tree, references and copies work on blocks. A window slot is
-freed separately from its block, once it is outside the windows of all sequences that refer to the
-block. The slot of an indexed block is kept until space is needed, because a prefix that ends soon
-after it needs the slot again. If a slot in the last window of a prefix is gone, only a shorter
-prefix is found (``prefix_hit.py``). Blocks that are then computed again replace the incomplete
-blocks in the index. Blocks of a model with windows are not swapped to the host yet.
+In a model with several layer groups, a block has a slot in each group. ``Block.slot`` is its slot
+in the first group if that group is full attention. ``Block.window_slots`` are its slots in the
+other groups, or in all groups if every layer has a window. The prefix tree, references and copies
+work on blocks. A window slot is freed separately from its block, once it is outside the windows of
+all sequences that refer to the block. The slot of an indexed block is kept until space is needed,
+because a prefix that ends soon after it needs the slot again. If a slot in the last window of a
+prefix was freed, a lookup finds only a shorter prefix (``prefix_hit.py``). Blocks that are then
+computed again replace the incomplete blocks in the index. Blocks of a model with windows are not
+swapped to the host yet.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
@@ -208,7 +209,8 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """Return the parent for blocks after a hit of ``blocks``; None without prefix caching."""
+        """Return the index parent for the block after a hit of ``blocks``; None without prefix
+        caching."""
         if not self._caching:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
@@ -271,8 +273,8 @@ class BlockPool:
         self.window_slots.free_unneeded(block)
 
     def _prune(self, block: Block) -> None:
-        """Remove a block without slots and descendants from the index, then its ancestors without
-        slots and other descendants."""
+        """Remove a block from the index if it has no slots and no descendants. Then do the same for
+        its parent, and so on."""
         while (
             block.indexed
             and block.ref_count == 0

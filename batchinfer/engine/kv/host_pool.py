@@ -31,7 +31,7 @@ class HostPool:
         self._read: list[Block] = []
         """Blocks that the step being built swaps in by reading their host slots."""
         self._read_last: list[int] = []
-        """Host slots that were dropped while in ``_read``. They become free after that step."""
+        """Host slots of blocks in ``_read`` that were dropped. They become free after the step."""
 
     @property
     def num_used(self) -> int:

@@ -73,7 +73,7 @@ def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str
     """Return the shapes of single layers in a config, by layer number."""
     config = text.get("per_layer_config") or {}
     try:
-        shapes = {int(layer): shape for layer, shape in config.items()}  # transformers writes "05"
+        shapes = {int(layer): shape for layer, shape in config.items()}  # keys may be padded: "05"
         is_valid = all(shape.get(key, 1) > 0 for shape in shapes.values() for key in _SHAPE_KEYS)
         is_valid = is_valid and shapes.keys() <= set(range(num_layers))
     except (AttributeError, TypeError, ValueError):

@@ -17,7 +17,8 @@ import numpy.typing as npt
 _MOST_GROUPS = 8
 """Largest number of groups. Each group needs a block table per step."""
 _MOST_UNUSED = 0.15
-"""Largest share of padding in the pool. With more, all layers form one full-attention group."""
+"""Largest share of padding in the pool. If more would be padding, all layers form one
+full-attention group."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Families without ``layer_types`` in which every layer has the config's window."""
 
@@ -34,7 +35,7 @@ class LayerGroup:
 
 
 def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
-    """Return the number of leading blocks that tokens from position ``num_tokens`` on ignore."""
+    """Return the number of leading blocks outside the window of the token at ``num_tokens``."""
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
@@ -79,7 +80,7 @@ def layer_groups(
         stored: elements per token that each layer stores. A layer that stores 0 is in no group.
         max_model_len: most tokens of a sequence.
     """
-    chunks = layer_chunks(config, len(stored))  # a token attends to at most a chunk
+    chunks = layer_chunks(config, len(stored))  # a token attends to at most one chunk
     windows = list(map(max, layer_windows(config, len(stored)), chunks))
     windows = [window if window < max_model_len else 0 for window in windows]
     storing = [layer for layer, size in enumerate(stored) if size]
@@ -106,7 +107,8 @@ def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return the window of each layer; 0, which is always safe, if the config is ambiguous."""
+    """Return the window of each layer. An ambiguous config gives 0 (full attention), always
+    correct."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not isinstance(window, int) or window < 2:
         return [0] * num_layers

@@ -26,7 +26,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Config = Mapping[str, Any]
 
-# Keys of the same number in different families, in order of preference.
+# Config keys that name the same number in different families, in order of preference.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -260,7 +260,7 @@ class KVLayout:
         kv = self.block_size * max(sum(stored[at] for at in group) for group in self._members)
         if not self.recurrent:
             return kv
-        # A slot must hold whole float32 elements of state, and divide into its equal parts.
+        # A slot must hold a whole number of float32 elements of state, and divide into equal parts.
         unit = 4 * self.parts_per_slot
         least = -(-self.min_slot_bytes // (1 if self.fp8 else self.element_bytes))
         return -(-max(kv, least) // unit) * unit
@@ -362,8 +362,8 @@ def _unsupported(config: Config, family: str) -> str | None:
 def _unsupported_rope(config: Config) -> str | None:
     """Return the reason why a model's rotary positions are not supported, or None.
 
-    With ``dynamic``, the scale depends on the longest row of a batch, so that rows would depend on
-    each other.
+    With ``dynamic``, the scale depends on the longest row of a batch, so a row's output would
+    depend on other rows.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]

@@ -49,14 +49,14 @@ class PrefixHit:
 def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, fork_at: int | None = None
 ) -> PrefixHit:
-    """Return the longest hit in a match whose last window is complete in every layer group.
+    """Return the longest hit within a match. Its last window must be complete in every layer group.
 
     Args:
         pool: the pool with the match's blocks.
         match: the longest indexed prefix.
         with_tail: true if the hit may copy part of a block.
-        fork_at: number of tokens after which other sequences fork from the hit, so that the window
-            before it must be complete too; None: no sequence forks.
+        fork_at: number of tokens after which other sequences fork from the hit; the window before
+            that point must be complete too. None: no sequence forks.
     """
     blocks, size = match.blocks, pool.block_size
     if pool.states.slots_per_state:
@@ -98,7 +98,7 @@ def _hit_at_snapshot(match: PrefixMatch, size: int) -> PrefixHit:
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """Return the number of consecutive blocks with a slot in a group before each position,
+    """For each position, count the consecutive blocks before it that have a slot in a group,
     [blocks + 1]."""
     runs = [0]
     for block in blocks:
@@ -126,7 +126,7 @@ def acquire_prefix(pool: BlockPool, hit: PrefixHit) -> AcquiredPrefix:
     if hit.owns_tail:
         pool.evict_subtree(tail[0])
         return AcquiredPrefix([*hit.blocks, *tail], [], _swap_in(pool, hit.blocks))
-    # Allocate only now that all blocks are referenced: an allocation may evict a block.
+    # Allocate only after all blocks are referenced, because an allocation may evict other blocks.
     swapped = _swap_in(pool, hit.blocks)
     copies = [pool.allocate() for _ in tail]
     for source, copy in zip(tail, copies, strict=True):

@@ -66,9 +66,9 @@ class Block:
         self.snapshots: tuple[StateSnapshot, ...] = ()
         """Snapshots of recurrent state after some of the block's tokens."""
         self.snapshots_below: dict[bytes, StateSnapshot] | None = None
-        """Those of its children, by ``StateSnapshot.key``."""
+        """Snapshots in the block's children, by ``StateSnapshot.key``."""
         self.num_kept = 0
-        """Its snapshots, and its children that have snapshots in them or below them."""
+        """Number of the block's snapshots, plus its children with a snapshot in their subtree."""
         self.serial: int
         """Unique number of a block with window slots."""
         self.host_slot = -1
@@ -117,8 +117,9 @@ class RecurrentState:
 class StateSnapshot:
     """A recurrent state kept for later rows, after a token of an indexed block.
 
-    The block before that one lists it by the tokens from there to the state. So a lookup finds it
-    whatever tokens come next, also if its own block has been indexed by more tokens since.
+    That block's parent stores the snapshot in ``snapshots_below``, under the block's tokens up to
+    the state. A lookup therefore finds it whatever tokens follow, even after more tokens were added
+    to the block's own key.
     """
 
     __slots__ = ("block", "followers", "key", "parent", "state")
@@ -193,8 +194,8 @@ class _Children:
 
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
-    """Return the key in sorted ``keys`` that shares most leading tokens with ``key``, and their
-    number. It is adjacent to the place of ``key``."""
+    """Return the key in sorted ``keys`` that shares the most leading tokens with ``key``, and the
+    number of these tokens. Only the two neighbors of ``key`` in the order can be this key."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbor in keys[max(at - 1, 0) : at + 1]:
@@ -276,7 +277,7 @@ class PrefixIndex:
         """
         if parent.children is not None and key in parent.children.blocks:
             return parent.children.blocks[key]
-        if block.parent is not None:  # it was indexed when it was partly filled
+        if block.parent is not None:  # the block was indexed when it was partly filled
             self._unlink(block)
         if parent.children is None:
             parent.children = _Children()
@@ -326,7 +327,7 @@ class PrefixIndex:
 
     @staticmethod
     def subtree(block: Block) -> Iterator[Block]:
-        """A block and its descendants in the index."""
+        """Iterate over a block and its descendants in the index."""
         stack = [block]
         while stack:
             node = stack.pop()

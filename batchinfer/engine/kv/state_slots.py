@@ -1,11 +1,11 @@
-"""Pool slots of recurrent states, of running sequences and of snapshots that later rows use.
+"""Pool slots of recurrent states: states of running sequences, and snapshots for later rows.
 
-A step updates a state in place, so sequences that fork share it only until their next step: then
-each but the last copies it (copy-on-write). A snapshot is one more reference to a state: its
-sequence copies the state before it goes on. A snapshot belongs to a position in an indexed block,
-and a later row that shares the prefix up to there starts from it. The plan of a window knows all
-positions where rows part, so snapshots are taken there. One is dropped after its last use, or when
-the pool needs its slots.
+A step updates a state in place. Sequences that fork therefore share a state only until their next
+step, when all but the last of them copy it (copy-on-write). A snapshot is one more reference to a
+state, so its sequence copies the state before the next step. A snapshot belongs to a position in an
+indexed block. A later row that shares the prefix up to this position starts from the snapshot. Rows
+are planned window by window, so the positions where rows diverge are known, and snapshots are taken
+only at these positions. A snapshot is dropped after its last use, or when the pool needs its slots.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StateSlots:
         slots_per_state: slots of one state; 0 for a model without recurrent layers.
         free: the pool's free slots.
         take_slot: takes a free slot, evicting if necessary.
-        update_priority: called with a block that gets its first snapshot, or that loses its last,
-            in it or below it.
+        update_priority: called with a block when its subtree in the index gets its first snapshot
+            or loses its last.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class StateSlots:
         self._update_priority = update_priority
         self._num_states = 0
         self.snapshots: OrderedDict[StateSnapshot, None] = OrderedDict()
-        """Least recently used first."""
+        """All snapshots, least recently used first."""
         self._num_idle = 0
-        """Snapshots of states that no sequence has."""
+        """Number of snapshots whose states no sequence uses."""
         self._sources: set[RecurrentState] = set()
-        """Idle snapshots' states that the step being built copies, each with one reference more."""
+        """States of idle snapshots that the step being built copies. The set holds a reference to
+        each."""
 
     @property
     def num_used(self) -> int:
@@ -91,14 +92,14 @@ class StateSlots:
         own = self.allocate()
         copies += zip(shared.slots, own.slots, strict=True)
         if shared.ref_count == 2 and shared.snapshot is not None and shared not in self._sources:
-            self._sources.add(shared)  # takes over the reference
+            self._sources.add(shared)  # the set takes over the reference
         else:
             self.release(shared)
         return own
 
     def release_sources(self) -> None:
-        """Let snapshots be evicted again that the step just built copies. While it was built, their
-        slots could have become the destination of another copy."""
+        """Allow eviction again of the snapshots that the step just built copies. Evicting them
+        earlier could have made their slots the destination of another copy."""
         while self._sources:
             self.release(self._sources.pop())
 
@@ -127,14 +128,14 @@ class StateSlots:
     def start_from(
         self, snapshot: StateSnapshot, copies: Pairs, more_followers: int = 0
     ) -> RecurrentState:
-        """A state for a sequence that starts from a snapshot. Requires ``slots_to_start_from``
-        available slots.
+        """Return a state for a sequence that starts from a snapshot. Requires
+        ``slots_to_start_from`` available slots.
 
         The last follower takes the snapshot's own state.
 
         Args:
             copies: as in ``copy``.
-            more_followers: rows that will start from it and are not counted yet.
+            more_followers: rows that will start from the snapshot and that it does not count yet.
         """
         snapshot.followers += more_followers
         if self.is_last_use(snapshot):
@@ -156,7 +157,7 @@ class StateSlots:
         return followers <= 1 and state.ref_count == 1 + (state in self._sources)
 
     def slots_to_start_from(self, snapshot: StateSnapshot | None, more_followers: int = 0) -> int:
-        """Available slots that a sequence needs for its state."""
+        """Return the available slots that a sequence needs for its state."""
         if snapshot is None:
             return self.slots_per_state
         # Slots of an idle snapshot count as available, until a sequence takes or copies them.
@@ -197,7 +198,8 @@ class StateSlots:
         return self._drop_first(one for one in self.snapshots if one.state.ref_count > 1)
 
     def _count(self, block: Block, change: int) -> None:
-        """Count a snapshot in a block. A block's prefix is needed as long as the block is."""
+        """Count a snapshot in a block, and in its ancestors: a snapshot needs the blocks before it
+        too."""
         node: Block | None = block
         while node is not None:
             before = node.num_kept > 0

@@ -59,7 +59,7 @@ class WindowSlots:
         self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
-        """Add a reader to the slots of block ``at`` of a table that are inside the windows."""
+        """Add a reader to each slot of block ``at`` of a table, if its window includes the slot."""
         for window_slot in live_slots(block, at, num_evicted):
             assert window_slot.slot >= 0
             if window_slot.readers == 0:
@@ -98,7 +98,7 @@ class WindowSlots:
 
 
 def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
-    """Iterate over the slots of block ``at`` of a table that are inside the windows."""
+    """Iterate over the slots of block ``at`` of a table, except slots outside their windows."""
     if not num_evicted:
         return iter(block.window_slots)
     return (

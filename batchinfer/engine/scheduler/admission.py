@@ -113,8 +113,8 @@ class Admission:
         return hit, defers
 
     def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
-        """Tokens up to the last branch point that the sequence shares with a row that is computing
-        its prompt, and that this row has not reached; 0: there is none."""
+        """Return the last branch point ahead that the sequence shares with a row still computing
+        its prompt, as a number of tokens; 0 if there is none. A snapshot will be taken there."""
         start = len(match.blocks) * self._table.block_size
         node = match.blocks[-1] if match.blocks else None
         node = node or self._pool.index.root(sequence.request.adapter)
@@ -138,7 +138,7 @@ class Admission:
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
     ) -> PrefixHit | None:
-        """Return the hit or a part of it if the sequence can start. A lone sequence always can."""
+        """Return the hit, or a part of it, if the sequence can start. A lone sequence always can."""
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:

@@ -86,7 +86,8 @@ class OutputLengths:
     def remaining(self, table: SequenceTable, rows: Rows) -> Float:
         """Predict how many more tokens running sequences will output, [S].
 
-        Quantiles are multiples of the golden ratio in order of admission, which are spread evenly.
+        Quantiles are multiples of the golden ratio, modulo 1, in order of admission, because these
+        spread evenly.
         """
         ages = table.num_tokens[rows] - table.num_prompt[rows]
         limits = table.max_total[rows] - table.num_prompt[rows]
@@ -100,10 +101,10 @@ class PoolForecast:
     """Forecast of the blocks in use at later steps, if no further row is admitted.
 
     It includes running sequences and the samples that will fork from them. Demand peaks just before
-    a sequence ends. The highest peak is found with the average of half a block added per table. The
-    blocks at that peak are then counted exactly, because sequences of equal length fill their last
-    blocks at the same time. For a model with windows, the forecast counts slots, one per layer
-    group. It assumes the maximum for a sequence that will become longer than a window.
+    a sequence ends. The search for the highest peak adds half a block to each table, the average
+    waste. The blocks at that peak are then counted exactly, because sequences of equal length fill
+    their last blocks at the same time. For a model with windows, the forecast counts slots, one per
+    layer group. It assumes the maximum for a sequence that will become longer than a window.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
@@ -116,7 +117,7 @@ class PoolForecast:
         elsewhere = np.maximum(shared_blocks, table.num_evicted(table.num_computed[rows]))
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         self._per_state = pool.states.slots_per_state
-        owned += pool.states.num_used  # each row will have its own
+        owned += pool.states.num_used  # each row will have a state of its own
         self._not_owned = max(pool.num_used - owned, 0)
         """Number of used blocks that do not belong to a single sequence."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
@@ -191,7 +192,7 @@ class PoolForecast:
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
         if self._most_in_windows:
             growing, constant = self._growing(ends, tokens, shared_blocks)
-            constant += self._per_state * (1 - growing)  # so that states count once, not per group
+            constant += self._per_state * (1 - growing)  # a state counts once, not per group
             half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
         held = np.cumsum(half[::-1])[::-1] + growth * ends / size
         top = int(held.argmax())

@@ -35,7 +35,7 @@ class KVManager:
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
         """Give a sequence a row with the blocks of a prefix hit."""
         pool, num_shared = self._pool, hit.num_shared
-        if hit.snapshot is not None:  # a reference, so that allocations do not evict the snapshot
+        if hit.snapshot is not None:  # keep the snapshot from eviction
             pool.states.acquire(hit.snapshot.state)
         acquired = acquire_prefix(pool, hit)
         sequence.state.stats.swapped_blocks += acquired.num_swapped
@@ -48,7 +48,7 @@ class KVManager:
         return acquired
 
     def _first_state(self, sequence: Sequence, hit: PrefixHit) -> RecurrentState:
-        """The recurrent state with which a sequence starts."""
+        """Return the recurrent state with which a sequence starts."""
         states = self._pool.states
         if hit.snapshot is None:
             return states.allocate()
@@ -246,10 +246,11 @@ class KVManager:
 
 
 def more_followers(sequence: Sequence, at: int) -> int:
-    """Followers to add to a snapshot from which a sequence starts, after its first ``at`` tokens.
+    """Return the followers to add to a snapshot after ``at`` tokens when a sequence starts from it.
 
-    A sequence that was preempted after them kept the snapshot itself, or has used it already. Rows
-    that start from the sequence's own branch point there are not counted yet.
+    A sequence that had computed more tokens and was preempted adds only itself, because the
+    snapshot no longer counts it. A new sequence adds the later rows that diverge from it at this
+    point.
     """
     if sequence.computed_once > at:
         return 1

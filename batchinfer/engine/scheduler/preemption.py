@@ -18,11 +18,11 @@ from batchinfer.engine.sequence import Sequence
 Preemption = Literal["auto", "recompute", "swap"]
 
 _WEIGHT = 0.2
-"""Weight of a step in the moving average."""
+"""Weight of a step in the moving average of ``token_s``."""
 _MOSTLY = 0.8
 """Smallest share of prompt tokens in a step whose time is measured."""
 _FIRST_TOKEN_S = 1e-4
-"""Initial estimate. The first preemption happens after the first measurement."""
+"""Initial estimate. A measurement replaces it before the first preemption."""
 
 
 class PreemptionPolicy:
@@ -92,7 +92,7 @@ class ReuseHints:
         self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in reversed(self._waiting[sequence]):  # the order of ``remove``
+        for block in reversed(self._waiting[sequence]):  # in the order of ``remove``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.update_priority(block)
@@ -115,7 +115,7 @@ class ReuseHints:
         if blocks is None:
             return
         self._counted_at = -1
-        for block in reversed(blocks):  # the order of ``BlockPool.release``
+        for block in reversed(blocks):  # in the order of ``BlockPool.release``
             block.waiters -= 1
             if block.waiters == 0:
                 self._pool.update_priority(block)
@@ -157,8 +157,8 @@ class ReuseHints:
     def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:
         arrival = sequence.state.arrival
         if sequence.request.first_sample:
-            return  # a request for further samples arrives after the rows that follow its row
+            return  # requests for further samples arrive after later rows
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
-            if block.window_slots:  # some may already be in the eviction order
+            if block.window_slots:  # some slots may already be in the eviction order
                 self._pool.update_priority(block)

@@ -33,7 +33,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """Rows chosen for the next step so far. The fields are those of ``Schedule``."""
+    """Rows chosen for the next step so far. It has the fields of ``Schedule``."""
 
     rows: Rows
     num_new: Int

@@ -160,7 +160,7 @@ class Scheduler:
                 self.pool.evict_subtree(block)
         if sequence.row >= 0:
             self._kv_manager.free(sequence)
-        elif sequence in self.waiting:  # a sequence created in this step is not
+        elif sequence in self.waiting:  # a sequence created in this step is not in the queue
             self.waiting.remove(sequence)
 
     def abort_all(self) -> None:
@@ -202,10 +202,10 @@ class Scheduler:
         return len(running)
 
     def _retire(self, sampled: Rows) -> None:
-        """Free the rows whose last token, by length, was just submitted.
+        """Free the rows of sequences that reach their maximum length with the step just submitted.
 
-        Processing the token needs the sequence but not its table row. The step reads the blocks
-        before a later step writes to them (see ``Runner``).
+        Processing the last token needs the sequence but not its table row. The step reads the
+        blocks before a later step writes to them (see ``Runner``).
         """
         table = self.table
         for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:

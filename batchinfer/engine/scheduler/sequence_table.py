@@ -321,9 +321,10 @@ class SequenceTable:
 
 
 def next_branch(sequence: Sequence, num_computed: int) -> int:
-    """The first branch point of a sequence's prompt after its computed tokens.
+    """Return the first branch point of a sequence's prompt after its computed tokens.
 
-    Not one after a token whose logits are needed: later rows like it compute that token themselves.
+    Branch points after the first token whose logits are needed are skipped: later rows with these
+    tokens need the logits too, so they compute these tokens themselves.
     """
     request = sequence.request
     points = (at for at, _ in request.branch_points if num_computed < at <= request.logits_from)

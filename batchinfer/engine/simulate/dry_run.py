@@ -25,14 +25,15 @@ from batchinfer.engine.step import Float32, Int32, Step, StepResult
 
 END_TOKEN = 2**31 - 1
 """Last token of samples that end before ``max_tokens``. No model has this token."""
-_FILLER = 2**30  # no prompt has this or a higher id
+_FILLER = 2**30  # token ids of prompts are lower
 # Simulated log-probabilities of beams: the range between beams, the distance from one candidate to
 # the next, and a value that ends every beam.
 _BEAM_LUCK = 1.0
 _NEXT_BEST = 0.25
 _NEVER = 1e6
-# Measured on two cores: the host's time per step and per chunk, hidden if a GPU takes longer; and
-# the time per sample and per token that a tiny model takes on a CPU in addition to arithmetic.
+# Measured on two cores. The host's time per step and per chunk does not count while a GPU takes
+# longer. A tiny model on a CPU takes the other times per sample and per token in addition to
+# arithmetic.
 _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6

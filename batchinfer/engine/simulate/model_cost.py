@@ -20,8 +20,8 @@ OWN_INTEGERS = ("int8", "int4")
 """Values of ``model.quantization`` that store the output head as int8."""
 INT8_BYTES = 1.0
 _INT4_BYTES = 0.5
-_SCALE_AND_ZERO = 5  # bytes per group: a float and a code
-_GROUP_STEP = 8  # a checkpoint's groups stay as they are if their size is a multiple of this
+_SCALE_AND_ZERO = 5  # bytes per group: a float32 scale and an 8-bit zero point
+_GROUP_STEP = 8  # a checkpoint keeps its group size if it is a multiple of this
 _OWN_GROUP = 64
 """Group size of batchinfer's 4-bit quantization. torchao's is about the same."""
 _MXFP4_GROUP = 32
@@ -122,7 +122,7 @@ class ModelCost:
             experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),
             head_parameters=int(text["vocab_size"]) * hidden,
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            # Two norms with residuals; q, k and v written, rotated and read; the gated MLP.
+            # Two norms with residuals; writing, rotating and reading q, k and v; the gated MLP.
             activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
             element_bytes=layout.element_bytes,
             matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes, on_cpu=on_cpu),
@@ -194,7 +194,8 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
         mlp_parameters=matrices * hidden * inner,
         experts=0,
         experts_per_token=0,
-        head_parameters=size("vocab_size") * hidden,  # the embedding; there are no logits
+        # Only the embedding, because an encoder has no logits.
+        head_parameters=size("vocab_size") * hidden,
         tied=True,
         activations=10 * hidden + 4 * queries + 4 * keys + 2 * matrices * inner,
         element_bytes=element_bytes,
@@ -293,6 +294,6 @@ def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
 
 
 def _first(config: Config, *names: str) -> int:
-    """Return the first of these numbers that the config has, the mean of a list, else 0."""
+    """Return the config's first nonzero value under ``names``, the mean if it is a list; else 0."""
     value = next((config[name] for name in names if config.get(name)), 0)
     return int(_mean(value) if isinstance(value, list | tuple) else value)

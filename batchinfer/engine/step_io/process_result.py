@@ -263,9 +263,9 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
 def _fail_request(scheduler: Scheduler, state: RequestState, *, is_nan: bool) -> None:
     """Fail a row, or restart it if another row's blocks may be the cause.
 
-    The row's blocks are removed from the index. If the row used cached blocks, NaN in those may be
-    the cause of its NaN logits: a NaN of one token spreads over the tile in which it is attended.
-    The row then restarts once without cached blocks and with the same random numbers.
+    The row's blocks are removed from the index. If the row used cached blocks, a NaN in these may
+    have caused its NaN logits: attention spreads a NaN of one token over a whole tile. The row then
+    restarts once without cached blocks and with the same random numbers.
     """
     state.note_peak_blocks()
     used_cache = state.stats.cached_tokens > 0 or state.request.first_sample > 0
