@@ -138,7 +138,7 @@ class Admission:
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
     ) -> PrefixHit | None:
-        """Return the hit, or a part of it, if the sequence can start. A lone sequence always can."""
+        """Return the hit, or a part of it, if the sequence can start. If alone, it always can."""
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
