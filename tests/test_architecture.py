@@ -232,7 +232,7 @@ ROOMS = [
     ),
     Room(
         "job.reuse",
-        "Rows that other outputs hold already: found by their keys, copied and not computed.",
+        "Finds rows that other outputs hold already, by their keys, and copies them.",
         ("errors", "console", "requests", "job"),
     ),
     Room(
@@ -242,7 +242,7 @@ ROOMS = [
     ),
     Room(
         "job.openai",
-        "OpenAI's batch files: requests in, responses and errors out.",
+        "OpenAI batch files: reads requests, and writes responses and errors.",
         ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
     Room(
@@ -277,17 +277,17 @@ ROOMS = [
     ),
     Room(
         "job.fleet",
-        "A fleet: workers that claim parts of one job, started here or by Ray on other machines.",
+        "A fleet: workers that claim parts of one job, on this machine or on a Ray cluster.",
         ("config", "errors", "process", "console", "engine", "requests", "builders", "job"),
     ),
     Room(
         "job.plan",
-        "``batchinfer plan``: a job simulated before it runs.",
+        "``batchinfer plan``: simulates a job before it runs.",
         ("config", "errors", "console", "engine", "text", "requests", "builders", "job"),
     ),
     Room(
         "job.init",
-        "``batchinfer init``: a job file written for a dataset.",
+        "``batchinfer init``: writes a job file for a dataset.",
         ("config", "errors", "console", "job"),
     ),
     Room(

@@ -1,6 +1,7 @@
-"""Job plane: rows, files, plans and statistics, in rooms along the way of a row.
+"""Job plane: rows, files, plans and statistics.
 
-``spec`` is the job file, ``input`` the dataset; ``rows`` makes requests of rows and output of
-completions, ``run`` runs them, ``output`` writes parts, ``stats`` counts. ``plan``, ``init`` and
-``openai`` are commands and formats of their own; ``storage`` has files, here and in stores.
+``spec`` parses the job file and ``input`` reads the dataset. ``rows`` turns rows into requests, and
+completions into output rows. ``run`` runs the requests, ``output`` writes parts, and ``stats``
+counts. ``plan`` and ``init`` are commands, ``openai`` handles OpenAI batch files, and ``storage``
+accesses local files and object stores.
 """

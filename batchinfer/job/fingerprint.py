@@ -1,8 +1,8 @@
 """Fingerprint of a job: a hash of everything that changes its output.
 
-A run resumes only an output with the same fingerprint. Inputs (checked file by file elsewhere),
-error limits, the order of rows, pool sizes and logging are left out: they may change between two
-runs of a job.
+A run resumes only an output with the same fingerprint. The hash leaves out error limits, the order
+of rows, pool sizes and logging, because they may change between two runs of a job. It also leaves
+out inputs: the manifest compares them file by file.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
         "tool_parser",
     ),
 }
-"""Keys that change the output, by section; None: all keys of the section."""
+"""Keys that change the output, by section; None for all keys of the section."""
 _ROW_SECTIONS = ("input", "prompt", "sampling", "score")
 """Sections that determine the prompt and the parameters of each row."""
 _ROW_MODEL_KEYS = ("max_model_len", "adapters", "served_model_name")
 """Keys of ``model`` that the key of each row covers, or that only name the model."""
 _FILE_KEYS = ("format", "rows_per_part", "explode", "rename")
-"""Keys of ``output`` that change the files and not the answers."""
+"""Keys of ``output`` that change the files but not the answers."""
 _LATER: Mapping[tuple[str, str], Any] = {
     ("sampling", "key"): "position",
     ("sampling", "max_reasoning_tokens"): None,
@@ -62,10 +62,11 @@ _LATER: Mapping[tuple[str, str], Any] = {
     ("prompt", "adapter"): None,
     ("engine", "latent_cache"): False,
 }
-"""Keys that were added later, with their neutral values. Neutral values are left out, so that the
-fingerprints of older jobs stay valid."""
+"""Keys that were added later, with their neutral values. The fingerprint leaves out neutral values,
+so that older jobs keep their fingerprints.
+"""
 _REQUEST_OUTPUTS = ("logprobs", "prompt_logprobs")
-"""Outputs that requests of OpenAI batch files may ask for."""
+"""Outputs that a request of an OpenAI batch file may ask for."""
 _SAME = {"fp8_e4m3": "fp8"}
 """Synonyms of values of ``engine.kv_cache_dtype``."""
 
@@ -109,7 +110,8 @@ def digest(facts: Mapping[str, Any]) -> str:
 def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of ``fingerprint_facts`` that affects the answers of all rows alike.
 
-    The key of each row covers its prompt and parameters. Paths and file layout affect no answer.
+    The part omits prompts and parameters, which the key of each row covers, and paths and file
+    layout, which affect no answer.
     """
     output = facts["output"]
     requested = _REQUEST_OUTPUTS if output["format"] == "openai-batch" else ()
@@ -136,16 +138,17 @@ def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
-    """Return both values of each key, such as ``sampling.top_p``, that differs between two
-    ``fingerprint_facts``, sorted by key; None for a missing value."""
+    """Return the keys, such as ``sampling.top_p``, that differ between two ``fingerprint_facts``,
+    sorted, each with both values; None for a missing value.
+    """
     return dict(sorted(_differing("", before, after)))
 
 
 def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fingerprint_facts`` without facts about the model's content that are missing in
-    ``other``, and without the model's revision if both have its commit.
+    """Return ``fingerprint_facts`` without facts about the model's content that ``other`` lacks,
+    and without the model's revision if both have its commit.
 
-    Older versions did not hash the content of weight files, and offline a commit may be unknown.
+    Older versions did not hash the content of weight files, and the commit may be unknown offline.
     """
     model_facts = {**_mapping(facts.get("model_facts"))}
     model = _mapping(model_facts.get("model"))
@@ -173,7 +176,7 @@ def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, An
 
 
 def _content_of(facts: Any) -> Any:
-    """A model's facts, without the branch or tag if the commit is known."""
+    """Return a model's facts, without the branch or tag if the commit is known."""
     if isinstance(facts, Mapping) and COMMIT in facts:
         return {name: value for name, value in facts.items() if name != "revision"}
     return facts

@@ -62,7 +62,7 @@ class OutputJob(Job):
 
     out: OutputDir
     combined_output: PurePath | None = None
-    """A file that also gets all lines of OpenAI's output and error files, in input order."""
+    """File that gets all lines of OpenAI's output and error files too, in input order."""
 
 
 def open_input(spec: JobSpec) -> Source:
@@ -133,13 +133,13 @@ class LoadedJob:
     reader: RowReader
     task: LoadedTask
     log: Sequence[str]
-    """Lines about the use of the device's memory."""
+    """Lines for the user about the use of the device's memory."""
     seconds: float
-    """Duration of loading."""
+    """Seconds that loading took."""
     processes: TextProcesses
     """The processes that build prompts."""
     phases: Phases | None = None
-    """Phases of loading."""
+    """Durations of the phases of loading."""
 
     def close(self) -> None:
         """End the processes that build prompts."""
@@ -182,9 +182,9 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
 
 
 def row_keys(job: Job, context: EngineContext) -> RowKeys:
-    """Return the maker of row keys for a job and its model.
+    """Return an object that makes row keys for a job and its model.
 
-    If the manifest has no fingerprint, the keys only compare rows of this job with each other.
+    If the manifest has no fingerprint, the keys can only be compared within this job.
     """
     facts = job.manifest.job or fingerprint_facts(job.spec, {"adapters": job.spec.model.adapters})
     return RowKeys(
@@ -293,7 +293,7 @@ def _prompts(
     columns: Sequence[str],
     conversation_columns: Sequence[str] = (),
 ) -> Prompts:
-    """Prompts built in ``processes``; in this process if rows hold token ids."""
+    """Build prompts in ``processes``, or in this process if rows hold token ids."""
     factory = partial(
         make,
         config,

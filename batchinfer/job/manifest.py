@@ -27,11 +27,11 @@ _UPDATE = (
     "use --update to recompute only the rows that changed, --output (run-batch: -o) for another "
     "place, or --overwrite to start over"
 )
-"""Hint if the job was edited after the output was begun."""
+"""Hint for a job that was edited after its output was begun."""
 _OTHER_PLACE = (
     "use --output (run-batch: -o) for another place, or --overwrite to delete the existing output"
 )
-"""Hint if the output belongs to an unrelated job."""
+"""Hint for an output that belongs to an unrelated job."""
 
 
 LAYOUT = 2
@@ -52,9 +52,9 @@ class Manifest:
     num_rows: int
     rows_per_part: int
     planned_at: str
-    """Time in ISO 8601. Chat templates of all runs get this time, so that prompts do not change."""
+    """Time in ISO 8601. All runs give chat templates this time, so that prompts do not change."""
     bounds: tuple[int, ...] | None = None
-    """With a filter: the first row id of each part, and the end of the last part."""
+    """First row id of each part, then the end of the last part; None without a filter."""
     layout: int = LAYOUT
     table_version: int | None = None
     """Version of the Delta or Iceberg table; None for other inputs."""
@@ -80,8 +80,8 @@ class Manifest:
         """Check that ``other`` plans the same work.
 
         Raises:
-            LockedError: the job differs; names the keys.
-            DataError: an input file differs; names the file.
+            LockedError: the job differs; the message names the keys. DataError: an input file
+                differs; the message names the file.
         """
         changes = ""
         if self.fingerprint != other.fingerprint:
@@ -103,7 +103,7 @@ class Manifest:
             )
 
     def _shares_nothing_with(self, other: Manifest) -> bool:
-        """True if ``other`` is an unrelated job, for which an update would keep no answer."""
+        """Return True if ``other`` is an unrelated job: an update would keep no answer."""
         changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
         if "task" in changed:
             return True
@@ -112,7 +112,7 @@ class Manifest:
         return self._other_paths(other) != "" and not have_common_files(self.inputs, other.inputs)
 
     def _other_paths(self, other: Manifest) -> str:
-        """The difference of ``input.path``; "" if it is the same."""
+        """Describe the difference of ``input.path``; return "" if it is the same."""
         if self.input_paths == other.input_paths:
             return ""
         was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
@@ -137,7 +137,7 @@ class Manifest:
         return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
-        """Start of the hint if the model's repository has a new commit."""
+        """Return the start of the hint for a model whose repository has a new commit."""
         commit = model_commit(self.job)
         if commit is None or model_commit(other.job) in (None, commit):
             return ""
@@ -169,7 +169,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The keys that differ; with both values if there is a single key."""
+    """Name the keys that differ, with both values if a single key differs."""
     changed = {
         key.removeprefix("model_facts."): both for key, both in differences(old, new).items()
     }

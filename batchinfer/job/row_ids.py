@@ -1,4 +1,4 @@
-"""Sets of rows: sorted row ids, the ranges they make up, and the parts they fall into."""
+"""Sets of rows as sorted row ids, as ranges, and as parts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 RowIds = npt.NDArray[np.int64]
-"""Row ids, sorted, each once."""
+"""Row ids, sorted and unique."""
 
 NO_ROWS: RowIds = np.array([], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file of the output and its rows of the input."""
+    """A file of the output, and the range of its input rows."""
 
     index: int
     rows: range
-    """Row ids from the first to the last row; with a filter, some of them are not selected."""
+    """Row ids from the first to the last row; a filter may skip some of them."""
     selected: int | None = None
     """Number of rows that the filter selects; None without a filter."""
 
@@ -56,12 +56,12 @@ def in_range(row_ids: RowIds, rows: range) -> RowIds:
 
 
 def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
-    """Group the row ids of some parts into ranges, in order, each within one part."""
+    """Group row ids into ranges, in order, each within one of ``parts``."""
     return [rows for part in parts for rows in ranges_of(in_range(row_ids, part.rows))]
 
 
 def missing_ranges(parts: Sequence[Part], finished: RowIds) -> list[range]:
-    """Return the unfinished rows of parts as ranges in order, each within one part.
+    """Return the unfinished rows of parts as ordered ranges, each within one part.
 
     The ranges may hold rows that the filter does not select.
     """
@@ -77,7 +77,7 @@ def missing_ranges(parts: Sequence[Part], finished: RowIds) -> list[range]:
 
 
 def within(row_ids: RowIds, ranges: Sequence[range]) -> RowIds:
-    """Return the row ids that lie in one of ``ranges``, which are in order."""
+    """Return the row ids that lie in one of ``ranges``, which must be in order."""
     if not ranges:
         return NO_ROWS
     starts, stops = (np.array([getattr(r, end) for r in ranges]) for end in ("start", "stop"))

@@ -30,21 +30,21 @@ from batchinfer.job.output.resume import (
 from batchinfer.job.row_ids import Part
 
 Reopen = Callable[[OutputDir, Manifest], None]
-"""Reopens finished parts with rows that have to run again; called under the lock."""
+"""Reopens finished parts that have rows to run again; called under the directory's lock."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What remains to be done once a run has made its parts."""
+    """Work that remains once a run has made its parts."""
 
     out: OutputDir
-    """The directory, as the run that ends the job writes to it."""
+    """Output directory with the lock under which a run ends the job."""
     num_parts_left: int = 0
     """Parts that other runs still have to make."""
     is_finished: bool = False
     """True if another run has ended the job already."""
     is_stopped: bool = False
-    """True if a signal stopped this run while it waited for another one."""
+    """True if a signal stopped this run while it waited for another run."""
 
     @property
     def ends_job(self) -> bool:
@@ -53,12 +53,12 @@ class Ending:
 
 
 class Claim:
-    """The right of a run that writes alone; ``SharedClaim`` is that of one of several writers.
+    """A run's right to write alone to an output directory; ``SharedClaim`` is for several writers.
 
     Args:
         out: the directory that the run writes to.
-        present: the output that ``out``, its next generation, replaces once it is made; None if the
-            run updates no output.
+        present: the output that an update replaces by ``out`` once ``out`` is complete; None if the
+            run is no update.
     """
 
     def __init__(self, out: OutputDir, present: OutputDir | None = None) -> None:
@@ -69,14 +69,14 @@ class Claim:
     def begun(
         self, manifest: Manifest, if_exists: str, reopen: Reopen | None = None
     ) -> Iterator[ResumePlan]:
-        """Lock the directory, decide what is left to make, and prepare the directory.
+        """Lock the directory, decide which parts to make, and prepare the directory.
 
         Args:
             manifest: the plan of this run.
             if_exists: ``resume``, ``error`` or ``overwrite``.
 
         Raises:
-            LockedError: another run writes there, or the directory holds another job's output.
+            LockedError: another run writes to the directory, or it holds another job's output.
             DataError: the input has changed.
             StorageError: the directory cannot be written to.
         """
@@ -120,12 +120,12 @@ class Claim:
 
     @contextmanager
     def locked(self) -> Iterator[OutputDir]:
-        """Hold the directory's lock; yields the directory as its holder writes to it."""
+        """Hold the directory's lock; yield the directory for its holder."""
         yield self.out
 
     @contextmanager
     def ending(self, is_over: Callable[[], bool]) -> Iterator[Ending]:
-        """Hold the directory's lock; the last run to make its parts ends the job inside.
+        """Hold the directory's lock while the caller ends the job, if no parts are left.
 
         Args:
             is_over: returns True to stop waiting for other runs that end the job.
@@ -138,12 +138,12 @@ class Claim:
             _replace(self.present, self.out)
 
     def command_for(self, part: Part) -> str:
-        """Return the command that makes a damaged part again, in words for the user."""
+        """Return words that tell the user which command makes a damaged part again."""
         return "the same command"
 
 
 def _replace(present: OutputDir, generation: OutputDir) -> None:
-    """Put a generation in place, unless it failed and the present output has succeeded."""
+    """Put a generation in place, unless only the present output has ``_SUCCESS``."""
     files = present.files
     if files.stat(generation.success) is not None or files.stat(present.success) is None:
         put_in_place(present, generation)
@@ -156,7 +156,7 @@ def _replace(present: OutputDir, generation: OutputDir) -> None:
 
 
 def reopened(out: OutputDir, plan: ResumePlan, reopen: Reopen | None) -> ResumePlan:
-    """Return the plan with the parts that ``reopen`` has reopened."""
+    """Reopen finished parts with ``reopen``, and return a plan that includes them."""
     if reopen is None:
         return plan
     reopen(out, plan.manifest)

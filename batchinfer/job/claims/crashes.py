@@ -1,24 +1,25 @@
-"""Finds rows that make the process die, by the logs of rows in flight, and gives them up.
+"""Finds rows that kill the process, from logs of the rows in flight, and gives them up.
 
-A run keeps a log (``run/in_flight_log.py``), which later runs read here. ``_batchinfer/in_flight/
-<run id>`` holds row ids, 8 bytes each: a row's id when its prompt is about to be made, the id's
-complement (``~id``) when the prompt is made, and the id again when the engine gets the row. A run
-that ends in order deletes the file. The log is not synced, because it has to survive the death of
-the process, not that of the machine. In a store it arrives some seconds later, too late for a row
-that kills at once: after a death, the next run stores each row's id before the row runs.
+Each run keeps such a log (``run/in_flight_log.py``), and later runs read it here.
+``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's id before its prompt is
+built, the id's complement (``~id``) once the prompt is built, and the id again when the engine gets
+the row. A run that ends normally deletes the file. The log is not synced, because it has to survive
+the death of the process but not a crash of the machine. An object store gets the log seconds later,
+too late if a row kills at once. So after a death, the next run stores each row's id before the row
+runs.
 
-A thousand innocent rows are in flight whenever a process is killed. So a death means nothing if its
-run has finished rows, or has stored tokens of unfinished rows (``batchinfer.job.tokens``). A row
-that kills the process does not keep long answers in the same engine from storing tokens, so tokens
-alone count as progress for ``MOST_FRUITLESS`` deaths only. Rows that were in flight at two deaths
-without such progress are suspects. They run with nothing else in the engine, first in about sqrt(n)
-groups of about sqrt(n) rows; after a death the rows of its group run alone. A row is given up when
-the process has died twice while the row ran alone and stored no tokens. A row that runs alone
-stores its tokens every second (``TokensInFlight``), so kills from outside do not condemn it if each
-run lives that long after the first token.
+A thousand innocent rows may be in flight when a process is killed. So a death is ignored if its run
+has made progress: it finished rows, or stored tokens of unfinished rows
+(``batchinfer.job.tokens``). Long answers store tokens even while another row in the engine kills
+each run, so tokens alone count as progress for at most ``MOST_FRUITLESS`` deaths. Rows that were in
+flight at two deaths without such progress are suspects. Suspects run with nothing else in the
+engine: n suspects first run in about sqrt(n) groups of about sqrt(n) rows. If the process dies,
+each row of the group runs alone. A row is given up when the process has died twice while the row
+ran alone and stored no tokens. A row that runs alone stores its tokens every second
+(``TokensInFlight``), so kills from outside do not condemn the row if each run lives for a second
+after the first token.
 
-``_batchinfer/suspects.json`` holds the history, for all writers; it changes under the directory's
-lock.
+``_batchinfer/suspects.json`` holds the history for all writers, who change it under the lock.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids, sorted."""
 
 LOG_ENTRY = np.dtype("<i8")
-"""Entry of a log of rows in flight."""
+"""Type of an entry in a log of rows in flight."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class CrashHistory:
     __pydantic_config__: ClassVar = STRICT
 
     seen_once: Group = ()
-    """Rows that were in flight at one death, but not at a second one without progress."""
+    """Rows that were in flight at one death, but not at a second death without progress."""
     groups: tuple[Group, ...] = ()
     """Suspects: each group runs with nothing else in the engine, before other rows."""
     died_alone: Group = ()
@@ -65,10 +66,11 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     counted: tuple[str, ...] = ()
-    """Ids of the runs whose deaths were counted last."""
+    """Ids of the runs in the last death that was counted."""
     fruitless: NonNegativeInt = 0
-    """Consecutive deaths without a finished row, even if tokens were stored. While there are
-    suspects it never falls, or each group would wait again."""
+    """Consecutive deaths without a finished row, even if tokens were stored. The count never falls
+    while there are suspects, so that tokens do not delay each group again.
+    """
 
     def after_death(
         self,
@@ -82,9 +84,10 @@ class CrashHistory:
 
         Args:
             runs: ids of the runs that died together.
-            in_flight: unfinished rows in their engines.
-            finished: rows that went through their engines and are on disk.
-            kept_tokens: True if they stored tokens of unfinished rows, which the next run resumes.
+            in_flight: unfinished rows in the engines of ``runs``.
+            finished: rows that these engines ran and that are on disk.
+            kept_tokens: True if the runs stored tokens of unfinished rows, so that the next run
+                resumes them.
         """
         if not in_flight:  # the runs died before or after their work
             return replace(self, counted=tuple(runs))
@@ -130,7 +133,7 @@ class CrashHistory:
         return after if has_run else None
 
     def among(self, missing: Set[int]) -> CrashHistory:
-        """Return the history of some rows alone: finished rows are above suspicion.
+        """Return the history without finished rows, which are above suspicion.
 
         Args:
             missing: the unfinished rows among ``rows``.
@@ -152,7 +155,9 @@ class CrashHistory:
 
     @property
     def is_held(self) -> bool:
-        """True after a death without progress: at the next one, it must be known which rows ran."""
+        """True after a death without progress: if the next run dies, its log must name the rows
+        that ran.
+        """
         return bool(self.seen_once or self.groups)
 
     @property
@@ -184,13 +189,13 @@ def stored_history(out: OutputDir) -> CrashHistory:
 def count_deaths(
     out: OutputDir, logs: Sequence[PurePath], unfinished: Callable[[RowIds], RowIds]
 ) -> CrashHistory:
-    """Return the history with the deaths of runs, each counted once; call it under the lock.
+    """Return the history with the deaths of runs, each counted once. Call it under the lock.
 
     Logs that are found together count as one death: writers on one machine die together.
 
     Args:
         logs: the logs of dead runs.
-        unfinished: returns the unfinished ones of some rows.
+        unfinished: returns the unfinished rows among some rows.
 
     Raises:
         StorageError: a log cannot be read or deleted, or the history cannot be written.
@@ -229,7 +234,7 @@ def forget_given_up(out: OutputDir) -> None:
 
 
 def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
-    """Return the rows that were in flight by a run's log, finished or not; none without a log."""
+    """Return all rows that a run's log names, finished or not; no rows if there is no log."""
     try:
         data = read_file(out.files, log)
     except OSError:

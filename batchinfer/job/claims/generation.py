@@ -17,8 +17,9 @@ def next_generation(
 ) -> OutputDir | None:
     """Return the directory of the next generation; None if this run does not make one.
 
-    A run makes one if ``out`` holds rows of another job or input, and if the generation was begun
-    before or the user asks for it: by ``update``, or by ``retry_errors`` if no row would be lost.
+    A run makes a generation if ``out`` holds rows of another job or input. The generation must have
+    been begun before, or the user must ask for it: with ``update``, or with ``retry_errors`` if no
+    row would be lost.
 
     Raises:
         DataError: the stored plan is damaged.
@@ -34,14 +35,14 @@ def next_generation(
 
 
 def drop_generations(out: OutputDir) -> None:
-    """Delete unfinished generations, which no job needs once an update finds nothing to do."""
+    """Delete unfinished generations: no job needs them once an update has found nothing to do."""
     if out.files.entries(out.next):
         with out.locked(), storage_errors(out.next, "delete"):
             out.files.delete(out.next)
 
 
 def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
-    """Return the generations begun for other plans that have rows; delete those without rows.
+    """Return generations of other plans that have rows; delete generations without rows.
 
     Call it under the lock of ``out``.
     """

@@ -1,8 +1,8 @@
-"""The kernels of a job: the first process that loads the model notes them for later processes.
+"""The choice of kernels of a job: the first process that loads the model notes it for the others.
 
-Kernels sum in different orders, so the last bits of their results differ. A process reads the note
-``_batchinfer/kernels.json`` before it loads its model, and again after: another process may have
-been faster.
+Kernels sum in different orders, so the last bits of their results differ. Each process reads the
+note ``_batchinfer/kernels.json`` before it loads its model. It reads the note again after, because
+another process may have written it first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def noted_kernels(out: OutputDir) -> dict[str, str]:
 
 
 def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
-    """Return the noted kernels, or note ``kernels`` as the first; call it under the lock.
+    """Return the noted kernels; note ``kernels`` if there is no note. Call it under the lock.
 
     Raises:
         StorageError: the note cannot be written.
@@ -38,7 +38,7 @@ def note_kernels(out: OutputDir, kernels: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget_kernels(out: OutputDir) -> None:
-    """Delete the note of an output without finished rows. Call it under the directory's lock.
+    """Delete the note of an output that has no finished rows. Call it under the directory's lock.
 
     Raises:
         StorageError: the note cannot be deleted.

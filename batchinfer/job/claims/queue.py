@@ -1,4 +1,4 @@
-"""The parts that a run makes, some at a time, and the finished rows among them."""
+"""Gives a run the parts that it makes, a few at a time, with the rows that are already finished."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from batchinfer.job.row_ids import (
 
 @dataclass(frozen=True)
 class PartsToMake:
-    """Parts that a run makes, and the finished rows among them."""
+    """Parts that a run makes, and their finished rows."""
 
     parts: Sequence[Part]
-    """In order."""
+    """The parts, in order."""
     segments: Segments
     finished: RowIds = field(default_factory=lambda: NO_ROWS)
     """Rows of these parts that are in segments."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The problem of each segment that could not be read, by name."""
+    """The problem of each segment that could not be read, by the segment's name."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
     """The part of the crash history about these rows."""
     other_writers: frozenset[str] | None = None
-    """Writers that make other parts now; None: this run claims no further parts."""
+    """Names of writers that make other parts now; None if this run claims no further parts."""
 
     @property
     def missing(self) -> list[range]:
-        """Rows that have to run or to be given up, in order, each range in one part."""
+        """Rows that have to run or to be given up, as ranges in order, each within one part."""
         return missing_ranges(self.parts, self.finished)
 
     @property
@@ -52,7 +52,7 @@ class PartsToMake:
         return self.crashes.groups
 
     def phases(self) -> Iterator[list[range]]:
-        """Yield the rows to run, one group after the other: groups of suspects, then the rest."""
+        """Yield the rows to run: first each group of suspects, then the rest."""
         for group in self.suspects:
             yield ranges_in(self.parts, sorted_row_ids(group))
         apart = {*self.crashes.given_up, *(row for group in self.suspects for row in group)}
@@ -62,11 +62,12 @@ class PartsToMake:
 
 
 class PartQueue:
-    """Gives a run its parts: here all at once, because they are known when the run begins.
+    """Gives a run its parts. This class gives all at once, because they are known from the start.
 
     Args:
         parts: the parts of the run, or, for a worker, all parts that it may claim.
-        publish: puts a staged part in its place; raises StorageError, or LockedError as ``check``.
+        publish: puts a staged part in its place; raises StorageError, or LockedError like
+            ``check``.
         check: raises LockedError if other processes have taken over this process's parts.
     """
 
@@ -86,10 +87,10 @@ class PartQueue:
         self.publish = publish
         self.check = check
         self.on_made_elsewhere: Callable[[Sequence[Part]], None] = lambda parts: None
-        """Called with parts that other processes have made since."""
+        """Called with parts that other processes have made since the last call."""
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
-        """Return the next parts; None if all parts are taken, or ``is_over``.
+        """Return the next parts; None if all parts are taken or ``is_over`` returns True.
 
         A worker may wait here to see whether other workers finish their parts.
 
@@ -106,7 +107,7 @@ class PartQueue:
 
 
 def all_parts(out: OutputDir, plan: ResumePlan, generated: pa.Schema) -> PartQueue:
-    """Return the parts of a run that writes alone; it holds the directory's lock.
+    """Return the parts of a run that writes alone. The caller holds the directory's lock.
 
     Args:
         generated: the output's generated columns.
@@ -132,11 +133,11 @@ def parts_of_writer(
     is_owner: bool = True,
     other_writers: frozenset[str] | None = None,
 ) -> PartsToMake:
-    """Return parts that one of several writers makes, with the finished rows among them.
+    """Return the parts that one of several writers makes, with their finished rows.
 
     Args:
         history: the crash history of all rows.
-        is_owner: False if other writers make some of the parts; then nothing is deleted.
+        is_owner: False if other writers make some of the parts; this function then deletes nothing.
         other_writers: as ``PartsToMake.other_writers``.
     """
     owned = {part.index for part in parts} if is_owner else ()
@@ -150,7 +151,7 @@ def _parts_to_make(segments: Segments, plan: ResumePlan, parts: Sequence[Part]) 
 
 
 def unfinished_rows(out: OutputDir, plan: ResumePlan, generated: pa.Schema, rows: RowIds) -> RowIds:
-    """Return those of ``rows`` that are in no finished part and in no segment."""
+    """Return the ``rows`` that are in no finished part and in no segment."""
     if not len(rows):
         return rows
     recorded = {path.stem for path in out.files.entries(out.parts)}

@@ -1,7 +1,7 @@
-"""``--retry-errors``: only rows that ended in an error run again.
+"""``--retry-errors``: runs only rows again that ended in an error.
 
-A finished part with failed rows is reopened: its good rows go back into a segment, then its record
-is deleted. From then on the part is an unfinished part like any other.
+It reopens each finished part with failed rows: it moves the good rows back to a segment, then
+deletes the part's record. From then on the part is an unfinished part like any other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _parts_with_errors(
 
 
 def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a finished part that ended well, as a segment's table."""
+    """Return the rows of a finished part that did not fail, as a segment's table."""
     table = whole_rows(out.read_part(part))
     row_ids = table["row_id"]
     control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))

@@ -1,4 +1,4 @@
-"""Shards of a job: each makes a range of consecutive parts."""
+"""Shards of a job: each shard makes a range of consecutive parts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Shard:
 
     @property
     def writer(self) -> str:
-        """Its name as the writer of an ``OutputDir``."""
+        """Name of the shard as the writer of an ``OutputDir``."""
         return f"s{self.index:04d}of{self.count}"
 
     def parts(self, num_parts: int) -> range:
-        """Return the indices of its parts, of a job with ``num_parts`` parts."""
+        """Return the indices of the shard's parts in a job with ``num_parts`` parts."""
         return range(
             num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
         )
 
     def maker(self, index: int, num_parts: int) -> Shard:
-        """Return the shard that makes a part: itself or one of its siblings."""
+        """Return the shard, of all shards of the job, that makes a part."""
         siblings = (Shard(at, self.count) for at in range(self.count))
         return next(shard for shard in siblings if index in shard.parts(num_parts))
 
@@ -47,7 +47,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
         environment: environment variables, such as Slurm's.
 
     Raises:
-        UsageError: it names no shard.
+        UsageError: the text names no shard.
     """
     if text == "auto":
         return _of_array(environment)
@@ -83,7 +83,7 @@ def _of_array(environment: Mapping[str, str]) -> Shard:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Shard:
-    """Return the shard of a task; an array may start at any number and have any step."""
+    """Return the shard of a Slurm task; an array may start at any number and have any step."""
     names = ("TASK_ID", "TASK_MIN", "TASK_MAX", "TASK_COUNT")
     try:
         at, first, last, count = (int(environment[f"SLURM_ARRAY_{name}"]) for name in names)

@@ -1,7 +1,8 @@
-"""The right of one of several writers to write to an output directory.
+"""Lets several processes write to one output directory.
 
-Such a process is a shard, which makes the parts of its share; a worker, which claims parts as it
-goes, of the whole job or of a shard; or a launcher, which starts workers and ends the job for them.
+A process is a shard, a worker or a launcher. A shard makes a fixed share of the parts. A worker
+claims parts of the job or of a shard as it goes. A launcher starts workers and ends the job for
+them.
 """
 
 from __future__ import annotations
@@ -60,23 +61,23 @@ class Role:
     """The task of a process in a job that several processes share."""
 
     shard: Shard | None = None
-    """The shard whose parts are made; None: the whole job."""
+    """The shard whose parts the process makes; None for the whole job."""
     is_worker: bool = False
-    """True if it claims parts as it goes."""
+    """True if the process claims parts as it goes."""
     is_launcher: bool = False
-    """True if it starts workers and makes no part itself."""
+    """True if the process starts workers and makes no part itself."""
     has_launcher: bool = False
-    """True if a launcher started it, which ends the job."""
+    """True if a launcher started the process; the launcher then ends the job."""
     num_workers: int = 1
-    """Least number of workers; living workers count too."""
+    """Least number of workers to expect; more may be alive."""
 
     @property
     def is_static(self) -> bool:
-        """True if the process makes all parts of its shard, and claims none."""
+        """True if the process makes all parts of its shard and claims no part."""
         return not (self.is_worker or self.is_launcher)
 
     def parts(self, parts: list[Part]) -> list[Part]:
-        """Return the parts that it makes, or may claim, out of all parts of the job."""
+        """Return the parts that the process makes or may claim, out of all parts of the job."""
         if self.shard is None:
             return parts
         return [parts[index] for index in self.shard.parts(len(parts))]
@@ -84,12 +85,13 @@ class Role:
 
 @dataclass(frozen=True)
 class FreshStart:
-    """The content of ``_batchinfer/shards.json``: a team of writers that starts an output over.
+    """The content of ``_batchinfer/shards.json``: the team of writers that starts an output over.
 
     With ``output.if_exists: overwrite`` the first writer deletes the output, and the later writers
-    must keep the rows of their team. With ``error`` the first writer must find no output, but the
-    later ones find its rows. So the first writer stores its team and the time of its plan, which is
-    in the manifest too. From then on all of them resume, also when run again, until the job ends.
+    must keep the rows of their team. With ``error`` the first writer must find no output, but later
+    writers find the team's rows. So the first writer stores its team and the time of its plan,
+    which the manifest holds too. From then on all writers of the team resume, even if they are
+    started again, until the job ends.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -97,16 +99,16 @@ class FreshStart:
     team: str
     """``Writer.team`` of the writers that start over."""
     planned_at: str
-    """``Manifest.planned_at`` of their plan."""
+    """``Manifest.planned_at`` of the team's plan."""
     is_clear: bool
-    """True once the old output is deleted; until then they load their models."""
+    """True once the old output is deleted; it is kept until a writer has loaded its model."""
 
     def store(self, out: OutputDir) -> None:
-        """Store the start; call it under the lock."""
+        """Write this object to the output directory; call it under the lock."""
         out.write(out.shards, json.dumps(asdict(self)).encode())
 
     def has_begun(self, out: OutputDir, manifest: Manifest) -> bool:
-        """Return True if this start began the output in ``out``, for the job of ``manifest``."""
+        """Return True if this team began the output in ``out`` for the job of ``manifest``."""
         if not (self.is_clear and holds_plan(out, manifest)):
             return False
         return stored_manifest(out).planned_at == self.planned_at
@@ -124,10 +126,10 @@ def _stored_start(out: OutputDir, team: str) -> FreshStart | None:
 
 
 class SharedClaim(Claim):
-    """The right of one of several writers.
+    """The right of one of several writers to write to an output directory.
 
     Args:
-        out: the directory, as a run that writes alone uses it.
+        out: the output directory with the lock of a run that writes alone.
         window_rows: most rows that a worker claims at a time.
     """
 
@@ -135,7 +137,7 @@ class SharedClaim(Claim):
         self.role = role
         self.writer = Writer(role.shard)
         self.shared = out.under_lock(LOCK, "a worker" if role.is_worker else str(self.writer))
-        """The directory, as the holder of its lock writes to it."""
+        """The output directory with the lock that the writers share."""
         super().__init__(own_lock(out, self.writer))
         self.claims = Claims(self.shared, self.writer)
         self._window_rows = window_rows
@@ -256,13 +258,13 @@ class SharedClaim(Claim):
         self.claims = Claims(self.shared, self.writer)
 
     def _drop_claims(self) -> None:
-        """Free this process's claims, unless another process has them by now."""
+        """Free this process's claims, unless another process has taken them over."""
         with suppress(JobError), wait_for(self.shared.lock):
             self.claims.check()
             self.claims.drop()
 
     def _agree(self, manifest: Manifest, if_exists: str, *, siblings: bool) -> ResumePlan:
-        """Return the plan of all parts, which a sibling may have begun; call it under the lock."""
+        """Return the plan of all parts, perhaps from a sibling. Call it under the lock."""
         start = _stored_start(self.shared, self.writer.team)
         if if_exists == "resume":
             return self._resumed(manifest, start, siblings)

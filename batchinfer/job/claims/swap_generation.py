@@ -1,9 +1,9 @@
-"""The swap of an output's generations, which a later run completes if it is cut off.
+"""Replaces an output by its next generation; a later run completes a swap that was cut off.
 
-The new generation is complete, in ``_batchinfer/next/NAME``, and stays there until it is in place:
-file by file, by hard links on a file system and by copies in an object store. During a swap
-``_batchinfer/swap.json`` exists. A run that finds it does all steps again, under the lock: each
-step can be repeated. ``_SUCCESS`` is deleted first and placed last.
+The complete new generation lies in ``_batchinfer/next/NAME`` until all of its files are in place:
+hard links on a file system, copies in an object store. ``_batchinfer/swap.json`` exists during a
+swap. A run that finds this file repeats all steps under the lock; each step may run twice.
+``_SUCCESS`` is deleted first and placed last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Swap:
     generation: str
     """Name of the new generation."""
     is_in_place: bool = False
-    """True if all its files are in place, and only ``next`` remains to be deleted."""
+    """True if all files are in place, and only the folder ``next`` remains to be deleted."""
 
 
 _STORED = TypeAdapter(Swap)
@@ -44,11 +44,11 @@ _STORED = TypeAdapter(Swap)
 def put_in_place(out: OutputDir, generation: OutputDir) -> None:
     """Replace the output in ``out`` by a complete generation; call it under the lock.
 
-    Failpoints: ``swap-`` and ``marked``, ``hidden``, ``copied`` (each file), ``cleared`` (each
-    folder), ``placed``, ``told``, ``gone`` and ``done``.
+    Names of failpoints: ``swap-`` plus ``marked``, ``hidden``, ``copied`` (each file), ``cleared``
+    (each folder), ``placed``, ``told``, ``gone`` and ``done``.
 
     Raises:
-        StorageError: the file system refuses; the next run continues.
+        StorageError: the file system refuses. The next run continues the swap.
     """
     clear_staging(out)
     _store(out, Swap(generation.root.name))
@@ -60,7 +60,7 @@ def end_swap(out: OutputDir) -> None:
     """Complete a swap that was cut off, if there is one.
 
     Raises:
-        JobError: it cannot be completed, or another run holds the lock.
+        JobError: the swap cannot be completed, or another run holds the lock.
     """
     if out.files.stat(out.swap) is not None:
         with out.locked():
@@ -72,7 +72,7 @@ def finish_swap(out: OutputDir) -> None:
 
     Raises:
         DataError: the generation has lost files.
-        StorageError: the file system refuses; the next run continues.
+        StorageError: the file system refuses. The next run continues the swap.
     """
     swap = _stored(out)
     if swap is None:
@@ -118,7 +118,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
 
 
 def _place_folder(out: OutputDir, folder: PurePath, source: PurePath) -> None:
-    """Make a folder hold the files of ``source``, and none of the old generation's."""
+    """Put the files of ``source`` into a folder, and delete files of the old generation."""
     files = out.files
     sources = files.entries(source)
     if sources:
@@ -136,7 +136,7 @@ def _place_folder(out: OutputDir, folder: PurePath, source: PurePath) -> None:
 
 
 def _is_ours(out: OutputDir, path: PurePath) -> bool:
-    """True if this program made a file in a folder where users may have files too."""
+    """Return True if batchinfer made this file. Users may have files in the same folder."""
     if path.parent == out.data:
         return PART_FILE.fullmatch(path.name) is not None
     return (
@@ -155,7 +155,7 @@ def _place_file(out: OutputDir, path: PurePath, source: PurePath) -> None:
 
 
 def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
-    """Replace the partitioned files by those of the generation, and at last their record."""
+    """Replace the partitioned files by the new generation's files, and their record last."""
     files, names = out.files, names_of_files(generation)
     is_ours = files.stat(out.partitioned_record) is not None
     if names:  # first: from now on all files in the folder are this program's
@@ -173,7 +173,7 @@ def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
 
 
 def _check_complete(out: OutputDir, generation: OutputDir) -> None:
-    """Check that every part has a record: the present parts are about to be deleted."""
+    """Check that every part has a record, because the present parts are about to be deleted."""
     try:
         plan = read_manifest(generation.manifest, out.files)
         missing = [p.name for p in plan.parts() if out.files.stat(generation.record(p)) is None]

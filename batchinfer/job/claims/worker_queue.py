@@ -1,4 +1,4 @@
-"""The parts that a worker claims, when its engine will soon need rows."""
+"""Claims parts for a worker when its engine will soon need rows."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from batchinfer.job.output.resume import ResumePlan, unrecorded
 from batchinfer.job.row_ids import Part, RowIds
 
 _CLAIMS_LEFT = 6
-"""Claims that should remain for each worker whenever one is taken, until single parts remain."""
+"""Claims of the same size that should remain for each worker, until a claim is a single part."""
 _SLOWER = 1.15
-"""A worker claims no part if it needs this factor more time for it than the other workers need for
-all remaining parts."""
+"""A worker claims no part if it needs this many times longer for one part than the other workers
+need for all remaining parts.
+"""
 _POLL_S = 0.5
-"""Time between looks for parts that have become free; longer in a store."""
+"""Seconds between checks for parts that have become free; longer in a store."""
 
 
 class ClaimedParts(PartQueue):
-    """The queue of a worker.
+    """Gives a worker parts that it claims under the shared lock.
 
     Args:
         parts: all parts that are not finished.
-        publish, check: as in ``PartQueue``.
-        out: the directory, as this worker writes to it.
-        shared: the directory, as the holder of its lock writes to it.
+        publish, check: see ``PartQueue``.
+        out: the output directory with this worker's lock and staging folder.
+        shared: the output directory with the lock that the writers share.
         claims: the claims of this worker.
-        plan: the plan of the parts that it may claim.
+        plan: the plan of the parts that the worker may claim.
         generated: the output's generated columns.
         num_workers: least number of workers to expect; more may be alive.
         window_rows: most rows to claim at a time.
@@ -66,7 +67,7 @@ class ClaimedParts(PartQueue):
         self._window_rows = window_rows
         self._todo: Sequence[Part] = plan.todo
         self._num_rows = 0
-        """Rows of the parts claimed so far; most are finished when more parts are claimed."""
+        """Number of rows claimed so far; most are finished when the worker claims more parts."""
         self._began = time.monotonic()
 
     def next(self, is_over: Callable[[], bool]) -> PartsToMake | None:
@@ -94,10 +95,10 @@ class ClaimedParts(PartQueue):
         return None
 
     def _deal(self, living: Sequence[Writer]) -> tuple[list[Part], bool]:
-        """Claim free parts, under the lock; also returns True if other writers make some parts.
+        """Claim free parts under the lock; also return True if other writers make some parts.
 
-        Guided self-scheduling: a share of the rest, so that claims become smaller towards the end
-        (Polychronopoulos and Kuck, 1987).
+        A claim is a share of the remaining parts, so that claims become smaller towards the end
+        (guided self-scheduling; Polychronopoulos and Kuck, 1987).
         """
         own = self._claims.claimed
         others = [Claims(self._shared, each) for each in living if each != self._claims.writer]
@@ -131,7 +132,7 @@ def crash_history(
     generated: pa.Schema,
     living: Sequence[Writer],
 ) -> CrashHistory:
-    """Return the crash history of all rows, with the deaths since the last look; under the lock."""
+    """Count new deaths and return the crash history of all rows; call it under the lock."""
 
     def unfinished(rows: RowIds) -> RowIds:
         return unfinished_rows(out, plan, generated, rows)
@@ -140,12 +141,12 @@ def crash_history(
 
 
 def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
-    """Return True if the other workers would finish the job before this one has made one part.
+    """Return True if the other workers would finish the job before this worker made one part.
 
     Args:
         part_rows: rows of the part.
         left_rows: unfinished rows.
-        rows_per_s: speed of this worker; 0: unknown.
+        rows_per_s: speed of this worker; 0 if unknown.
         others: speeds of the other workers.
     """
     if not rows_per_s or not any(others):
@@ -155,7 +156,7 @@ def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Seque
 
 
 def claim_size(free: Sequence[Part], num_workers: int, window_rows: int) -> int:
-    """Return the number of free parts to claim: at most a window's rows, and at least one part."""
+    """Return the number of free parts to claim: at least one, and about a window's rows at most."""
     if not free:
         return 0
     window = max(1, window_rows // max(1, free[0].num_rows))

@@ -1,12 +1,12 @@
 """The processes that write to one output at the same time: their names, locks and claims.
 
-A run that writes alone holds the directory's own lock as long as it lives. Several writers hold
-that lock only briefly: to look, prepare, claim, publish or end the job. Each holds a lock of its
-own, ``locks/NAME``, as long as it lives; writers' locks are taken and tried under the directory's
-lock.
+A run that writes alone holds the directory's lock as long as it lives. Several writers hold that
+lock only briefly: to read the state, prepare, claim, publish or end the job. Each of these writers
+holds a lock ``locks/NAME`` as long as it lives. Writers take and test these locks only under the
+directory's lock.
 
-``claims/NAME.json`` lists the parts that a writer makes. A process that finds a writer's lock free,
-or not refreshed for long, deletes that file. From then on the writer publishes nothing, and its
+``claims/NAME.json`` lists the parts that a writer makes. A process deletes that file if it finds
+the writer's lock free, or not refreshed for long. From then on the writer cannot publish, and its
 unfinished parts are free.
 """
 
@@ -33,9 +33,9 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 from batchinfer.job.storage.local_lock import HeldError, Lock
 
 PATIENCE_S = 600.0
-"""How long a writer waits for writers that hold the directory's lock briefly."""
+"""Seconds that a writer waits for the directory's lock while other writers hold it briefly."""
 ALONE_PATIENCE_S = 1.0
-"""How long a writer waits for a run that writes alone: it may be about to give up by itself."""
+"""Seconds that a writer waits for a run that writes alone, which may be about to end."""
 LAUNCHER = "workers"
 """Name of the writer that starts workers and makes no part."""
 _WRITER = re.compile(r"(?:s(?P<index>[0-9]+)of(?P<count>[0-9]+))?(?:w(?P<number>[0-9]+))?")
@@ -46,20 +46,20 @@ class Writer:
     """One of several processes that write to an output."""
 
     shard: Shard | None = None
-    """The shard whose parts it makes; None: parts of the whole job."""
+    """The shard whose parts the writer makes; None for parts of the whole job."""
     number: int | None = None
-    """Number of a worker, from 1; None: it is not a worker."""
+    """Number of the worker, from 1; None if the writer is no worker."""
 
     @property
     def name(self) -> str:
-        """Its name in files."""
+        """The writer's name in paths and run ids."""
         shard = "" if self.shard is None else self.shard.writer
         worker = "" if self.number is None else f"w{self.number:02d}"
         return f"{shard}{worker}" or LAUNCHER
 
     @property
     def team(self) -> str:
-        """Writers of one team may write at the same time."""
+        """Name of the writer's team: writers of one team may write at the same time."""
         return "workers" if self.shard is None else f"{self.shard.count} shards"
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Writer:
 
 
 def writer_named(name: str) -> Writer | None:
-    """Return the writer with a name; None if no writer can have that name."""
+    """Return the writer with this name; None if no writer can have the name."""
     if name == LAUNCHER:
         return Writer()
     match = _WRITER.fullmatch(name)
@@ -94,7 +94,7 @@ def wait_for(
         True if the lock is held, False if ``is_over`` ended the wait.
 
     Raises:
-        LockedError: a run that writes alone holds it, or no holder releases it in time.
+        LockedError: a run that writes alone holds the lock, or no holder releases it in time.
     """
     began, pause = time.monotonic(), 0.01
     with ExitStack() as stack:
@@ -115,13 +115,13 @@ def wait_for(
 
 
 def own_lock(out: OutputDir, writer: Writer) -> OutputDir:
-    """Return ``out`` as a writer uses it: with the writer's own lock and staging folder."""
+    """Return ``out`` with the writer's lock and staging folder."""
     name = f"{out.locks.name}/{writer.name}"
     return out.under_lock(name, str(writer)).for_writer(writer.name)
 
 
 def lives(out: OutputDir, writer: Writer) -> bool:
-    """Return True if a writer runs; one that died or was silent for long loses its claim."""
+    """Return True if a writer runs; drop its claims if it died or was silent for long."""
     if not own_lock(out, writer).lock.is_free():
         return True
     Claims(out, writer).drop()
@@ -129,13 +129,13 @@ def lives(out: OutputDir, writer: Writer) -> bool:
 
 
 def writers_seen(out: OutputDir) -> list[Writer]:
-    """Return all writers that ever had a lock here."""
+    """Return all writers that ever had a lock in the directory."""
     names = sorted({path.name.partition(".")[0] for path in out.files.entries(out.locks)})
     return [writer for name in names if (writer := writer_named(name)) is not None]
 
 
 def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
-    """Return the writers that run now, including this process's ``own``."""
+    """Return the writers that run now, including this process's writer ``own``."""
     others = [writer for writer in writers_seen(out) if writer != own]
     return [own, *(writer for writer in others if lives(out, writer))]
 
@@ -144,7 +144,7 @@ def refuse_writers(out: OutputDir, but_of: str = "") -> None:
     """Check that no other writer runs; call it under the directory's lock.
 
     Args:
-        but_of: a team whose writers may run.
+        but_of: name of a team whose writers may run.
 
     Raises:
         LockedError: a writer runs.
@@ -164,23 +164,23 @@ class _Stored:
     __pydantic_config__: ClassVar = STRICT
 
     token: str
-    """Unique to a process, unlike its name."""
+    """Random text that identifies the process; a later process may have the same name."""
     first_run: NonNegativeInt
-    """Least number of this process's runs; runs of its name with lower numbers have died."""
+    """Number of this process's first run; runs with its name and lower numbers have died."""
     parts: list[tuple[NonNegativeInt, NonNegativeInt]]
     """Ranges of part indices."""
     rows_per_s: NonNegativeFloat = 0.0
-    """Speed of a worker; 0: unknown yet."""
+    """Speed of a worker; 0 if it is not known yet."""
 
 
 _STORED = TypeAdapter(_Stored)
 
 
 class Claims:
-    """The parts that one writer has claimed; changed under the directory's lock.
+    """The parts that one writer has claimed; they change only under the directory's lock.
 
     Args:
-        out: the directory, as the holder of its lock writes to it.
+        out: the output directory with the lock that the writers share.
     """
 
     def __init__(self, out: OutputDir, writer: Writer) -> None:
@@ -193,7 +193,7 @@ class Claims:
         """Claim exactly these parts.
 
         Args:
-            first_run: least number of this process's runs.
+            first_run: number of this process's first run.
         """
         with storage_errors(self._out.claims):
             self._out.files.make_directory(self._out.claims)
@@ -216,7 +216,8 @@ class Claims:
         """Check that this process has not lost its claims.
 
         Raises:
-            LockedError: other processes took its parts, because it was silent for too long.
+            LockedError: other processes took over its parts, because this process was silent for
+                too long.
         """
         stored = self.stored()
         if stored is None or stored.token != self._mine.token:
@@ -227,7 +228,7 @@ class Claims:
             )
 
     def stored(self) -> _Stored | None:
-        """Return the stored claims of the writer; None if it has none (any more)."""
+        """Return the stored claims of the writer; None if it never had claims or has lost them."""
         try:
             return _STORED.validate_json(read_file(self._out.files, self._path))
         except (OSError, ValueError):
@@ -235,7 +236,7 @@ class Claims:
 
     @property
     def rows_per_s(self) -> float:
-        """Speed of the writer when it last claimed parts; 0: unknown."""
+        """Speed of the writer when it last claimed parts; 0 if unknown."""
         stored = self.stored()
         return 0.0 if stored is None else stored.rows_per_s
 
@@ -257,7 +258,7 @@ class Claims:
 
 
 def dead_logs(out: OutputDir, living: Sequence[Writer]) -> list[PurePath]:
-    """Return the logs of rows in flight of dead runs; call it under the directory's lock.
+    """Return dead runs' logs of rows in flight; call it under the directory's lock.
 
     Args:
         living: all living writers.

@@ -1,7 +1,8 @@
-"""A fleet: workers that claim parts of one job, started here or by Ray on other machines.
+"""A fleet: workers that claim parts of one job, on this machine or on a Ray cluster.
 
-``launcher`` starts and watches workers. ``worker_process`` is a worker's program. ``local_workers``
-runs it on this machine, and ``ray_workers``, the only module that imports Ray, on a cluster.
+``launcher`` starts and watches workers. ``worker_process`` is the program of a worker.
+``local_workers`` runs it on this machine, and ``ray_workers`` runs it on a Ray cluster. Only
+``ray_workers`` imports Ray.
 
 May import: config, errors, process, console, engine, requests, builders, job.
 """

@@ -18,16 +18,16 @@ from batchinfer.errors import DeviceError, ExitCode, JobError, StorageError
 from batchinfer.job.fleet.local_workers import WorkerHandle
 
 STOP_S = 8.0
-"""Seconds that workers have to write everything to disk when the job stops."""
+"""Seconds that workers get to write everything to disk when the job stops."""
 SILENT_S = 90.0
-"""A worker that runs rows and sends no message for this long is frozen: the launcher kills it."""
+"""Seconds without a message after which the launcher kills a worker that runs rows, as frozen."""
 MOST_DEATHS = 12
-"""If more workers than this die in a row without finishing a row, the machine is at fault."""
+"""Consecutive deaths of workers without a finished row; after more, the machine is at fault."""
 MOST_FAILED_STARTS = 2
 """Times in a row that a worker may fail to start."""
 _POLL_S = 0.05
 _NODE_ERRORS = {DeviceError.__name__, StorageError.__name__}
-"""Errors that a worker may get because of its node: other workers can continue."""
+"""Names of errors that a worker's node may cause, so that other workers can continue."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Launcher:
     """Starts ``num_workers`` workers and keeps them running.
 
     Args:
-        start: starts a worker; takes its number, from 0.
+        start: starts the worker with a number, from 0.
         min_workers: rows start once this many workers are up.
         is_complete: returns True once all parts are finished.
         log: receives lines about workers.
@@ -78,7 +78,7 @@ class Launcher:
         """Run workers until all parts are finished; return False if ``stop`` was set first.
 
         Raises:
-            JobError: no worker can be started, or a worker failed in a way that all would.
+            JobError: no worker can be started, or a worker failed in a way that all workers would.
         """
         try:
             for number in range(self.num_workers):

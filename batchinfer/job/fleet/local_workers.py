@@ -1,4 +1,4 @@
-"""Workers as plain processes on this machine."""
+"""Runs workers as plain processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkerHandle(Protocol):
     """A worker's process, wherever it runs."""
 
     def poll(self) -> tuple[list[dict[str, Any]], int | None]:
-        """Return new messages, and the exit code (negative: a signal) or None while it runs."""
+        """Return new messages and the exit code: negative for a signal, None while it runs."""
         ...
 
     def send(self, line: str) -> None:
@@ -45,7 +45,7 @@ class LocalWorker:
     """A worker's process on this machine.
 
     Args:
-        cores: CPU cores that the process may use; empty: all.
+        cores: CPU cores that the process may use; empty for all.
         environment: variables added to this process's environment.
     """
 

@@ -1,7 +1,7 @@
-"""Workers on the nodes of a Ray cluster: the only module that imports Ray, through its public API.
+"""Runs workers on the nodes of a Ray cluster; the only module that imports Ray.
 
-An actor starts on its node the process that the launcher would start on its own machine. Ray
-restarts no actor; the launcher replaces dead workers.
+Each worker has a Ray actor, which starts the worker's process on its node, as the launcher does for
+local workers. Ray restarts no actor, because the launcher replaces dead workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ACTOR_DIED = -9
 def joined(cluster: str) -> Iterator[int]:
     """Connect to a cluster unless this process is connected; yield the cluster's number of GPUs.
 
-    Ray replaces the handler of SIGTERM when it connects; this puts the old handlers back.
+    Ray replaces the handler of SIGTERM when it connects; this function puts the old handlers back.
 
     Raises:
         DeviceError: Ray cannot connect.

@@ -26,7 +26,7 @@ from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process.cpus import cpu_limits
 
 _WORKERS_PER_CORE = 2
-"""More workers would wait for each other and take minutes to start."""
+"""Most workers per CPU core. More workers would wait for each other and take minutes to start."""
 _HOST_PORT = re.compile(r"\[?(?P<host>[^\s/]+?)\]?:(?P<port>\d+)")
 _CONNECT_S = 1.0
 _POLL_S = 0.1
@@ -44,7 +44,7 @@ def run_fleet(
 
     Args:
         role: the shard whose parts the workers compute.
-        build: makes a worker's engine; None: ``batchinfer.builders.engine.build_engine``.
+        build: makes a worker's engine; None for ``batchinfer.builders.engine.build_engine``.
         stop: when set, workers write their finished rows to disk and end.
         on_begin: called when the first rows start.
 
@@ -127,7 +127,7 @@ def _check_cores(spec: JobSpec) -> None:
     """Check that this machine has enough cores for the local workers.
 
     Raises:
-        UsageError: it has too few; names their number.
+        UsageError: the machine has too few cores.
     """
     cores, workers = cpu_limits().count, spec.scale.workers
     if spec.scale.cluster != "local" or workers == "auto" or workers <= _WORKERS_PER_CORE * cores:
@@ -160,7 +160,7 @@ def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
 
     Args:
         cluster: HOST:PORT, or ``auto`` for the address in RAY_ADDRESS.
-        stop: ends the wait when set.
+        stop: an event that ends the wait.
 
     Returns:
         False if ``stop`` was set first.
@@ -189,7 +189,7 @@ def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
 
 
 def _num_gpus(spec: JobSpec) -> int:
-    """Number of this machine's GPUs that workers may use."""
+    """Return the number of this machine's GPUs that workers may use."""
     if spec.engine.device == "cpu":
         return 0
     from batchinfer.builders.device import num_gpus  # imports torch
@@ -198,21 +198,21 @@ def _num_gpus(spec: JobSpec) -> int:
 
 
 def _device(number: int) -> str:
-    """A worker's GPU, as ``CUDA_VISIBLE_DEVICES`` names it."""
+    """Return a worker's GPU as a value of ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else []
     return names[number % len(names)] if names else str(number)
 
 
 def _share(cores: list[int], number: int, num_workers: int) -> list[int]:
-    """A worker's share of ``cores``."""
+    """Return a worker's share of ``cores``."""
     each = len(cores) / num_workers
     share = cores[int(number * each) : int((number + 1) * each)]
     return share or [cores[number % len(cores)]]
 
 
 def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
-    """Resources that Ray reserves for a worker, as options of an actor."""
+    """Return the resources that Ray reserves for a worker, as options of an actor."""
     defaults = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
     known = {name: amount for name, amount in wanted.items() if name in defaults}
     custom = {name: amount for name, amount in wanted.items() if name not in defaults}

@@ -1,8 +1,8 @@
 """The process of a worker: a run that claims parts, started and watched by a launcher.
 
 The process reads its pickled setup from stdin. After each load of the model it waits for a line
-``go``. The end of stdin means that the launcher has died: the process then stops as on SIGTERM.
-It writes messages to stdout, one JSON object per line.
+``go``. When stdin ends, the launcher has died, and the process stops as if it got SIGTERM. It
+writes messages to stdout, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class WorkerSetup:
     versions: Mapping[str, str]
     """The launcher's versions of the packages that affect the output."""
     build: BuildEngine | None = None
-    """Makes the engine; None: ``batchinfer.builders.engine.build_engine``."""
+    """Makes the engine; None for ``batchinfer.builders.engine.build_engine``."""
 
 
 class _Messages:
-    """Messages to the launcher, sent by several threads."""
+    """Sends messages to the launcher; several threads may call it."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w")
@@ -77,11 +77,11 @@ class _WorkerDisplay(Display):
         return _ReportedProgress(meter, self._messages)
 
     def _write(self, *_: object) -> None:
-        """Write nothing: the launcher has a display."""
+        """Write nothing, because the launcher shows the progress."""
 
 
 class _ReportedProgress(MeteredProgress):
-    """Progress that is sent to the launcher every second."""
+    """Sends the progress to the launcher every second."""
 
     def __init__(self, meter: Meter, messages: _Messages) -> None:
         super().__init__(meter)
@@ -137,7 +137,7 @@ def _read(lines: SimpleQueue[str]) -> None:
 
 
 class _Builds:
-    """Builds engines, and waits after each build until rows may run.
+    """Builds engines; after each build it waits until rows may run.
 
     A worker builds a second engine if another worker chose the job's kernels first.
     """

@@ -1,4 +1,4 @@
-"""``batchinfer init``: a job file written for a dataset.
+"""``batchinfer init``: writes a job file for a dataset.
 
 May import: config, errors, console, job.
 """

@@ -1,4 +1,4 @@
-"""Detects the prompt and id columns of a dataset, with reasons."""
+"""Detects the prompt and id columns of a dataset, and gives reasons for the choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 
 _LOOKED_AT = 1_000
-"""Number of first rows whose values are read."""
+"""Number of rows, from the first, whose values are read."""
 _LABEL_BYTES = 40
 """Longest text that counts as a label."""
 _MOST_IDS = 1 << 24
@@ -43,7 +43,7 @@ class DetectedColumns:
     id_column: str | None
     id_reason: str
     notes: Sequence[str]
-    """Facts about the data that the user should know before the run."""
+    """Notes on the data that the user should read before the run."""
 
 
 def detect_columns(
@@ -77,7 +77,7 @@ def detect_columns(
 
 
 class _Data:
-    """Columns by type, and the first values of those with text."""
+    """The dataset's columns by type, and the first values of text columns."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -95,7 +95,7 @@ class _Data:
                 self.rows += python_rows(batch)
 
     def variable(self, *names: str) -> str | None:
-        """The first of ``names`` that is a text column and a valid variable of a template."""
+        """Return the first of ``names`` that is a text column and a valid template variable."""
         name = _first(names, self.texts)
         return name if name is not None and name.isidentifier() else None
 
@@ -106,23 +106,23 @@ class _Data:
         return name
 
     def repeats(self, name: str) -> bool:
-        """True if most texts of a column occur more than once."""
+        """Return True if most texts of a column occur more than once."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
 
     def prose(self) -> list[str]:
-        """Text columns that are neither ids nor labels (short texts that repeat)."""
+        """Return text columns that hold neither ids nor labels (short texts that repeat)."""
         texts = [name for name in self.texts if not _is_id(name)]
         labels = [n for n in texts if self.repeats(n) and max(self.lengths(n)) <= _LABEL_BYTES]
         return [name for name in texts if name not in labels] or texts
 
     def lengths(self, name: str) -> list[int]:
-        """Bytes of a column's texts, 0 for other values."""
+        """Return the bytes of each text of a column, 0 for other values."""
         values = (row[name] for row in self.rows)
         return [len(value) if isinstance(value, bytes) else 0 for value in values]
 
 
 _Prompt = tuple[dict[str, Any], list[str]]
-"""Keys of the job file's ``prompt`` section, and the reasons."""
+"""Keys of the job file's ``prompt`` section, and reasons for them."""
 
 
 def _named_prompt(data: _Data, name: str) -> _Prompt:
@@ -150,7 +150,7 @@ def _prompt(data: _Data) -> _Prompt:
 
 
 def _two_columns(data: _Data) -> _Prompt | None:
-    """An instruction and its input, or a question and its context."""
+    """Detect an instruction and its input, or a question and its context."""
     task, text = data.variable("instruction"), data.variable(*_INSTRUCTION_INPUTS)
     if task and text and data.repeats(task):
         columns = {"system": task, "user": text}
@@ -213,7 +213,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 
 def _notes(data: _Data, name: str | None) -> list[str]:
-    """A note if conversations already hold their answers."""
+    """Return a note if conversations already hold their answers."""
     if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]
@@ -246,7 +246,7 @@ def _id(data: _Data) -> tuple[str | None, str]:
 
 
 def _first(names: Sequence[str], among: Sequence[str]) -> str | None:
-    """The first of ``names`` that is a column ``among`` these, ignoring case."""
+    """Return the first of ``names`` that is in ``among``, ignoring case."""
     by_name = {name.lower(): name for name in reversed(among)}
     return next((by_name[name] for name in names if name in by_name), None)
 

@@ -23,7 +23,7 @@ SCHEMA_FILE = "job.schema.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _COMMENT_AT = 34
 _WITH_OUTPUT_HEAD = "LMHeadModel"
-"""End of GPT-2's class name; classes without an output head end in Model as well."""
+"""End of GPT-2's class name. Other names in Model are mostly classes without an output head."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
@@ -46,10 +46,10 @@ class InitOptions:
 
 
 def write_job_file(options: InitOptions) -> list[str]:
-    """Write the job file, and next to it the JSON schema that its first line names.
+    """Write the job file, and next to it the JSON schema that the file's first line names.
 
     Returns:
-        Lines for the screen: what was written, and why.
+        Lines for the screen that say what was written and why.
 
     Raises:
         UsageError: the file exists, or no column can be identified as the prompt.
@@ -85,7 +85,7 @@ def write_job_file(options: InitOptions) -> list[str]:
 
 
 def _open(data: str) -> tuple[Source, bool]:
-    """The dataset, and True if it is the union of files with different schemas.
+    """Return the dataset, and True if it is the union of files with different schemas.
 
     Raises:
         DataError: the data cannot be read as one table.
@@ -115,9 +115,9 @@ def _report_lines(options: InitOptions, columns: DetectedColumns) -> Iterator[st
 
 
 def _task_of(model: str | None) -> tuple[TaskName, str]:
-    """A model's task and the reason: ``generate`` unless the config in its folder shows otherwise.
+    """Return a model's task and the reason: ``generate`` unless its config shows another task.
 
-    A model on the hub is not fetched. The run reports a damaged folder.
+    This function fetches nothing from the hub, and leaves errors in a model's folder to the run.
     """
     config = Path(os.path.expanduser(model or ""), "config.json")
     try:
@@ -189,7 +189,7 @@ def _key(key: str, value: object, comment: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A string as YAML, quoted unless it is clearly a plain scalar."""
+    """Format a string as YAML, quoted unless it is clearly a plain scalar."""
     if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false"):
         return value
     text = json.dumps(value, ensure_ascii=False)
@@ -197,7 +197,7 @@ def _text(value: str) -> str:
 
 
 def _model(options: InitOptions) -> str:
-    """The model's folder relative to the job file, or its hub id."""
+    """Return the model's folder relative to the job file, or its hub id."""
     if options.model is None or not os.path.isdir(os.path.expanduser(options.model)):
         return options.model or DEFAULT_MODEL
     path = _from_job(options, options.model)
@@ -214,14 +214,14 @@ def _output(options: InitOptions) -> str:
 
 
 def _from_job(options: InitOptions, path: str) -> str:
-    """Convert a path from relative to the current folder to relative to the job file's folder."""
+    """Make a path relative to the job file's folder instead of the current folder."""
     if is_url(path) or path.startswith("~") or os.path.isabs(path):
         return path
     return os.path.relpath(path, options.job.parent)
 
 
 def _renamed(source: Source, task: TaskSpec) -> dict[str, str]:
-    """New names for input columns that have the name of an output column."""
+    """Return new names for input columns that share a name with an output column."""
     taken = {*source.schema.names, *task.columns(())}
     renamed: dict[str, str] = {}
     for name in filter(source.schema.names.__contains__, task.columns(())):

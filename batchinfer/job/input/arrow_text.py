@@ -18,15 +18,15 @@ BYTES_TYPE = {
 _HAVE_LENGTHS = (pa.binary(), pa.large_binary())
 _MOST_CHARS = 16 << 20
 _MOST_BYTES = 4 * _MOST_CHARS
-"""Size of the longest text that a row may hold, at four bytes per character."""
+"""Bytes of the longest text that a row may hold, at four bytes per character."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Convert the rows of ``batch`` to dicts. Strings become bytes, also inside lists and structs.
 
-    Times become Python objects and lose their nanoseconds. A ``RowError`` replaces a value with a
-    time that Python cannot hold, and a text over the size limit, which is not copied.
+    Times become Python objects and lose their nanoseconds. A ``RowError`` replaces a time that
+    Python cannot hold, and a text over the size limit.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -42,12 +42,12 @@ def python_values(column: pa.Array) -> list[Any]:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """True for types of strings and of bytes, which may hold UTF-8."""
+    """Return True for types of strings and of bytes, which may hold UTF-8."""
     return kind in BYTES_TYPE or kind in BYTES_TYPE.values()
 
 
 def is_conversation(kind: pa.DataType) -> bool:
-    """True for lists of structs that have the fields ``role`` and ``content``."""
+    """Return True for lists of structs that have the fields ``role`` and ``content``."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     message = kind.value_type
@@ -55,7 +55,7 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that all dictionary indices are in range. In a damaged file they may not be.
+    """Check that all dictionary indices are in range; a damaged file may break this rule.
 
     Raises:
         OSError: an index is out of range.
@@ -104,7 +104,7 @@ def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Ar
 
 
 def _python_texts(column: pa.Array, name: str) -> list[Any]:
-    """Values of a column, with errors for texts over the limit and times outside Python's range."""
+    """Return a column's values; errors replace too long texts and times outside Python's range."""
     if column.type in _HAVE_LENGTHS and column.nbytes > _MOST_BYTES:
         is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
         small = iter(column.filter(pc.invert(is_large)).to_pylist())

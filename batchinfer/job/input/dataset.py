@@ -62,7 +62,7 @@ class Source:
     files: tuple[InputFile, ...]
     schema: pa.Schema
     num_rows: int
-    """Number of selected rows: rows that meet ``filter``, at most ``limit``."""
+    """Number of selected rows: at most ``limit`` rows that meet ``filter``."""
     format: Format
     file_columns: Mapping[str, FileColumns] = field(default_factory=dict)
     """Columns of each file, by path."""
@@ -93,7 +93,7 @@ class Source:
         return in_range(self.selection, rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
-        """Return the first row id of each part, and the end of the last; None without a filter."""
+        """Return the first row id of each part, then the last part's end; None without a filter."""
         if self.selection is None:
             return None
         if not len(self.selection):
@@ -118,7 +118,7 @@ class Source:
         """Check that all files have ``columns`` with types that can be read together.
 
         Args:
-            only_kept: only ``input.keep_columns`` names the columns.
+            only_kept: True if only ``input.keep_columns`` names the columns.
 
         Raises:
             DataError: a column differs between two files, which the message names.
@@ -219,7 +219,7 @@ class Source:
             first_row += file.num_rows
 
     def _selected(self, first_row: int, piece: _Piece) -> _Pieces[_Piece]:
-        """Split a piece into runs of selected rows, each with the id of its first row."""
+        """Split a batch into runs of selected rows, each with the id of its first row."""
         if self.selection is None:
             yield first_row, piece
             return
@@ -239,13 +239,13 @@ def open_source(
 
     Args:
         path: a file, a glob, a directory, or a list of these, local or in an object store. In a
-            directory, files with the suffixes of data files are read, and folders named key=value
-            add columns.
+            directory, only files with the suffixes of data files are read, and folders named
+            key=value add columns.
         limit: most rows to select, after the filter; None selects all.
         format_name: ``input.format``.
         condition: ``input.filter``. The files are read once to find the rows that meet it.
         mode: ``input.schema``.
-        version: version of a Delta or Iceberg table; None: the latest.
+        version: version of a Delta or Iceberg table; None for the latest.
 
     Raises:
         DataError: no file was found, a file cannot be read, or files differ in the columns that

@@ -80,5 +80,5 @@ def named_format(files: Sequence[str]) -> str:
 
 
 def is_named(path: str) -> bool:
-    """True if a path ends in the suffix of a data file."""
+    """Return True if a path ends in the suffix of a data file."""
     return path.endswith(_ALL)

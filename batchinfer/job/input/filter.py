@@ -1,7 +1,7 @@
 """``input.filter``: parses an SQL condition on a row's columns, and selects the rows that meet it.
 
-Polars evaluates the condition batch by batch. Only a fixed list of functions of one row is allowed:
-an aggregate like ``avg`` would have another value in every batch.
+Polars evaluates the condition batch by batch. The condition may call only a fixed list of functions
+that work on one row, because an aggregate like ``avg`` would have another value in every batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 _KEY = "input.filter"
 _MOST_CHARACTERS = 100_000
 _MOST_STEPS = 400
-"""Most words and operators, without values and lists. The time that Polars needs grows with the
-cube of their number."""
+"""Most words and operators of a condition, without values and lists. Polars needs time that grows
+with the cube of their number.
+"""
 _MOST_DEPTH = 50
 _FUNCTIONS = """
 abs array_contains array_length bit_length cast ceil ceiling char_length character_length coalesce
@@ -179,7 +180,7 @@ def select_rows(
     Args:
         pieces: batches of the condition's columns over the whole dataset, each with the id of its
             first row.
-        limit: most rows to select; None: all.
+        limit: most rows to select; None for all.
 
     Raises:
         UsageError: the condition cannot be evaluated on this data.

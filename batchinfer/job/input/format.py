@@ -29,7 +29,7 @@ READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 Row = Mapping[str, Any] | RowError
 """A row's values by column, or the error that explains why the row cannot be read."""
 Rows = tuple[int, list[Row]]
-"""Consecutive rows, after the row id of the first."""
+"""The row id of the first row, and consecutive rows."""
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Any])
 
 
@@ -46,7 +46,7 @@ class InputFile:
     etag: str | None = None
     """ETag of an object in a store."""
     ctime_ns: int = field(default=0, compare=False)
-    """Compared only within a run: between runs the same file may be copied or moved."""
+    """Time of the last change. Only one run compares it: a file may be moved between runs."""
     content_hash: str | None = None
     """Hash of the whole content: ``content_hash`` for Parquet files, else ``content_sha256``. None
     if it is not known; files in a store are identified by ``etag``."""
@@ -96,15 +96,16 @@ class ReadRequest:
     """Schema of the whole dataset."""
     file_columns: FileColumns
     wanted: deque[range]
-    """Row ids to read, ascending and disjoint, also of later files. ``cut`` removes ranges that
-    have been read."""
+    """Row ids to read in this file and later files, ascending and disjoint. ``cut`` removes ranges
+    that have been read.
+    """
 
 
 class Format(ABC):
     """A file format.
 
-    Methods that read raise a DataError that names the file if it cannot be read. They yield at most
-    ``BATCH_ROWS`` rows at a time, all of one range, after the row id of the first.
+    Methods that read raise a DataError that names the file if it cannot be read. They yield pairs
+    of a row id and at most ``BATCH_ROWS`` consecutive rows, the first of which has the id.
     """
 
     holds_requests = False
@@ -149,8 +150,8 @@ class Format(ABC):
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """Estimate the bytes that the columns take in an output file.
 
-        The estimate for text and Arrow files is a third of their size, which is about how far they
-        compress.
+        The estimate for text and Arrow files is a third of their size, because Parquet compresses
+        them about that far.
         """
         return file.size // 3 if columns else 0
 
@@ -211,7 +212,7 @@ def check_unchanged(file: InputFile) -> None:
 def cut(batch: _Piece, row: int, wanted: deque[range]) -> Iterator[tuple[int, _Piece]]:
     """Cut the rows in ``wanted`` out of a batch; yield pieces, each with the id of its first row.
 
-    Removes ranges from ``wanted`` whose last row is in the batch.
+    Remove ranges from ``wanted`` whose last row is in the batch.
 
     Args:
         row: id of the batch's first row.

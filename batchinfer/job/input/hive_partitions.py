@@ -87,7 +87,7 @@ def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
 
 
 def _type(values: Sequence[str | None]) -> pa.DataType:
-    """int64 if every value is an integer as Python writes it, else string."""
+    """Return int64 if every value is an integer as Python writes it, else string."""
     given = [value for value in values if value is not None]
     return pa.int64() if given and all(map(_is_int, given)) else pa.string()
 

@@ -30,8 +30,7 @@ def with_content_hashes(
     """Add content hashes to files; files in object stores have ETags instead.
 
     Args:
-        known: files with hashes from an earlier run; files that did not change since are not hashed
-            again.
+        known: files with hashes from an earlier run; unchanged files are not hashed again.
         known_at_s: time when ``known`` was hashed, in seconds since 1970.
 
     Raises:
@@ -49,7 +48,7 @@ def with_content_hashes(
 
 
 def same_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
-    """True if the files hold the same rows in the same order."""
+    """Return True if the files hold the same rows in the same order."""
     content = _content_of(planned)
     return list(map(content, planned)) == list(map(content, found))
 
@@ -60,13 +59,13 @@ def contents(files: Sequence[InputFile]) -> list[Hashable]:
 
 
 def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
-    """True if at least one found file has the content of a planned file."""
+    """Return True if at least one file now in the input has the content of a planned file."""
     content = _content_of(planned)
     return not set(map(content, planned)).isdisjoint(map(content, found))
 
 
 def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -> Iterator[str]:
-    """Describe the differences between planned and found files, one file a line."""
+    """Describe the differences between planned and present files, one file a line."""
     if same_files(planned, found):
         return
     content = _content_of(planned)
@@ -100,7 +99,7 @@ def _hash(path: str, on_read: Callable[[int], None]) -> str:
 
 
 def _content_of(planned: Sequence[InputFile]) -> Callable[[InputFile], Hashable]:
-    """Choose the function that identifies a file by facts that the plan recorded."""
+    """Choose a function that identifies a file by facts that the plan has recorded."""
     is_of_version_before = any(file.partition is None for file in planned)
     return _facts_of_before if is_of_version_before else _content
 

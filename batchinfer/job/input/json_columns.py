@@ -1,7 +1,7 @@
 """Finds the types of columns of JSON objects from all values, and converts them to Arrow arrays.
 
 A column is kept as JSON text if its values have no common type, such as a string and a list, or if
-Parquet cannot hold their type: an object without keys, or one whose keys are data.
+Parquet cannot hold their type: an object without keys, or an object whose keys are data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MIXED = pa.binary()  # marks a column of JSON text; no JSON value has this type
 _PLAIN = (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
 _NUMBERS = {pa.int64(), pa.float64()}
 _MOST_FIELDS = 200
-"""Most nested fields of a column. In a column with more fields, keys are taken to be data."""
+"""Most nested fields of a column. If a column has more fields, its keys are treated as data."""
 _MARK = {b"batchinfer": b"json"}
 _NO_FIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
@@ -100,7 +100,7 @@ def _can_be_written(kind: pa.DataType) -> bool:
 
 
 def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds the values of two types; ``_MIXED`` if there is none."""
+    """Return the type that holds the values of both types; ``_MIXED`` if there is none."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -119,7 +119,7 @@ def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """Convert integers in ``value`` to float where ``kind`` is float: Arrow refuses large ones."""
+    """Convert integers to float where ``kind`` is float, because Arrow refuses large integers."""
     if value is None:
         return None
     if pa.types.is_floating(kind):

@@ -24,7 +24,7 @@ Line = tuple[int, bytes]
 """A line's number in the file, from 1, and its bytes without the newline."""
 
 MAX_LINE_BYTES = 64 << 20
-"""Largest line that is read, which is also the limit on the text of a row."""
+"""Size of the largest line that is read, and so the limit on a row's text."""
 _KINDS: dict[type, str] = {
     **{str: "a string", list: "an array", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},
@@ -34,7 +34,7 @@ _MOST_COLUMNS = 10_000
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """Split chunks into lines without blank ones; cut each line to ``MAX_LINE_BYTES`` + 1 bytes."""
+    """Split chunks into lines; drop blank lines and cut lines to ``MAX_LINE_BYTES`` + 1 bytes."""
     number, rest = 1, b""
     for chunk in chunks:
         start, *others = chunk.split(b"\n")
@@ -106,7 +106,7 @@ class JsonlFormat(TextFormat[Line]):
             yield first, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """Values of a line that are copied to the output."""
+        """Return the values of a line that are copied to the output."""
         (row,) = self.parsed([line], path)
         return {} if isinstance(row, RowError) else row
 

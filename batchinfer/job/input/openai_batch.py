@@ -1,8 +1,9 @@
 """Reads OpenAI batch files: one request per line, each with a unique ``custom_id``.
 
 A request with several prompts becomes one row per prompt, with the prompt's index as
-``prompt_index`` in ``body``. Pairs of texts follow vLLM's ``ScoreRequest`` and ``RerankRequest``
-(vllm/entrypoints/pooling/scoring/protocol.py). Jina and Cohere define rerank requests the same way.
+``prompt_index`` in ``body``. Requests with pairs of texts have the fields of vLLM's
+``ScoreRequest`` and ``RerankRequest`` (vllm/entrypoints/pooling/scoring/protocol.py). Jina and
+Cohere use the same fields for rerank requests.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SCORE_KEYS = (
     *(("text_1", "text_2"), ("data_1", "data_2")),
     *(("queries", "documents"), ("queries", "items")),
 )
-"""Names of the two texts of a pair, or of the two lists of texts."""
+"""Pairs of keys that name the two texts, or the two lists of texts, of a score request."""
 
 _BYTES = 16
 
@@ -87,7 +88,7 @@ class CustomIds:
 class OpenAIFormat(JsonlFormat):
     """OpenAI batch files, with the columns of ``SCHEMA``.
 
-    A line whose ``custom_id`` an earlier line of any file has becomes an error row.
+    A line becomes an error row if an earlier line of any file has the same ``custom_id``.
     """
 
     holds_requests = True
@@ -102,7 +103,7 @@ class OpenAIFormat(JsonlFormat):
     def unite(
         self, schemas: Mapping[str, pa.Schema], mode: SchemaMode
     ) -> tuple[pa.Schema, Mapping[str, Difference]]:
-        """Return ``SCHEMA``, also for files without requests."""
+        """Return ``SCHEMA``, even for files without requests."""
         return SCHEMA, {}
 
     def parsed(self, records: Sequence[Line], path: str) -> list[Row]:
@@ -141,7 +142,7 @@ class OpenAIFormat(JsonlFormat):
             yield first, rows
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """Values of a line to copy to the output; from a damaged line, the complete values."""
+        """Return values of a line to copy to the output; only complete values of a damaged line."""
         row = _beginning(line[1])
         texts = {name: _text(row.get(name)) for name in _TEXTS}
         return {**texts, "body": row.get("body")}
@@ -172,7 +173,7 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
 
 
 def first_url(path: str) -> str | None:
-    """Find the first known URL of a request in a file; None if it has none or cannot be read."""
+    """Find the first known URL of a request in a file; None if there is none or reading fails."""
     if not is_url(path) and not os.path.isfile(path):  # a pipe can be read only once
         return None
     try:
@@ -190,7 +191,7 @@ def prompt_index(body: object) -> int:
 
 
 def _own_id(row: Row) -> str | None:
-    """The id of a request for its first prompt; None for later prompts and errors."""
+    """Return the ``custom_id`` of a request's first prompt; None for later prompts and errors."""
     if isinstance(row, RowError) or prompt_index(row.get("body")):
         return None
     custom_id = row.get("custom_id")
@@ -198,7 +199,7 @@ def _own_id(row: Row) -> str | None:
 
 
 def _beginning(line: bytes) -> Mapping[str, Any]:
-    """Parse an object; from a truncated line, keep the complete values."""
+    """Parse an object; keep the complete values if the line is truncated."""
     try:
         row = from_json(line, allow_partial=True)
     except ValueError:
@@ -211,9 +212,9 @@ def _text(value: object) -> str | None:
 
 
 def parts_of_body(url: object, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Split the body of a request with several prompts: the replaced keys, for each prompt.
+    """Split a request's body by prompts; return the keys that each prompt replaces in the body.
 
-    Returns an empty list if the request has only one prompt.
+    Return an empty list if the request has only one prompt.
     """
     if url in SCORE_URLS:
         return _pairs(body)

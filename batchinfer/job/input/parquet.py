@@ -1,7 +1,7 @@
 """Reads Parquet files, and checks their footers.
 
-A file's stored Arrow schema must match its columns. pyarrow ignores parts that do not match, so
-that a damaged footer could turn a list into a struct without an error.
+A file's stored Arrow schema must match its columns. pyarrow ignores parts of the schema that do not
+match, so a damaged footer could turn a list into a struct without an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PA
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
     """Check that the nesting and names of columns match the Arrow schema stored in the file.
 
-    Files that pyarrow did not write have no stored Arrow schema; they pass.
+    Files without a stored Arrow schema pass; other writers than pyarrow store none.
 
     Args:
         metadata: metadata of the file.

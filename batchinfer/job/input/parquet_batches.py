@@ -17,10 +17,11 @@ from batchinfer.job.input.format import BATCH_ROWS
 
 _READ_BUFFER = 1 << 20
 _LARGE_ROW_BYTES = 1 << 16
-"""Average row size in a row group from which rows are read one by one, because appending a row to a
-batch copies the huge values in it."""
+"""If rows of a row group have at least this size on average, they are read one by one, because
+appending a row to a batch copies the huge values in the batch.
+"""
 _LARGE_GROUP_BYTES = 64 << 20
-"""Size from which a row group is not fetched as a whole."""
+"""Row groups of at least this size are fetched piece by piece."""
 
 
 def open_parquet(
@@ -67,7 +68,8 @@ def decode_all(file: pa.NativeFile) -> None:
 
 
 def _bytes_and_rows(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
-    """Size and number of rows of a row group. The size covers all columns, because asking pyarrow
-    for one column can crash the process if the footer is damaged."""
+    """Return the size in bytes and number of rows of a row group. The size covers all columns,
+    because asking pyarrow for one column can crash the process if the footer is damaged.
+    """
     found = metadata.row_group(group)
     return found.total_byte_size, max(1, found.num_rows)

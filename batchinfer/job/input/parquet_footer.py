@@ -83,7 +83,7 @@ def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[
 
 
 def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
-    """Columns of a schema, whose elements are in depth-first order from the root."""
+    """Return the columns of a schema, whose elements are in depth-first order from the root."""
     elements = iter(schema)
     for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
         yield from _leaves_below(elements, ())
@@ -108,7 +108,7 @@ class _Compact:
         self._depth = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield number and type of each field of a structure; the caller then reads its value."""
+        """Yield the number and type of each field of a structure; the caller reads the value."""
         number = 0
         while header := self._byte():
             number = number + (header >> 4) if header >> 4 else self._integer()

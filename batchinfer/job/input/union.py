@@ -18,14 +18,14 @@ from batchinfer.errors import DataError
 
 SchemaMode = Literal["strict", "union"]
 Widen = Callable[[Collection[pa.DataType]], pa.DataType | None]
-"""A function that returns the type which holds the values of all given types, or None."""
+"""A function that returns a type that holds the values of all given types, or None."""
 
 _FAMILIES = (
     (pa.large_string(), {pa.string(), pa.large_string(), pa.string_view()}),
     (pa.large_binary(), {pa.binary(), pa.large_binary(), pa.binary_view()}),
 )
 _EXACT_IN_FLOAT64 = 32
-"""Widest integers, in bits, that a float64 holds unchanged."""
+"""Width in bits of the widest integer type that float64 holds unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Difference:
         """Make the error for a job that uses the column.
 
         Args:
-            only_kept: only ``input.keep_columns`` names the column.
+            only_kept: True if only ``input.keep_columns`` names the column.
         """
         ways = ["write the files again with the same columns, or run them as separate jobs"]
         if self.can_be_united:
@@ -74,8 +74,8 @@ def united(
 ) -> tuple[pa.Schema, dict[str, Difference]]:
     """Merge schemas. Columns are in the order in which they first appear.
 
-    The second result has the columns that cannot be merged. In the schema they have the first type
-    that was found.
+    The second result holds the columns that cannot be merged; in the schema each has its first
+    type.
 
     Args:
         schemas: schema of each file, by path. Use one object for equal schemas in sequence, which
@@ -134,7 +134,7 @@ def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
 
 
 def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
-    """Find the type that holds all values of some types unchanged; None if there is none.
+    """Find the type that holds all values of ``types`` unchanged; None if there is none.
 
     Null merges with every type, integers with wider integers, integers of up to 32 bits with
     float64, floats with wider floats, and strings and bytes with their other Arrow types. Lists

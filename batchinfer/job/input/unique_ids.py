@@ -1,4 +1,4 @@
-"""Finds rows whose value in the id column is missing, or repeats the id of an earlier row."""
+"""Finds rows without an id, and rows that repeat the id of an earlier row."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from batchinfer.job.input.dataset import Source
 
 HASHES_AT_ONCE = 1 << 24
-"""Most hashes in memory, of 8 bytes each. A dataset with more rows is read several times."""
+"""Most hashes in memory, each of 8 bytes. A dataset with more rows is read several times."""
 NO_ID = -1
 """Value in ``BadIds.firsts`` for a row without an id."""
 
 
 @dataclass(frozen=True, eq=False)
 class BadIds:
-    """Rows with a missing or duplicate id, in 16 bytes each."""
+    """Rows with a missing or duplicate id; each takes 16 bytes."""
 
     column: str
     rows: RowIds
     firsts: npt.NDArray[np.int64]
-    """The first row with the same id as each of ``rows``, or ``NO_ID``."""
+    """For each of ``rows``, the first row with the same id, or ``NO_ID``."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,7 +54,7 @@ class BadIds:
 
 
 def find_bad_ids(source: Source, column: str) -> BadIds:
-    """Find the selected rows that have no id, or the id of an earlier selected row.
+    """Find selected rows that have no id or repeat the id of an earlier selected row.
 
     Null and NaN are not ids. The function sorts 64-bit hashes of the values and then compares the
     few values with equal hashes, so that the result is the same in every process.
@@ -113,7 +113,7 @@ def _is_id(value: object) -> bool:
 
 
 def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) -> dict[int, int]:
-    """Map rows with a duplicate id to the first row with it; ``repeated`` holds their hashes."""
+    """Map each row with a duplicate id to the id's first row; ``repeated`` holds their hashes."""
     found: dict[int, int] = {}
     first_rows: dict[Hashable, int] = {}
     for first_row, values, hashes in _ids(source, column):

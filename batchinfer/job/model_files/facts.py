@@ -1,6 +1,6 @@
 """Facts that identify a model: hashes of its files, or its commit on the hub.
 
-Files are read but not loaded.
+The module reads files but loads no model.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.content_hash import content_hash
 
 NUM_HEADER_FACTS = 2
-"""A weight file's leading facts, its size and header hash; the hash of its content follows."""
+"""Number of facts, size and header hash, that precede the content hash of a weight file."""
 COMMIT = "commit"
-"""Key of the commit among the facts of a model on the hub."""
+"""Key of the commit in the facts of a model on the hub."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _FILES = (*_SMALL_FILES, "*.safetensors")
 _MODULE_FILES = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
-"""Small files of sentence-transformers' modules."""
+"""Patterns of small files that belong to modules of sentence-transformers."""
 _MAX_HEADER = 100 << 20  # limit of the safetensors format
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 _HUB_TIMEOUT_S = 10.0
 
 
 def model_facts(model: ModelSpec) -> dict[str, Any]:
-    """Facts that differ if the outputs of two models may differ, as JSON data.
+    """Return facts, as JSON data, that differ if the outputs of two models may differ.
 
-    For a folder: size, hash of the safetensors header and hash of the content of each weight file,
-    and the hash of each configuration and tokenizer file. For a hub id: its name and revision as
-    written, and the commit if known.
+    For a folder, these are the size, header hash and content hash of each weight file, and the hash
+    of each configuration and tokenizer file. For a hub id, they are the name and revision as
+    written, and the commit if it is known.
 
     Raises:
         ModelError: the folder does not exist, or a file in it cannot be read.
@@ -55,7 +55,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
 
 
 def _adapter_facts(name: str, key: str) -> dict[str, Any]:
-    """Hash all files, as adapters are small and often retrained into the same folder."""
+    """Hash all files, because adapters are small and often retrained into the same folder."""
     folder = Path(name)
     if not os.path.isdir(folder):
         return _facts_of(name, None, key)
@@ -99,7 +99,7 @@ def _facts_of(
 
 
 def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
-    """Facts of a folder's weight files by name, with or without hashes of their content."""
+    """Return facts of a folder's weight files by name, with or without content hashes."""
     files = sorted(folder.glob("*.safetensors"))
     facts: dict[str, Any] = {path.name: _weight_facts(path) for path in files}
     if hashes:
@@ -111,7 +111,7 @@ def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
 
 
 def _weight_facts(path: Path) -> list[int | str]:
-    """Size of the file and hash of its header, which lists the tensors."""
+    """Return the size of the file and the hash of its header, which lists the tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER))
@@ -119,11 +119,11 @@ def _weight_facts(path: Path) -> list[int | str]:
 
 
 def hub_commit(name: str, revision: str | None) -> str | None:
-    """The commit of a revision on the hub; offline, of the last download; None if unknown.
+    """Return a revision's commit on the hub, or of the last download if offline; None if unknown.
 
     Args:
         name: name of a model's repository.
-        revision: a branch, a tag or a commit; None: ``main``.
+        revision: a branch, a tag or a commit; None for ``main``.
     """
     if revision is not None and _COMMIT_HASH.fullmatch(revision):
         return revision

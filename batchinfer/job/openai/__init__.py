@@ -1,4 +1,4 @@
-"""OpenAI's batch files: requests in, responses and errors out.
+"""OpenAI batch files: reads requests, and writes responses and errors.
 
 May import: config, errors, console, text, requests, builders, job.
 """

@@ -1,6 +1,6 @@
-"""OpenAI's output files of a job, written from its finished parts.
+"""Writes OpenAI's output files of a job from its finished parts.
 
-The parts hold everything: a file that is missing or damaged is written again from them.
+The parts hold all data of these files, so a missing or damaged file is written again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def export(
 
     Args:
         kept: output column of each kept input column.
-        combined_output: a file, or an open one such as a pipe, that also gets all lines of both.
+        combined_output: a path, or an open file such as a pipe, that gets all lines of both files.
 
     Raises:
         DataError: a part cannot be read.
@@ -74,8 +74,7 @@ def export(
 
 
 class _LineFile:
-    """A file that appears when it is finished; one that is open already, like a pipe, gets each
-    line at once."""
+    """Writes lines to a file that appears when it is finished, or at once to an open file."""
 
     def __init__(self, out: OutputDir, path: PurePath, staged: PurePath) -> None:
         self.path = path
@@ -96,20 +95,20 @@ class _LineFile:
         self._size += len(line)
 
     def finish(self) -> dict[str, Any]:
-        """Publish the file; returns its size and hash."""
+        """Publish the file; return its size and hash."""
         self.close()
         if self._staged is not None:
             publish(self._out.files, self._staged, self.path)
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
-        """Write what is buffered; a second call does nothing."""
+        """Write buffered lines; a second call does nothing."""
         with storage_errors(self.path):
             self._file.close()
 
 
 def _rows(out: OutputDir, kept: Mapping[str, str], part: Part) -> Iterator[dict[str, Any]]:
-    """Rows of a finished part for ``Responses.line``."""
+    """Yield the rows of a finished part for ``Responses.line``."""
     names = {kept[name]: name for name in RESPONSE_COLUMNS}
     table, cached = out.read_part(part), _cached_tokens(out, part)
     optional = [name for name in _OPTIONAL if name in table.schema.names and name not in names]
@@ -125,7 +124,7 @@ def _rows(out: OutputDir, kept: Mapping[str, str], part: Part) -> Iterator[dict[
 
 
 def _requests(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Group rows by request; the prompts of one are consecutive rows."""
+    """Group rows by request; the prompts of a request are consecutive rows."""
     request: list[dict[str, Any]] = []
     for row in rows:
         same_id = bool(request) and request[-1]["custom_id"] == row["custom_id"]
@@ -138,7 +137,7 @@ def _requests(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _cached_tokens(out: OutputDir, part: Part) -> dict[int, int]:
-    """Cached prompt tokens by row id; empty if the part's statistics are lost."""
+    """Return cached prompt tokens by row id; empty if the part's statistics are lost."""
     with suppress(OSError, pa.ArrowException), out.files.open(out.request_stats(part)) as file:
         table = pq.read_table(file, columns=["row_id", "cached_tokens"])
         row_ids, cached = (table.column(name).to_pylist() for name in table.column_names)

@@ -1,10 +1,10 @@
-"""Requests of OpenAI batch files for embeddings, labels and scores, and their responses.
+"""Reads requests for embeddings, labels and scores, and makes their responses.
 
-Shapes of ``/v1/embeddings`` are OpenAI's and vLLM's (``EmbeddingCompletionRequest`` in
-vllm/entrypoints/openai/protocol.py); those of ``/v1/classify``, ``/v1/score`` and ``/v1/rerank``
-are vLLM's ``ClassificationRequest``, ``ScoreRequest`` and ``RerankRequest``
-(vllm/entrypoints/pooling/classify and scoring, protocol.py, serving.py). A request with several
-texts or pairs is several rows.
+Bodies of ``/v1/embeddings`` have the fields of OpenAI and vLLM (``EmbeddingCompletionRequest`` in
+vllm/entrypoints/openai/protocol.py). ``/v1/classify``, ``/v1/score`` and ``/v1/rerank`` follow
+vLLM's ``ClassificationRequest``, ``ScoreRequest`` and ``RerankRequest`` (protocol.py and serving.py
+in vllm/entrypoints/pooling/classify and scoring). A request with several texts or pairs becomes
+several rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from batchinfer.job.openai.request import (
 
 Body = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
-"""The rows of a request, one for each text or pair: ``body`` as the request has it,
-``num_prompt_tokens``, and the columns of the job's task."""
+"""The rows of a request, one for each text or pair. Each row has the request's ``body``,
+``num_prompt_tokens``, and the columns of the job's task.
+"""
 
 _NEUTRAL = {"add_special_tokens": (True,)}
 _TEXTS = tuple(dict.fromkeys(name for keys in SCORE_KEYS for name in keys))
@@ -45,17 +46,17 @@ _INPUT_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"
 
 
 def embedding_requests(width: int) -> RequestKind:
-    """Requests for embeddings of ``width`` numbers, the most that ``dimensions`` may be."""
+    """Return the kind of requests for embeddings; ``dimensions`` may be at most ``width``."""
     return RequestKind((EMBEDDINGS,), partial(_parse_embedding, width=width), _INPUT_FIELDS)
 
 
 def classification_requests() -> RequestKind:
-    """Requests for labels of texts."""
+    """Return the kind of requests for labels of texts."""
     return RequestKind(CLASSIFY_URLS, _parse_classification, _INPUT_FIELDS)
 
 
 def pair_requests(query: str, document: str) -> RequestKind:
-    """Requests for scores of pairs, or for documents in the order of their scores.
+    """Return the kind of requests that score pairs or rank documents by their scores.
 
     Args:
         query: the job's column of queries.
@@ -171,7 +172,7 @@ def _embeddings(rows: Rows, *, normalizes: bool) -> list[dict[str, Any]]:
 
 
 def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool) -> Any:
-    """The first ``dimensions`` numbers of an embedding, float32, again of length 1."""
+    """Return the first ``dimensions`` numbers of an embedding as float32, scaled to length 1."""
     vector = np.asarray(values, dtype=np.float32)
     if dimensions is None or dimensions >= len(vector):
         return vector
@@ -181,7 +182,7 @@ def _truncated(values: Sequence[float], dimensions: int | None, normalizes: bool
 
 
 def _base64(vector: Any) -> str:
-    """Little-endian float32, OpenAI's encoding."""
+    """Encode numbers as little-endian float32 in base64, as OpenAI does."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
@@ -204,7 +205,7 @@ def _scores(rows: Rows) -> list[dict[str, Any]]:
 
 
 def _ranked(rows: Rows) -> list[dict[str, Any]]:
-    """The ``top_n`` best documents, best first."""
+    """Return the ``top_n`` best documents, best first."""
     body = rows[0]["body"] or {}
     ranking = sorted(range(len(rows)), key=lambda index: -rows[index]["score"])
     results: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Rows of OpenAI batch files as prompts and sampling parameters for the engine."""
+"""Turns rows of OpenAI batch files into prompts and sampling parameters for the engine."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from batchinfer.requests.tool_choice import ToolChoices
 from batchinfer.text.prompts import Prompt
 
 TEMPLATE_VARIABLES = "chat_template_kwargs"
-"""Column of a conversation's variables for the chat template."""
+"""Column that holds a conversation's variables for the chat template."""
 _MOST_WARNINGS = 3
 _log = logging.getLogger(__name__)
 
 
 def request_kind(spec: JobSpec, table: OutputTable, *, has_tools: bool = False) -> RequestKind:
-    """The kind of requests that a job answers."""
+    """Return the kind of requests that a job answers."""
     config = spec.classify
     if spec.task == EMBED.name:
         return embedding_requests(table.generated_schema.field("embedding").type.list_size)
@@ -54,18 +54,19 @@ def request_kind(spec: JobSpec, table: OutputTable, *, has_tools: bool = False) 
 class OpenAIReader:
     """Reads prompts and sampling parameters of requests.
 
-    Conversations go through the chat template. The prompt of a text completion is raw: control
-    tokens in it stay control tokens.
+    Conversations go through the chat template. The prompt of a text completion is raw: its control
+    tokens stay control tokens.
 
     Args:
         config: the job's ``prompt`` section.
         make_builder: makes a prompt builder for a config and its columns, which may include
             ``TEMPLATE_VARIABLES``.
-        params: makes sampling parameters; None: the task draws no tokens.
+        params: makes sampling parameters; None if the task draws no tokens.
         served_names: names that a request's ``model`` may have.
-        adapters: number of each adapter that ``model`` may name instead.
-        tool_choices: forces the tool calls that a request requires; None: the job parses no tools.
-        accepts_any_model: also answer requests for other models, with a few warnings.
+        adapters: numbers of the adapters that ``model`` may name instead, by name.
+        tool_choices: forces the tool calls that a request requires; None if the job parses no
+            tools.
+        accepts_any_model: True to answer requests for other models too, with a few warnings.
     """
 
     columns: tuple[str, ...] = ("custom_id", "method", "url", "body")
@@ -96,7 +97,7 @@ class OpenAIReader:
         self._other_names: set[str] = set()
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Start building the prompts of rows; the function returned waits for them, in order."""
+        """Start building the prompts of rows; return a function that waits for them, in order."""
         requests = [self._parse(row) for row in rows]
         started = {
             source: prompts.start(
@@ -141,7 +142,7 @@ class OpenAIReader:
             return error
 
     def _warn_about_model(self, row: Row) -> None:
-        """Warn once about each of the first few names that are not the model's."""
+        """Warn once about each of the first few names of other models."""
         body = row.get("body") if isinstance(row, Mapping) else None
         name = body.get("model") if isinstance(body, Mapping) else None
         if not isinstance(name, str) or name in self._other_names:
@@ -168,7 +169,7 @@ class OpenAIReader:
 
 
 def _with_request_field(error: RowError, fields: Mapping[str, str]) -> RowError:
-    """The error of a prompt's column, named as the request names it."""
+    """Return an error that names the request's field instead of the prompt's column."""
     for column, name in fields.items():
         if re.match(rf"{column}\b", error.message):
             return RowError(error.code, name + error.message.removeprefix(column))
@@ -178,7 +179,7 @@ def _with_request_field(error: RowError, fields: Mapping[str, str]) -> RowError:
 def _sources(
     config: PromptConfig, *, has_tools: bool
 ) -> dict[str, tuple[PromptConfig, Sequence[str]]]:
-    """Prompt config and columns for each ``ParsedRequest.source``."""
+    """Return the prompt config and columns for each ``ParsedRequest.source``."""
     raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
     text = replace(raw, column="prompt", parse_special_tokens=True)
     token_ids = replace(raw, token_ids_column="token_ids", parse_special_tokens=False)

@@ -48,7 +48,7 @@ _GUIDED: Mapping[str, str] = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-"""vLLM's fields, and the key of ``structured_outputs`` that each stands for."""
+"""Keys of ``structured_outputs`` by the vLLM field that stands for each."""
 _PARSED = (
     *("messages", "prompt", "best_of", "logprobs", "top_logprobs", "tools", "tool_choice", "echo"),
     *("chat_template_kwargs", "reasoning_effort", *_GUIDED),
@@ -65,9 +65,9 @@ class ParsedRequest:
     source: str
     """``messages``, ``tools`` (messages and tools), ``prompt``, ``token_ids`` or ``pair``."""
     value: Any
-    """The prompt of that source. A request with several prompts is several lines here."""
+    """The prompt of this source. Each line has one prompt: requests with several are split."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``SamplingParams`` that the line gives."""
+    """Fields of ``SamplingParams`` that the line sets."""
     model: str | None = None
     tools: RowTools | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -76,16 +76,16 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class RequestKind:
-    """How to read requests of one kind."""
+    """Reads requests of one kind."""
 
     urls: Sequence[str]
     """Accepted values of ``url``."""
     parse: Callable[[str, Mapping[str, Any]], ParsedRequest]
     """Parses the URL and the body without nulls; raises ``RowError``."""
     fields: Mapping[str, str]
-    """Names that errors use for columns of prompts, and the names of these in a request."""
+    """Names of fields in a request, by the names that errors use for columns of prompts."""
     pair_columns: tuple[str, str] | None = None
-    """The job's columns for the two texts of a pair; None: prompts are single texts."""
+    """The job's columns for the two texts of a pair; None if prompts are single texts."""
 
     def read(
         self,
@@ -97,7 +97,7 @@ class RequestKind:
 
         Args:
             served_names: names that ``model`` may have; None accepts any name.
-            adapters: adapters that ``model`` may name instead, in full.
+            adapters: full names of adapters that ``model`` may name instead.
 
         Raises:
             RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
@@ -127,10 +127,10 @@ class RequestKind:
 
 
 def generation_requests(*, has_tools: bool = False) -> RequestKind:
-    """Chat and text completions.
+    """Return the kind of requests for chat and text completions.
 
     Args:
-        has_tools: whether the job parses tool calls.
+        has_tools: True if the job parses tool calls.
     """
     fields = {
         "column messages": "body.messages",
@@ -170,7 +170,7 @@ def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedReque
 
 
 def is_served(model: str, served_names: Sequence[str]) -> bool:
-    """Whether ``model`` is a served name or the last path components of one."""
+    """Return True if ``model`` is a served name or the last path components of a served name."""
     asked = PurePath(model).parts
     return any(
         model == name or (asked and PurePath(name).parts[-len(asked) :] == asked)
@@ -212,7 +212,7 @@ def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
-    """The text or the token ids in a field of a body, with ``prompt`` or ``token_ids``.
+    """Return the prompt in a field of a body, with its source: ``prompt`` or ``token_ids``.
 
     Raises:
         RowError: ``invalid_request``.
@@ -233,7 +233,7 @@ def one_prompt(body: Mapping[str, Any], name: str) -> tuple[str, Any]:
 def check_fields(
     body: Mapping[str, Any], known: Sequence[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse unknown fields, and values of ``neutral`` fields that are not listed there.
+    """Refuse unknown fields, and values of ``neutral`` fields that ``neutral`` does not list.
 
     Raises:
         RowError: ``unsupported_parameter``.
@@ -249,7 +249,7 @@ def check_fields(
 
 
 def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowTools | None:
-    """The tools of a request; None if it has none or forbids calls."""
+    """Return the tools of a request; None if it has none or forbids calls."""
     choice = body.get("tool_choice")
     if not body.get("tools"):
         if choice in (None, "none", "auto"):
@@ -269,7 +269,7 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
 
 
 def _with_argument_values(message: Any) -> Any:
-    """The message with the arguments of tool calls decoded from JSON, as chat templates expect."""
+    """Decode the arguments of a message's tool calls from JSON, as chat templates expect."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list):
         return message
@@ -288,7 +288,7 @@ def _with_values(call: Any) -> Any:
 
 
 def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    """Whether the answer starts with the prompt."""
+    """Return True if the answer starts with the prompt."""
     echo = body.get("echo", False)
     if not isinstance(echo, bool):
         raise _bad(f"echo is {format_value(echo)}; it must be true or false")
@@ -298,7 +298,7 @@ def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
 
 
 def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[str, Any]:
-    """Variables for the chat template, ``reasoning_effort`` among them."""
+    """Return variables for the chat template, including ``reasoning_effort``."""
     variables = body.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         what = f"chat_template_kwargs is {format_value(variables)}"
@@ -317,7 +317,7 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """Alternatives per token, if ``logprobs`` is true; None: no log-probabilities."""
+    """Return the number of alternatives per token; None unless ``logprobs`` is true."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
@@ -329,7 +329,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _completion_logprobs(body: Mapping[str, Any]) -> Any:
-    """Alternatives per token, the value of ``logprobs``; None: no log-probabilities."""
+    """Return the number of alternatives per token; None if ``logprobs`` is not set."""
     if "top_logprobs" in body:
         raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
     wanted = body.get("logprobs")
@@ -339,12 +339,12 @@ def _completion_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def invalid(message: str) -> RowError:
-    """The error for a line that is not a valid request."""
+    """Make the error for a line that is not a valid request."""
     return RowError("invalid_request", message)
 
 
 def unsupported(name: str, hint: str = "") -> RowError:
-    """The error for a field of the body that is not supported."""
+    """Make the error for a field of the body that is not supported."""
     return RowError("unsupported_parameter", f"body.{name} is not supported{hint}")
 
 

@@ -1,9 +1,9 @@
-"""Finished rows as lines of OpenAI's output file and error file.
+"""Turns finished rows into lines of OpenAI's output file and error file.
 
-Shapes are those of OpenAI's batch output and of its ``chat.completion``, ``text_completion`` and
-``error`` objects. As with OpenAI, a request that the API would refuse has a response with an HTTP
-status and the error in its body; a request that got no answer has no response, but an error. Ids
-are hashes of the job and the row, so that writing a file again gives the same bytes.
+Lines have the fields of OpenAI's batch output and of its ``chat.completion``, ``text_completion``
+and ``error`` objects. A request that OpenAI would refuse gets a response with an HTTP status and
+the error in its body. A request without an answer gets an error and no response. Ids are hashes of
+the job and the row, so that writing a file again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NO_RESPONSE = frozenset(
         *("invalid_json", "invalid_utf8", "row_too_large", "duplicate_custom_id"),
     }
 )
-"""Codes of lines that are not requests, and of failures that are not the request's fault."""
+"""Codes of errors for lines that are not requests, and for failures that no request caused."""
 
 TokenText = Callable[[int, Sequence[int]], str]
-"""Text that a token adds to the tokens before it."""
+"""Returns the text that a token adds to the tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,19 @@ class Responses:
 
     fingerprint: str
     created: int
-    """When the job was planned, in seconds since 1970."""
+    """Time when the job was planned, in seconds since 1970."""
     model: str
     """Model name for answers to requests that name none."""
     token_text: TokenText
     normalizes: bool = True
-    """Whether embeddings have length 1."""
+    """True if embeddings have length 1."""
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The line of a request.
+        """Return the line of a request.
 
         Args:
-            rows: one for each prompt: ``custom_id``, ``url``, ``body`` as in the request,
-                ``cached_tokens`` (None: unknown), and the generated columns, ``prompt_logprobs``
-                and ``logprobs`` in ``outputs`` among them.
+            rows: one for each prompt. A row has ``custom_id``, ``url`` and ``body`` of the request,
+                ``cached_tokens`` (None if unknown), and the generated columns.
         """
         key = hashlib.sha256(f"{self.fingerprint} {rows[0]['row_id']}".encode()).hexdigest()
         error = _first_error([row["error"] for row in rows])
@@ -144,13 +143,13 @@ class Responses:
 
 @dataclass(frozen=True)
 class _Echo:
-    """A prompt that an answer repeats first; empty unless the request asks for an echo."""
+    """A prompt that an answer repeats before its text; empty unless the request sets ``echo``."""
 
     text: str = ""
     tokens: Sequence[str] = ()
-    """Texts of the prompt's tokens; these and the fields below only with log-probabilities."""
+    """Texts of the prompt's tokens. The fields from here on are set only with log-probabilities."""
     logprobs: Sequence[float | None] = ()
-    """None for the first token, which follows no other."""
+    """Log-probability of each token; None for the first, which follows no other token."""
     top_logprobs: Sequence[Mapping[str, float] | None] = field(default=())
 
 
@@ -182,7 +181,7 @@ def _top_logprobs(
 
 
 def _tokens_before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """For each token the ids before it, as many as a character can span."""
+    """Return for each token the ids before it, as many as a character can span."""
     ids = [token["token_id"] for token in tokens]
     return [_ids_before(ids, at) for at in range(len(ids))]
 
@@ -192,7 +191,7 @@ def _ids_before(ids: Sequence[int], at: int) -> list[int]:
 
 
 def _content(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A message's text, tool calls and reasoning, the last under vLLM's present and old name."""
+    """Return a message's text, tool calls and reasoning, under vLLM's new and old field names."""
     content: dict[str, Any] = {"content": sample["text"]}
     if calls := sample.get("tool_calls"):
         content = {"content": sample["text"] or None, "tool_calls": calls}
@@ -214,7 +213,7 @@ def _reasoning_usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """The first error of a request's prompts, with the prompt's number unless all have it."""
+    """Return a request's first error, with the prompt's number unless all prompts have it."""
     at, error = next(((at, each) for at, each in enumerate(errors) if each is not None), (0, None))
     is_of_all = all(each == error for each in errors)
     if error is None or is_of_all or error["code"] == "duplicate_custom_id":

@@ -1,4 +1,4 @@
-"""``batchinfer plan``: a job simulated before it runs.
+"""``batchinfer plan``: simulates a job before it runs.
 
 May import: config, errors, console, engine, text, requests, builders, job.
 """

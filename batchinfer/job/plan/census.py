@@ -1,7 +1,8 @@
-"""Rows that a plan reads: which ones, counts of them, and an estimate of their output's size.
+"""Chooses the rows that a plan reads, counts them, and estimates the size of their output.
 
-The size is right to about a factor of two. It assumes that kept columns take as much as in the
-input, and that answers have the bytes per token of the prompts and compress to half.
+The size is right to about a factor of two. The estimate assumes that kept columns are as large as
+in the input, and that answers have as many bytes per token as the prompts and compress to half
+their size.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17
-"""About the most rows read, in whole windows spread evenly over a larger dataset."""
+"""Most rows to read, roughly. Of a larger dataset, the plan reads whole windows, evenly spread."""
 MAX_PROMPT_TOKENS = 2**25
-"""Prompt tokens after which reading stops."""
+"""Number of prompt tokens after which reading stops."""
 
 _CHARACTERS_PER_TOKEN = 4.0  # if no prompt's text is known
 _COMPRESSED = 0.5
@@ -34,9 +35,9 @@ _LOGPROB_BYTES = 8  # per token or alternative
 
 
 def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
-    """The parts to read: all, or whole windows of ``window_rows`` rows with about ``most_rows``.
+    """Return the parts to read: all, or about ``most_rows`` rows in windows of ``window_rows``.
 
-    Rows share prefixes within a window, so that only whole windows share as the dataset does.
+    Rows share prefixes within a window, so only whole windows show how much the dataset shares.
     """
     if sum(part.num_rows for part in parts) <= most_rows:
         return list(parts)
@@ -53,7 +54,7 @@ class Census:
 
     lengths: ExpectedLengths
     result_bytes: int = 0
-    """As in ``LoadedTask``."""
+    """Bytes of a row's result; see ``LoadedTask``."""
     rows: int = 0
     prompt_tokens: int = 0
     distinct_tokens: int = 0
@@ -61,21 +62,21 @@ class Census:
     samples: int = 0
     output_tokens: int = 0
     drawn_tokens: int = 0
-    """Output tokens, also of beams that are not written."""
+    """Output tokens, including tokens of beams that are not written."""
     scored_tokens: int = 0
-    """Tokens that ``task: score`` gives log-probabilities for."""
+    """Number of tokens that get log-probabilities with ``task: score``."""
     prompt_characters: int = 0
     truncated: int = 0
     control_text: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """Rows that cannot run, by code."""
+    """Number of rows that cannot run, by error code."""
     by_length: Counter[int] = field(default_factory=Counter)
-    """Rows by prompt length: key k counts prompts of 2**(k-1) to 2**k - 1 tokens."""
+    """Number of rows by prompt length: key k counts prompts of 2**(k-1) to 2**k - 1 tokens."""
 
     def count(
         self, batches: Iterator[list[PromptRow]], most_rows: int, most_tokens: int
     ) -> Iterator[list[PromptRow]]:
-        """Pass on and count ``batches`` until ``most_rows`` or ``most_tokens`` is reached."""
+        """Count and yield ``batches`` until ``most_rows`` or ``most_tokens`` is reached."""
         for batch in batches:
             for row in batch:
                 self._add(row)
@@ -84,18 +85,18 @@ class Census:
                 return
 
     def count_distinct(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Pass on planned ``batches`` and count their distinct prompt tokens."""
+        """Count the distinct prompt tokens of ordered ``batches``, and yield the batches."""
         for batch in batches:
             self.distinct_tokens += sum(row.distinct_tokens for row in batch)
             yield batch
 
     @property
     def too_long(self) -> int:
-        """Rows whose prompt leaves no room for output, whether refused or truncated."""
+        """Number of rows whose prompt leaves no room for output: refused and truncated rows."""
         return self.errors["prompt_too_long"] + self.truncated
 
     def histogram(self, scale: float) -> list[dict[str, int]]:
-        """Rows by prompt length, times ``scale``, with the bounds of each bin."""
+        """Return the rows by prompt length, times ``scale``, with the bounds of each bin."""
         return [
             {
                 "min_tokens": 2 ** (at - 1) if at else 0,

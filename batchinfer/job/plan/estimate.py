@@ -1,4 +1,4 @@
-"""A plan's numbers as JSON data and as a few lines of text."""
+"""Formats a plan's numbers as JSON data and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Outcome:
     census: Census
     simulation: Simulation
     complete: bool
-    """Whether all rows read were simulated."""
+    """True if all rows that were read were simulated."""
     reuse: RowReuse | None = None
-    """Finds rows that need not run; the census leaves these out."""
+    """Finds rows that need not run; the census omits these rows."""
 
     def data(self) -> dict[str, Any]:
-        """The plan as JSON data, with sums over the whole dataset."""
+        """Return the plan as JSON data, with sums over the whole dataset."""
         census, simulation = self.census, self.simulation
         measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
@@ -102,7 +102,7 @@ class Outcome:
         return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
 
     def _why_not_reused(self) -> Iterator[str]:
-        """Why no row can be reused, if the job asks for reuse."""
+        """Yield reasons why no row can be reused, if the job asks for reuse."""
         if self.job.spec.output.reuse and self.reuse is None:
             yield "rows to reuse are not counted where samples are judged (accept)"
         elif self.reuse is not None and not self.reuse.num_reused:
@@ -110,14 +110,14 @@ class Outcome:
 
     @property
     def _simulated(self) -> float:
-        """Share of the rows' tokens that were drawn."""
+        """Share of the rows' tokens that the simulation has drawn."""
         expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
         drawn = self.context.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
         return 1.0 if self.complete else drawn / expected
 
 
 def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryLine]:
-    """A plan as lines like those at a job's end; costs are in ``currency``."""
+    """Yield a plan as lines like the summary of a job; costs are in ``currency``."""
     rows, errors = plan["rows"], plan["errors"]
     failing = sum(errors.values())
     yield SummaryLine("rows", f"{rows:,}", f", of which {failing:,} would fail")
@@ -175,7 +175,7 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
 
 
 def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
-    """Time, cost and size of a run, and notes."""
+    """Yield the time, cost and size of a run, and notes."""
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",

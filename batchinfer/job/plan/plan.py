@@ -1,14 +1,14 @@
 """``batchinfer plan``: what a job will need, from its data, tokenizer and model config.
 
-The job's own scheduler runs the job's rows in the job's order, over a runner that computes nothing
-and on a clock from a roofline model (``batchinfer.engine.simulate.roofline`` lists what it leaves
-out). Blocks, rows in flight, sharing, waste and preemptions are therefore those of the run, as far
-as output lengths are known: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
+The scheduler of a run orders and runs the job's rows on a runner that computes nothing. A roofline
+model sets the clock (``batchinfer.engine.simulate.roofline`` lists what it leaves out). So the plan
+has the same blocks, rows in flight, sharing, waste and preemptions as the run, if output lengths
+are right: every sample runs to ``max_tokens``, or to ``--expect-output-tokens``.
 
-The time is bounded by limits: ids are checked in up to ``unique_ids.HASHES_AT_ONCE`` rows; up to
-``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are read, and up to
-``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums are scaled to
-the whole dataset, and ``sampled`` holds the share they come from.
+Limits bound the time of a plan: ``unique_ids.HASHES_AT_ONCE`` rows to check for ids,
+``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens to read, and
+``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens to simulate. The plan scales
+sums to the whole dataset; ``sampled`` holds the share of the rows that it has read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _PARTS_EACH = 6
-"""Parts for each worker, so that none waits long for the others at the end."""
+"""Least number of parts for each worker, so that no worker waits long for the others at the end."""
 
 
 def plan_job(
@@ -53,19 +53,21 @@ def plan_job(
     workers: int | None = None,
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Forecast what a run of the whole job needs, as JSON data. Writes nothing.
+    """Forecast as JSON data what a run of the whole job needs, and write nothing.
 
-    With ``output.reuse`` the model's files are hashed, to find rows that the same model computed.
+    With ``output.reuse`` this function hashes the model's files, to find rows that the same model
+    computed.
 
     Args:
-        device: a name from ``DEVICES``; None: the device that ``engine.device`` means here.
-        expect_output_tokens: tokens per sample; None: ``max_tokens``, an upper bound.
-        workers: devices that share the job; None: ``scale.workers``, or one for ``auto``.
-        price_per_hour: of one device; None: the plan has no cost.
+        device: a name from ``DEVICES``; None for the device that ``engine.device`` means here.
+        expect_output_tokens: tokens per sample; None for ``max_tokens``, an upper bound.
+        workers: number of devices that share the job; None for ``scale.workers``, or 1 for
+            ``auto``.
+        price_per_hour: price of one device; None if the plan has no cost.
 
     Raises:
-        JobError: as a run would, except for errors of weights and of a missing device.
-        UsageError: no such device.
+        JobError: a run would fail, except for errors of weights and of a missing device.
+        UsageError: there is no such device.
     """
     chosen = None if device is None else _device(device)
     outputs = open_outputs(spec.output.reuse, own=None)
@@ -125,7 +127,7 @@ def plan_job(
 def _lengths(
     spec: JobSpec, context: SimulatedEngine, task: LoadedTask | None, expected: int | None
 ) -> ExpectedLengths:
-    """Expected lengths of a task's samples; ``task`` is None if there are no rows."""
+    """Return the expected lengths of a task's samples; ``task`` is None if there are no rows."""
     facts = context.max_model_len, context.eos_token_ids, expected
     if spec.task_spec.draws:
         return ExpectedLengths(*facts)
@@ -141,13 +143,13 @@ def _device(name: str) -> Device:
 
 
 def _ignore(line: str) -> None:
-    """A run that copies rows warns about damaged files; a plan does not."""
+    """Drop a warning: a run that copies rows warns about damaged files, but a plan does not."""
 
 
 def _rows(
     job: Job, loaded: LoadedJob, census: Census, reuse: RowReuse | None
 ) -> Iterator[list[PromptRow]]:
-    """The rows to simulate, counted, in the order of a run."""
+    """Yield the rows to simulate in the order of a run, and count them."""
     window, reader = job.spec.engine.order_window, loaded.reader
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
     rows = read_prompts(job.source.batches(reader.columns, parts), reader)

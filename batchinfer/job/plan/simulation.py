@@ -21,30 +21,30 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
-"""Most steps simulated."""
+"""Most steps to simulate."""
 MAX_OUTPUT_TOKENS = 2**24
-"""Most output tokens simulated."""
+"""Most output tokens to simulate."""
 _SCHEDULING = ("max_tokens", "n", "min_tokens", "beam_width", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLengths:
-    """Expected numbers of tokens, by which rows are simulated."""
+    """Expected numbers of tokens that the simulation of a row draws."""
 
     max_model_len: int
     eos_token_ids: frozenset[int]
-    """The model's; a row that may stop at one has no known length."""
+    """The model's end tokens; a row that may stop at an end token has no known length."""
     expected: int | None
-    """Output tokens per sample; None: ``max_tokens``."""
+    """Output tokens per sample; None for ``max_tokens``."""
     task: LoadedTask | None = None
-    """A task that draws nothing: each request gives one token, which is not written."""
+    """A task that draws no tokens: each request gives one token, which is not written."""
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Written tokens of a request, all samples together."""
+        """Return the number of written tokens of a request, over all samples."""
         return 0 if self.task else params.n * self._per_sample(num_prompt_tokens, params)
 
     def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens that take steps: written ones and those of beams that are not written."""
+        """Return the number of tokens that take steps, including tokens of unwritten beams."""
         if self.task:
             return 1
         return (params.beam_width or params.n) * self._per_sample(num_prompt_tokens, params)
@@ -56,9 +56,9 @@ class ExpectedLengths:
         return most
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The requests of a row that can run, with its expected lengths.
+        """Return the requests of a row that can run, with its expected lengths.
 
-        The scheduler knows as much about them as about the row's own requests.
+        The scheduler learns no more from them than from the requests of a run.
         """
         if self.task:
             return self.task.requests(row)
@@ -83,42 +83,42 @@ class ExpectedLengths:
 
 @lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them is slow
 def _scheduling_params(*values: Any) -> SamplingParams:
-    """Parameters that a schedule depends on; how tokens are drawn does not matter."""
+    """Make parameters from those that affect the schedule; parameters of sampling do not."""
     return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))
 
 
 @dataclass
 class Simulation:
-    """A job's steps on an engine that computes nothing, or the first ``MAX_STEPS`` of them."""
+    """Runs at most ``MAX_STEPS`` steps of a job on an engine that computes nothing."""
 
     engine: Engine | EncoderEngine
     runner: DryRunner | DryEncoder
     block_size: int
-    """Tokens per block of the pool; 0 without a pool."""
+    """Tokens per block of the KV cache; 0 without a KV cache."""
     lengths: ExpectedLengths
     max_waiting: int
-    """Rows queued in the engine, as in a job's loop."""
+    """Rows to queue in the engine, as in a job's loop."""
 
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)
-        """Steps and finished rows."""
+        """Measures of steps and finished rows."""
         self.deduplicated = 0
-        """Rows that were not run because an equal row was."""
+        """Number of rows that did not run because an equal row ran."""
         self.deduplicated_drawn_tokens = 0
         self._deduplicator = RequestDeduplicator()
         self.refused: Counter[str] = Counter()
-        """Rows that the engine refused, by code."""
+        """Number of rows that the engine refused, by error code."""
         self._refused_rows: set[int] = set()
         self.refused_prompt_tokens = 0
         self.refused_output_tokens = 0
         self.refused_drawn_tokens = 0
         self.steps = 0
         self.peak_running = 0
-        """Most sequences with blocks at a time."""
+        """Most sequences that had blocks at the same time."""
         self._running_ms = 0.0
 
     def run(self, batches: Iterator[list[PromptRow]]) -> bool:
-        """Run rows to their ends; returns False if a limit stopped the simulation before."""
+        """Run rows to their ends; return False if a limit stopped the simulation first."""
         exhausted = False
         while not exhausted or self.engine.num_unfinished:
             while not exhausted and self.engine.num_waiting < self.max_waiting:
@@ -164,7 +164,7 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Completions of rows that were equal to this one; such rows have one request."""
+        """Yield completions of rows that were equal to this row; such rows have one request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

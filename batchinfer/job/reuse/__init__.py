@@ -1,4 +1,4 @@
-"""Rows that other outputs hold already: found by their keys, copied and not computed.
+"""Finds rows that other outputs hold already, by their keys, and copies them.
 
 May import: errors, console, requests, job.
 """

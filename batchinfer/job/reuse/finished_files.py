@@ -1,4 +1,4 @@
-"""Files of finished rows in an output directory: parts, and segments of unfinished parts."""
+"""Reads files of finished rows in an output directory: parts, and segments of unfinished parts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class FinishedFile:
     out: OutputDir
     path: PurePath
     record: PartRecord | None
-    """Of a part; None: a segment, whose name holds its hash."""
+    """Record of a part; None for a segment, whose name holds its hash."""
 
     def check(self) -> None:
-        """Check that its content is as written.
+        """Check that the file has not changed since it was written.
 
         Raises:
-            DataError: it is damaged or missing.
-            StorageError: it cannot be read, though it may be intact.
+            DataError: the file is damaged or missing.
+            StorageError: the file cannot be read, but may be intact.
         """
         if self.record is None:
             self._bytes()
@@ -48,10 +48,10 @@ class FinishedFile:
             self.out.check_hash(self.path, self.record.sha256)
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """Some columns of its rows, one for each input row, sorted by row id.
+        """Read some columns, with one row for each input row, sorted by row id.
 
         Raises:
-            DataError, StorageError: as ``check``.
+            DataError, StorageError: see ``check``.
         """
         try:
             reader = pa.BufferReader(self._bytes())
@@ -73,14 +73,14 @@ class FinishedFile:
 
 
 Keyed = tuple[FinishedFile, pa.Table]
-"""A file, and ``KEYS_SCHEMA`` of its rows."""
+"""A file, and the keys of its rows with ``KEYS_SCHEMA``."""
 
 
 def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
-    """Files of ``out`` with the keys of their rows; leaves out damaged ones.
+    """Yield intact files of ``out`` with the keys of their rows.
 
     Raises:
-        StorageError: one cannot be read.
+        StorageError: a file cannot be read.
     """
     segments = list(out.files.entries(out.segments))  # first: rows move from segments to parts
     for found in out.of_each(partial(_part, out), plan.parts()):

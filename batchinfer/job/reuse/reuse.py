@@ -1,8 +1,8 @@
 """Reuses finished rows of other outputs (``output.reuse``).
 
-Rows whose keys are in the index are removed before windows are planned and never reach the engine.
-``FoundRows`` holds the locations of their answers. The writing thread copies the answers, one file
-after the other, and gives them the new row ids.
+Rows whose keys are in the index leave the stream before it is split into windows, and never reach
+the engine. ``FoundRows`` holds the locations of their answers. The writing thread copies the
+answers, file by file, and gives them the new row ids.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from batchinfer.requests.requests import PromptRow
 MOST_FOUND = 1 << 16
 """Found rows to collect before copying them, so that one read of a file serves many rows."""
 NOT_FOUND = -1
-"""In place of a file's number."""
+"""File number of a row that no file holds."""
 _NO_KEY = bytes(KEY_BYTES)
 _KEY = np.dtype(f"S{KEY_BYTES}")
-"""NumPy pads with zeros, which is harmless for keys of one length."""
+"""Type of a key in NumPy. NumPy pads keys with zeros, which is harmless if all have one length."""
 _FOUND = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -50,16 +50,17 @@ _FOUND = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows, and the file and row id of each one's answer."""
+    """Rows with the file and row id of each row's answer."""
 
     table: pa.Table
 
 
 class KeyIndex:
-    """Sorted keys, each with a file and a row id in it: 28 bytes a row.
+    """Sorted keys, each with a file and a row id in that file: 28 bytes a row.
 
     Args:
-        files: ``KEYS_SCHEMA`` of each file; the first of several rows with one key counts.
+        files: keys of each file with ``KEYS_SCHEMA``; of several rows with one key, the first
+            counts.
     """
 
     def __init__(self, files: Iterable[pa.Table]) -> None:
@@ -76,13 +77,13 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index, in bytes."""
+        """Size of the index in bytes."""
         return self._keys.nbytes + self._files.nbytes + self._row_ids.nbytes
 
     def find(
         self, keys: Sequence[bytes | None]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """File and row id of each key; ``NOT_FOUND`` for an unknown key or None."""
+        """Return the file and row id of each key; ``NOT_FOUND`` for an unknown key or None."""
         if not len(self):
             return np.full(len(keys), NOT_FOUND, np.int32), np.zeros(len(keys), np.int64)
         wanted = np.frombuffer(b"".join(_NO_KEY if key is None else key for key in keys), _KEY)
@@ -106,7 +107,7 @@ def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]
     """Open the outputs that ``output.reuse`` names.
 
     Args:
-        own: output of this job, which ``paths`` must not contain; None skips this check.
+        own: the output of this job, which ``paths`` must not contain; None skips this check.
 
     Raises:
         UsageError: a path is not an output of batchinfer, or is the output of this job.
@@ -134,7 +135,7 @@ class RowReuse:
     """Finds and copies the rows that other outputs hold.
 
     Args:
-        outputs: where to look, in order.
+        outputs: the outputs to search, in order.
         generated: the generated columns of the job.
         warn: called with a line for each damaged file.
 
@@ -147,13 +148,13 @@ class RowReuse:
         self, outputs: Sequence[OutputDir], generated: pa.Schema, warn: Callable[[str], None]
     ) -> None:
         self.num_reused = 0
-        """Rows found so far."""
+        """Number of rows found so far."""
         self._plans: list[tuple[OutputDir, Manifest]] = [(out, plan_of(out)) for out in outputs]
         keyed = list(chain.from_iterable(keyed_files(out, plan) for out, plan in self._plans))
         self._files: list[FinishedFile] = [file for file, _ in keyed]
         self._index = KeyIndex(keys for _, keys in keyed)
         self._is_whole: dict[int, bool] = {}
-        """Results of ``_check`` by file."""
+        """Results of ``_check`` by number of the file."""
         self._latest: tuple[int, pa.Table] | None = None
         self._generated = generated
         self._warn = warn
@@ -164,11 +165,11 @@ class RowReuse:
         hand_over: Callable[[FoundRows], None],
         admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
     ) -> Iterator[list[PromptRow]]:
-        """Yield the rows that must run, and hand over those that were found, many at a time.
+        """Yield the rows that must run; hand over found rows, many at a time.
 
         Args:
             batches: rows with keys.
-            admit: returns those of the found rows that are still wanted.
+            admit: returns the found rows that are still wanted.
         """
         waiting = _FOUND.empty_table()
         for batch in batches:
@@ -183,22 +184,22 @@ class RowReuse:
             hand_over(FoundRows(waiting))
 
     def copied(self, found: FoundRows) -> Iterator[pa.Table]:
-        """The rows with their answers: a table for each file, with the columns of a segment.
+        """Yield the rows with their answers: a table for each file, with the columns of a segment.
 
         Raises:
             DataError: a file was damaged since its rows were found.
-            StorageError: one cannot be read.
+            StorageError: a file cannot be read.
         """
         for file in pc.unique(found.table["file"]).to_pylist():
             of_file = found.table.filter(pc.equal(found.table["file"], file))
             yield self._copied_from(file, of_file)
 
     def why_none(self, facts: Mapping[str, Any], num_rows: int) -> Iterator[str]:
-        """A line for each output that says why no row was found in it.
+        """Yield a line for each output that says why no row was found in it.
 
         Args:
             facts: ``fingerprint_facts`` of this job.
-            num_rows: how many rows were looked up.
+            num_rows: number of rows that were looked up.
         """
         for out, plan in self._plans:
             none = f"0 of {counted_rows(num_rows)} reused from {printable(str(out.root))}"
@@ -219,7 +220,7 @@ class RowReuse:
     def _split(
         self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
     ) -> tuple[pa.Table, list[PromptRow]]:
-        """The rows of a batch that were found, as ``_FOUND``, and the others."""
+        """Return the found rows of a batch, with schema ``_FOUND``, and the other rows."""
         files, sources = self._index.find([row.key for row in batch])
         for file in np.unique(files[files != NOT_FOUND]).tolist():
             if not self._check(file):
@@ -240,7 +241,7 @@ class RowReuse:
         return pa.table(columns, schema=_FOUND), rest
 
     def _check(self, file: int) -> bool:
-        """Whether a file is intact; if not, its rows are computed."""
+        """Return True if a file is intact; if it is damaged, its rows are computed."""
         if file not in self._is_whole:
             try:
                 self._files[file].check()
@@ -266,7 +267,7 @@ class RowReuse:
         return pa.table(arrays, schema=schema)
 
     def _table(self, file: int) -> pa.Table:
-        """The generated columns of a file; keeps the latest, which is often asked for again."""
+        """Return a file's generated columns; cache the latest, which callers often need again."""
         if self._latest is None or self._latest[0] != file:
             self._latest = None  # before the next is read: they may be large
             try:

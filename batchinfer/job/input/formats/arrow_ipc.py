@@ -1,8 +1,8 @@
 """Reads Arrow IPC files, including Feather version 2, and Arrow IPC streams.
 
-A record batch is read as a whole, but only with the requested columns. Reading a file thus needs
-the memory of these columns in its largest batch. Offsets and indices are checked before values are
-read, because pyarrow does not check them.
+A record batch is read as a whole, but only with the requested columns. So a reader needs memory for
+these columns of the largest batch. Offsets and indices are checked before values are read, because
+pyarrow does not check them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ArrowFormat(Format):
 
 
 class _Batches:
-    """Reads record batches of a file in ascending order, with some columns."""
+    """Reads some columns of a file's record batches, in ascending order."""
 
     def __init__(self, file: pa.NativeFile, columns: Sequence[str]) -> None:
         names = _reader(file).schema.names
@@ -120,7 +120,7 @@ def _check_kind(file: pa.NativeFile, path: str) -> None:
 def _reader(
     file: pa.NativeFile, fields: Sequence[int] = ()
 ) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """Open a file from its beginning; without ``fields``, read all."""
+    """Open a file from its beginning; read all columns if ``fields`` is None."""
     file.seek(0)
     is_file = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)

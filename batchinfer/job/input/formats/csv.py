@@ -1,8 +1,8 @@
 """Reads CSV files (RFC 4180) with a header.
 
-A column is int64 or double only if every value in all files is written as Python writes that
-number, so that a template shows each value as the file has it. Every other column is text, for
-example with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of each
+A column is int64 or double only if all files write every value as Python writes that number, so
+that a template shows each value as the file has it. Every other column is text, for example a
+column with 007 or 1.10. Python's ``csv`` splits the records, because it gives the line of each
 record and can continue after an invalid one.
 """
 
@@ -22,8 +22,9 @@ from batchinfer.job.input.formats.text_file import MARK, TextFormat, batched, is
 from batchinfer.job.input.union import Difference, SchemaMode, united
 
 MAX_CELL_BYTES = 64 << 20
-"""Largest cell. A row with a larger cell is an error; the parser needs four bytes of memory for
-each byte of a cell."""
+"""Size of the largest cell. A row with a larger cell is an error, because the parser needs four
+bytes of memory for each byte of a cell.
+"""
 _BYTES = "latin-1"  # maps each byte to a character and back without loss
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
@@ -54,7 +55,7 @@ def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
 
 
 class _ColumnTypes:
-    """Types that can show all cells of a file as written; empty cells fit every type."""
+    """Finds types that show all cells of a file as written; empty cells fit every type."""
 
     def __init__(self) -> None:
         self._possible: dict[int, list[pa.DataType]] = {}
@@ -164,7 +165,7 @@ def _checked(record: Record, line: int, width: int, path: str) -> Record:
 
 
 def _records(chunks: Iterable[bytes], path: str) -> Iterator[tuple[int, Record]]:
-    """Yield all records, including the header, each after the number of its first line, from 1.
+    """Yield all records, including the header, each with the number of its first line, from 1.
 
     Raises:
         DataError: a quote is never closed.

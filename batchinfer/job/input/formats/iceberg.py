@@ -27,7 +27,7 @@ def read_iceberg(path: str, version: int | None) -> Snapshot:
 
     Args:
         path: a metadata file, or the table's folder, whose latest metadata file is then used.
-        version: id of a snapshot; None: the current snapshot.
+        version: id of a snapshot; None for the current snapshot.
 
     Raises:
         DataError: the table cannot be read, or has delete files, files that are not Parquet, or

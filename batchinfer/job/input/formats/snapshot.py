@@ -1,8 +1,7 @@
 """The files of a Delta Lake or Apache Iceberg table at one version.
 
-The files are read as plain Parquet files; missing columns are null. This is wrong for tables with
-rows marked as deleted, and for columns whose names differ between files and table. Such tables are
-therefore refused.
+Batchinfer reads the files as plain Parquet files and fills missing columns with null. This would be
+wrong for tables that mark rows as deleted or rename columns, so it refuses such tables.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Snapshot:
     schema: pa.Schema
     """The table's columns; partition columns come last."""
     partitions: Mapping[str, Mapping[str, str | None]]
-    """Values of partition columns from the table's log, by path of the file, in order."""
+    """Values of partition columns from the table's log, by path, in the order of files."""
 
 
 def refuse(path: str, kind: str, error: BaseException) -> NoReturn:
-    """Raise DataError: a table cannot be read."""
+    """Raise a DataError that says why a table cannot be read."""
     raise DataError(
         f"{path} cannot be read as a table ({kind}): {first_line(error)}",
         hint="check the path and input.version, and that none of the table's files were removed",
@@ -38,7 +37,7 @@ def refuse(path: str, kind: str, error: BaseException) -> NoReturn:
 
 
 def refuse_deleted_rows(path: str, hint: str) -> NoReturn:
-    """Raise DataError: files of a table hold rows that the table does not."""
+    """Raise a DataError, because files of a table hold rows that the table has deleted."""
     raise DataError(
         f"{path} has deleted rows that are still in its files; this version of batchinfer cannot "
         "skip them",

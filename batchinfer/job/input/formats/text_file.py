@@ -1,4 +1,4 @@
-"""The base class of text formats: reads UTF-8 files, also compressed, in batches of records."""
+"""The base class of text formats: reads UTF-8 files, plain or compressed, in batches of records."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Zero bytes among the first four if a file begins with two ASCII characters (RFC 4627)."""
+"""Encodings by which of the first four bytes are zero, if a file begins with ASCII (RFC 4627)."""
 _CHECKED_LINES = 100
 _GOOD_PER_BAD = 10
 """Number of ASCII lines per invalid line at which a file still counts as UTF-8."""
@@ -91,7 +91,7 @@ class TextFormat(Format, Generic[Record]):
         return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2)
 
     def wanted(self, request: ReadRequest) -> Iterator[tuple[int, list[Record]]]:
-        """Read the records of wanted rows, in runs, each after the id of its first row.
+        """Read the records of wanted rows, in runs of rows, each with the id of its first row.
 
         Raises:
             DataError: the file cannot be read, or has changed since the job was planned.
@@ -154,7 +154,7 @@ def batched(
 
 
 def is_utf8(text: bytes) -> bool:
-    """True if the bytes are valid UTF-8."""
+    """Return True if the bytes are valid UTF-8."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -178,7 +178,7 @@ def _refuse_encoding(path: str, iconv_name: str, name: str) -> DataError:
 def _checked(
     chunks: Iterable[bytes], path: str, update: Callable[[bytes], None]
 ) -> Iterator[bytes]:
-    """Yield the chunks of a file after passing each to ``update``; check the first for UTF-8."""
+    """Pass each chunk of a file to ``update``, then yield it; check the first chunk for UTF-8."""
     for number, chunk in enumerate(chunks):
         if number == 0:
             _check_encoding(chunk, path)
