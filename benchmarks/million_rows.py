@@ -62,7 +62,7 @@ from batchinfer.engine.step import Step
 from batchinfer.job.claims import queue
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.segments import Segments
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import Recorder
 from batchinfer.text.tokenizer import Tokenizer

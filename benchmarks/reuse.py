@@ -36,7 +36,7 @@ from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, 
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
 from batchinfer.job.run import pipeline, run
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
 

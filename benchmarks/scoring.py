@@ -25,7 +25,7 @@ from models import make_small
 from transformers import AutoModelForCausalLM
 from workloads import FIRST_ID, LAST_ID
 
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 
 CHOICES = 4

@@ -19,7 +19,7 @@ from batchinfer.cli.commands import main
 from batchinfer.config import SCORING
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.lora import make_adapter
 from tests.models import make_text_model, tiny_model

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer import LLM, SamplingParams
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from tests.encoders import make_encoder
 from tests.models import make_text_model

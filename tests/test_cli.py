@@ -24,7 +24,7 @@ from batchinfer.errors import (
     ModelError,
     StorageError,
 )
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.process.process import UNUSED
 from batchinfer.report.write import report_at_end
@@ -64,9 +64,9 @@ def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., ExitCod
     """Put a function in the place of ``run_job``."""
 
     def install(function: Callable[..., ExitCode]) -> None:
-        module = ModuleType("batchinfer.job.run.run")
+        module = ModuleType("batchinfer.job.run.run_job")
         module.run_job = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "batchinfer.job.run.run", module)
+        monkeypatch.setitem(sys.modules, "batchinfer.job.run.run_job", module)
 
     return install
 

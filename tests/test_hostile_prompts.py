@@ -18,8 +18,8 @@ import pytest
 from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, ModelError
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.pool import TextProcesses

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.models import make_text_model
 

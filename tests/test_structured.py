@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from batchinfer import LLM, BeamSearchParams, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from tests.models import make_text_model
 from tests.text.schemas import SCHEMAS

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from batchinfer import LLM, SamplingParams
 from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet

@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from tests.job.datasets import write_parquet
 from tests.test_tools import LAMP, make_tool_model

@@ -20,7 +20,7 @@ from batchinfer.console.commands import Commands
 from batchinfer.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from batchinfer.job.run.run import RunFleet
+    from batchinfer.job.run.run_job import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
 _Options = TypeVar("_Options", BatchOptions, BenchOptions)
@@ -196,7 +196,7 @@ def run(
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.claims.shared import Role
-        from batchinfer.job.run.run import run_job
+        from batchinfer.job.run.run_job import run_job
         from batchinfer.report.write import report_at_end
 
         code = run_job(

@@ -15,7 +15,7 @@ from batchinfer.console.json_log import MOST_OF_LINE, CapturedStream, JsonDispla
 from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.phases import Phase, Phases
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.console.conftest import Clock
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
@@ -24,7 +24,7 @@ PROGRAM = """
 import logging, os, signal, subprocess, sys, warnings
 from pathlib import Path
 from batchinfer.console.json_log import JsonDisplay
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.cli.program import log_as_json, run_program
 from tests.job.fakes import FakeBuild, job
 

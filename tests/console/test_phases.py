@@ -18,7 +18,7 @@ from batchinfer.console.phases import (
     phase,
 )
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.recorder import read_run
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.console.conftest import Clock

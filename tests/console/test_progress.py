@@ -24,7 +24,7 @@ from batchinfer.console.table import plain as plain_lines
 from batchinfer.console.terminal import LINE_EVERY_S, print_line
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.reporter import summary_facts, too_many_errors
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.console.conftest import Clock
 from tests.console.steps import a_step
 from tests.console.terminal import PseudoTerminal, screen

@@ -14,7 +14,7 @@ from batchinfer.console.table import SummaryLine, plain, render_table
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

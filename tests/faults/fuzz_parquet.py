@@ -130,7 +130,7 @@ def _check_message(message: str, path: Path) -> None:
 
 
 def _run(folder: Path, word: str) -> None:
-    from batchinfer.job.run.run import run_job
+    from batchinfer.job.run.run_job import run_job
     from batchinfer.job.spec.load import load_job
     from tests.job.fakes import FakeBuild
 

@@ -21,7 +21,7 @@ import polars as pl
 from tokenizers import Tokenizer as Backend
 
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.tokenizer import Tokenizer

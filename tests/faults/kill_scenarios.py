@@ -15,7 +15,7 @@ from typing import Any
 
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.kills import STAGES, Killer, Pace
 from tests.job.datasets import write_parquet

@@ -33,7 +33,7 @@ from batchinfer.job.claims.shared import Role
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem
 from batchinfer.job.storage.failpoints import VARIABLE

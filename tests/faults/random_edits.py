@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.violation import ViolationError
 from tests.job.datasets import write_parquet

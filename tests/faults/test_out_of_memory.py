@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer.config import SamplingParams
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.kernels.cpu import gemm
 from batchinfer.kernels.cpu import paged_attention as cpu_attention

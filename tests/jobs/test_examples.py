@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"

@@ -13,7 +13,7 @@ from batchinfer.cli import commands as cli
 from batchinfer.cli import program
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.report import write
 from batchinfer.report.write import report_at_end
 from tests.job.datasets import strings, write_parquet

@@ -19,7 +19,7 @@ from batchinfer.errors import ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.status import read_status
 from batchinfer.report.charts import all_series
 from batchinfer.report.from_output import from_output

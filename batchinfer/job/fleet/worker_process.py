@@ -25,7 +25,7 @@ from batchinfer.console.progress import MeteredProgress, Progress
 from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.job import BuildEngine
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Repeater
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions

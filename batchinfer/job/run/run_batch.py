@@ -23,7 +23,7 @@ from batchinfer.job.input.openai_batch import (
     first_url,
 )
 from batchinfer.job.output.export_record import is_open_file
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec

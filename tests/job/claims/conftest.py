@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.claims.jobs import NUM_ROWS, data
 from tests.job.datasets import write_parquet

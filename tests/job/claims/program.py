@@ -21,7 +21,7 @@ from batchinfer.job.claims.shard import parse_shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.claims.worker_queue import ClaimedParts
 from batchinfer.job.output import part_writer
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.storage import local_lock
 from tests.job.fakes import FakeBuild, job
 

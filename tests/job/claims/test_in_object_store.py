@@ -23,7 +23,7 @@ from batchinfer.job.job import identified, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import ResumePlan, plan_of
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import connection, object_lock
 from batchinfer.job.storage.failpoints import VARIABLE

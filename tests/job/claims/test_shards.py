@@ -25,7 +25,7 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import finish_job, pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.claims.jobs import NUM_ROWS, check_finished, data, out_of

@@ -23,7 +23,7 @@ from batchinfer.job.claims.worker_queue import claim_size
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.row_ids import Part
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.claims.jobs import NUM_ROWS, check_finished, data

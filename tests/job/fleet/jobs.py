@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.fleet.run_fleet import run_fleet
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.fakes import FakeBuild, drawn, job
 

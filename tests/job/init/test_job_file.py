@@ -18,7 +18,7 @@ from batchinfer.job.init.job_file import InitOptions, write_job_file
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec

@@ -21,7 +21,7 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.filter import Condition
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.status import read_status
 from tests.job.datasets import write_parquet

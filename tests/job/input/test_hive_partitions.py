@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

@@ -18,7 +18,7 @@ from batchinfer.errors import DataError, ExitCode, RowError, UsageError
 from batchinfer.job.input import jsonl
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.formats import text_file
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild, job
 from tests.job.output.test_resume import Build, stop_at
 

@@ -17,7 +17,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild, job
 
 NUM_ROWS = 57

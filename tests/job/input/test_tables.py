@@ -14,7 +14,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.claims import swap_generation
 from batchinfer.job.input.dataset import Source, open_source
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild, TellingBuild, job
 from tests.job.output.test_resume import stop_at
 

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fakes import FakeBuild, job
@@ -25,7 +25,7 @@ BAD = {3: "half a li", 22: "[]"}
 CHILD = """
 import sys
 from pathlib import Path
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild
 from tests.job.openai.test_export import batch
 run_job(batch(Path(sys.argv[1])), build=FakeBuild(), quiet=True)

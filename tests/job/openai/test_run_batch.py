@@ -16,8 +16,8 @@ from batchinfer.config.options import BatchOptions
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.openai.reader import TEMPLATE_VARIABLES
 from batchinfer.job.run import run_batch as module
-from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
+from batchinfer.job.run.run_job import run_job
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.fakes import FakeBuild, byte_tokenizer
 from tests.job.stores import LAKE, objects, point_to, s3_server

@@ -31,7 +31,7 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import connection, object_lock
 from tests.job.datasets import write_parquet
@@ -58,7 +58,7 @@ import os, sys
 from pathlib import Path
 from batchinfer.job.run import pipeline
 from batchinfer.job.output import part_writer
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 build, part_writer.FLUSH_ROWS, pipeline.BackgroundConsumer = FakeBuild(max_num_seqs=4), 4, AtOnce
 build.before_step = lambda step: os.kill(os.getpid(), 9) if step == 30 else None

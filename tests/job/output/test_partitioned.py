@@ -17,7 +17,7 @@ from batchinfer.job.input.hive_partitions import folder_values
 from batchinfer.job.output import partitioned
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import rot, write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -20,7 +20,7 @@ import pytest
 from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job

@@ -17,7 +17,7 @@ import pytest
 from batchinfer.errors import ExitCode, StorageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.filesystem import READ_TRIES
 from tests.job.datasets import flip_bit

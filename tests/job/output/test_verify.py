@@ -16,7 +16,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import Verification, verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, rot, write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -20,7 +20,7 @@ from batchinfer.job.plan.census import sampled_parts
 from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.row_ids import Part
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import strings, write_parquet
 from tests.job.job_files import MINIMAL, write_job

@@ -29,7 +29,7 @@ from batchinfer.job.reuse.finished_files import FinishedFile
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.reader import stream_of_id
 from batchinfer.job.run import run
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import TellingBuild, drawn, echo, job

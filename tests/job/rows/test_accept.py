@@ -14,7 +14,7 @@ import pytest
 from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.reporter import summary_facts
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.engine.invariants import check_scheduler

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.requests.resampling import CHECKED_TRIES
 from tests.models import make_text_model

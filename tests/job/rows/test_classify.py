@@ -14,7 +14,7 @@ from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.examples import find_examples
 from tests.classifiers import logits, make_classifier, make_reranker, probability

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from batchinfer.config import ClassifyConfig
 from batchinfer.errors import ExitCode, JobError, ModelError
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.pooling.classifier import read_classifier
 from tests.encoders import encoder_config, save_tokenizer

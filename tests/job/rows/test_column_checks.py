@@ -12,7 +12,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.rows.column_checks import check_prompt_columns
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

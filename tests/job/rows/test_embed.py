@@ -22,7 +22,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.pooling.embedding import Embedder, EmbeddingModules, read_embedding_modules

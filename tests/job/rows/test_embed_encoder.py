@@ -19,7 +19,7 @@ from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.reporter import summary_facts
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.write import write_report
 from batchinfer.worker.encoder import loader

@@ -22,7 +22,7 @@ from batchinfer.job.output.schema import output_table
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.rows.score import Scoring
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC

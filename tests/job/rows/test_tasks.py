@@ -15,7 +15,7 @@ from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.pooling.pooled import Pooled
 from batchinfer.job.rows.score import Scoring
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow

@@ -14,7 +14,7 @@ from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild, job
 from tests.job.output.test_resume import ONE_PART, prompts, stop_at
 

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.run import run
 from batchinfer.job.run.pipeline import run_pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import flip_bit, rot, write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.run.outputs import numbered, output, snapshot, summary

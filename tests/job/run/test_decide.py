@@ -11,7 +11,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.run.decide import REFUSED
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import job
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import ExitCode
 from batchinfer.job.run import dedup
 from batchinfer.job.run.dedup import RequestDeduplicator
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.run import id_errors
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.sections import ErrorsSpec
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet

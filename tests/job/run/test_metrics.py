@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchinfer.console.format import printable
 from batchinfer.errors import ExitCode, StorageError, UsageError
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.fakes import FakeBuild, job
 

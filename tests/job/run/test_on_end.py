@@ -18,7 +18,7 @@ from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.fingerprint import fingerprint_facts
 from batchinfer.job.run import on_end
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec, resolved
 from tests.job.datasets import write_parquet

@@ -20,7 +20,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.processes.pool import WorkerPrompts

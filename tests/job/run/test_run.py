@@ -27,7 +27,7 @@ from batchinfer.errors import (
     UsageError,
 )
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.faults.hostile_texts import HostileBuild
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
@@ -222,7 +222,7 @@ def test_nothing_to_do_needs_no_torch(tmp_path: Path, build: FakeBuild) -> None:
     spec = job(tmp_path)
     run_job(spec, build=build)
     script = (
-        "import sys; from batchinfer.job.run.run import run_job\n"
+        "import sys; from batchinfer.job.run.run_job import run_job\n"
         "from batchinfer.job.spec.spec import JobSpec\n"
         "assert run_job(JobSpec.model_validate_json(sys.argv[1])) == 0\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"

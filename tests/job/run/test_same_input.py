@@ -16,7 +16,7 @@ import pytest
 
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.input import identity
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, TellingBuild, job
 from tests.job.output.test_resume import stop_at

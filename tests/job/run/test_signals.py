@@ -18,7 +18,7 @@ from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.run.threads import Prefetcher
 from batchinfer.requests.requests import PromptRow
 from tests.job.fakes import FakeBuild, job
@@ -90,7 +90,7 @@ def test_signal_while_the_model_loads_ends_the_process(tmp_path: Path) -> None:
     before = tree(tmp_path)
     script = (
         "import os, signal, sys\n"
-        "from batchinfer.job.run.run import run_job\n"
+        "from batchinfer.job.run.run_job import run_job\n"
         "from batchinfer.process.process import leave_on_signals\n"
         "from batchinfer.job.spec.spec import JobSpec\n"
         "def build(*model, log, **_):\n"

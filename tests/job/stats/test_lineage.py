@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.input.format import InputFile
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.lineage import _dataset_name, _datasets
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -17,7 +17,7 @@ from batchinfer.console.phases import Phase, Phases
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import run
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.live import LiveFile, WatchedRun, live_runs
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.workers import SILENT_S

@@ -21,7 +21,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord, parse_record
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import LiveFile
 from batchinfer.job.stats.status import Status, read_status

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats import recorder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

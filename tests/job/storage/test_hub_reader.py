@@ -15,7 +15,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, StorageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -13,7 +13,7 @@ from obstore.store import GCSStore
 from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.storage import connection
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import FakeBuild, job

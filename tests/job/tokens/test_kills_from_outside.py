@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.tokens.in_flight import TokensInFlight
 from tests.job.datasets import write_parquet

@@ -18,7 +18,7 @@ import pytest
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.job.claims.crashes import crash_history_from
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import flip_bit, write_parquet

@@ -16,7 +16,7 @@ from batchinfer.job.claims.shard import Shard
 from batchinfer.job.claims.shared import Role
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

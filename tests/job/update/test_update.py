@@ -12,7 +12,7 @@ from batchinfer.errors import DataError, DeviceError, ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
-from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.status import read_status
 from batchinfer.job.storage.filesystem import parse_json
 from tests.job.datasets import write_parquet
