@@ -35,7 +35,8 @@ from batchinfer.job.job import Job
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
-from batchinfer.job.run import pipeline, run
+from batchinfer.job.run import pipeline
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests.requests import PromptRow
@@ -197,9 +198,9 @@ def main() -> None:
         found["all computed"] = measured(folder, "computed")
         print(json.dumps(found), flush=True)
         write_input(folder / "in", prompts)
-        run.RowReuse = OneAnswer  # type: ignore[misc]
+        run_module.RowReuse = OneAnswer  # type: ignore[misc]
         measured(folder, "first", "computed")
-        run.RowReuse = RowReuse  # type: ignore[misc]
+        run_module.RowReuse = RowReuse  # type: ignore[misc]
         write_input(folder / "in", [*prompts, *new])
         found["appended"] = measured(folder, "appended", "first")
         print(json.dumps(found["appended"]), flush=True)

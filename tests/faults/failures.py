@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.cli import commands as cli
-from batchinfer.job.run import run
+from batchinfer.job.run import run_job as run_module
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild
 
@@ -97,7 +97,7 @@ def failed(failure: Failure, model: Path) -> tuple[int, str]:
         folder = Path(os.path.realpath(name))
         patch.chdir(folder)
         patch.setenv("COLUMNS", "100")
-        patch.setattr(run, "_default_builder", lambda: FakeBuild())
+        patch.setattr(run_module, "_default_builder", lambda: FakeBuild())
         try:
             code, text = print_of(*failure(Place(folder, patch, model)))
         finally:

@@ -15,7 +15,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from batchinfer.builders import engine as build
-from batchinfer.job.run import run
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.storage import local_lock
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.faults.failures import JOB, Failure, Place
@@ -99,7 +99,7 @@ def _model(change: Callable[[Path], object], old: str = "", new: str = "") -> Fa
 
 
 def _on_tiny(place: Place, old: str, new: str) -> list[str]:
-    place.patch.setattr(run, "_default_builder", lambda: build.build_engine)
+    place.patch.setattr(run_module, "_default_builder", lambda: build.build_engine)
     place.patch.setattr(torch.cuda, "is_available", lambda: False)
     place.patch.setenv("HF_HUB_OFFLINE", "1")
     place.job(JOB.replace("NAME", "./tiny").replace(old, new))

@@ -28,7 +28,7 @@ from batchinfer.job.output.verify import verify
 from batchinfer.job.reuse.finished_files import FinishedFile
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.reader import stream_of_id
-from batchinfer.job.run import run
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, write_parquet
@@ -244,7 +244,7 @@ def test_a_run_can_be_stopped_while_it_copies(
         stop.set()
         yield from tables
 
-    monkeypatch.setattr(run, "stop_signals", lambda: nullcontext(stop))
+    monkeypatch.setattr(run_module, "stop_signals", lambda: nullcontext(stop))
     monkeypatch.setattr(RowReuse, "copied", stopping)
     two = story.spec("two", ("one",))
     assert run_job(two, build=TellingBuild(), quiet=True) is ExitCode.INTERRUPTED

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
-from batchinfer.job.run import run
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import flip_bit, rot, write_parquet
@@ -46,7 +46,7 @@ def test_part_damaged_during_the_run_withholds_success(
     numbered(tmp_path)
     file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(lambda: harm(file)))
+        patch.setattr(run_module, "run_pipeline", then(lambda: harm(file)))
         with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -130,7 +130,7 @@ def test_input_replaced_during_the_run_withholds_success(
 ) -> None:
     numbered(tmp_path)
     path = tmp_path / "in" / "x.parquet"
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: change(path)))
+    monkeypatch.setattr(run_module, "run_pipeline", then(lambda: change(path)))
     with pytest.raises(DataError, match=rf"x\.parquet.* {says}"):
         run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -140,7 +140,7 @@ def test_replaced_input_is_reported_before_too_many_errors(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
+    monkeypatch.setattr(run_module, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
     with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
         run_job(job(tmp_path), build=build)
 
@@ -151,7 +151,7 @@ def test_foreign_part_withholds_success(
     numbered(tmp_path)
     stray = tmp_path / "out" / "data" / "part-00003.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(stray.touch))
+        patch.setattr(run_module, "run_pipeline", then(stray.touch))
         with pytest.raises(LockedError, match=r"part-00003\.parquet is not a part of this job"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()

@@ -16,7 +16,7 @@ from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.phases import Phase, Phases
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.run import run
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.live import LiveFile, WatchedRun, live_runs
 from batchinfer.job.stats.status import Status, read_status
@@ -81,7 +81,7 @@ def test_status_before_the_first_finished_row(
         files.append(self)
         begin(self, *options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run.LiveFile, "__init__", noting)
+    monkeypatch.setattr(run_module.LiveFile, "__init__", noting)
     seen: list[Status] = []
     out = OutputDir(tmp_path / "out")
 
