@@ -1,7 +1,7 @@
 """The output directory: its parts and their commit, and the plan of a run that resumes it.
 
-``directory`` has the paths, ``segments`` finished rows of unfinished parts, ``commit`` the steps
-that finish a part, ``resume`` the decision which parts are left to make.
+``directory`` has the paths. ``segments`` stores finished rows of unfinished parts, ``commit``
+finishes a part, and ``resume`` decides which parts a run has to make.
 
 May import: errors, console, engine, text, job.
 """

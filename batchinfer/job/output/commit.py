@@ -1,7 +1,8 @@
-"""The commit of a part, in two halves: ``stage`` writes it aside, ``publish`` puts it in place.
+"""Commits a part in two steps: ``stage`` writes the part aside, ``publish`` puts it in place.
 
-The thread that writes stages a part and reads it back to check it. The holder of the lock publishes
-it: first its rows' statistics and keys, then its file, then the record that marks it as finished.
+The writing thread stages a part and reads it back to check it. The holder of the lock publishes the
+part: first the statistics and keys of its rows, then its file, then the record that marks the part
+as finished.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _PARQUET_ERRORS = (pa.ArrowException, OSError, KeyError)
 
 
 def check_part(file: pa.NativeFile, part: Part) -> None:
-    """Decode all of a part and verify its page checksums, one batch of a column at a time.
+    """Decode a whole part, one batch of a column at a time, and verify its page checksums.
 
     Args:
         file: Parquet.
-        part: its row ids must be in the file in order, once each, or more often if exploded.
+        part: the file must hold the part's row ids in order, each once, or more often if exploded.
 
     Raises:
-        ValueError: says what is wrong with the file.
+        ValueError: the file is wrong; the message says how.
     """
     try:
         decode_all(file)
@@ -83,11 +84,11 @@ def stage(
         table: the part's rows, in input order.
         requests: the statistics of the rows that ran.
         control_text_row_ids: rows whose own text looks like one of the model's control tokens.
-        keys: the keys of the rows that have one, as ``KEYS_SCHEMA``.
+        keys: the keys of the rows that have a key, with ``KEYS_SCHEMA``.
         num_reused: number of rows copied from another output.
 
     Raises:
-        StorageError: the file system refuses, or returns other bytes than were written.
+        StorageError: the file system refuses, or returns data that differs from the written data.
     """
     staged = out.staging / out.part_file(part).name
     statistics, staged_requests = parquet_bytes([requests]), out.staging / f"requests-{staged.name}"
@@ -127,8 +128,8 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
     """Put a staged part in place; when this returns, the part is finished.
 
     Raises:
-        StorageError: the file system refuses, or has other bytes than were staged; then the part is
-            not finished.
+        StorageError: the file system refuses, or holds data that differs from the staged data. The
+            part is then not finished.
     """
     final, requests = out.part_file(part), out.request_stats(part)
     publish_file(out.files, draft.staged_requests, requests)

@@ -1,9 +1,9 @@
 """The output directory: its paths, its lock, and the check of finished parts.
 
-``_batchinfer/manifest.json`` has the plan of the job. A part is finished if its record
+``_batchinfer/manifest.json`` holds the plan of the job. A part is finished if its record
 ``_batchinfer/parts/part-N.json`` exists and its file matches the record (``commit`` writes both).
-Finished rows of other parts are in ``_batchinfer/segments`` (``segments``). No other file says what
-is done.
+Finished rows of other parts are in ``_batchinfer/segments`` (``segments``). Only these files say
+which rows are finished.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from batchinfer.job.storage.local_lock import LocalLock, Lock
 T = TypeVar("T")
 Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
-"""What makes it unnecessary to read a finished part: nothing; the store's mark of its content; or,
-in a file system, which has no marks, also the time it was written."""
+"""Evidence that replaces reading a finished part: none, the store's mark (etag) of its content, or,
+for a file system without marks, also the time of the last write.
+"""
 
 
 class OutputDir:
@@ -48,14 +49,14 @@ class OutputDir:
 
     Args:
         root: the directory.
-        files: its file system; None: this machine's.
-        lock: its lock; None: one in this machine's file system.
-        writer: name of one of several writers, for its runs, segments and staging folder; "": a run
-            that writes alone.
-        access: makes a lock in ``_batchinfer`` from its name and its holder's task, and the files
-            to write with while it is held; None: ``files``, and locks in this machine's file
-            system.
-        place: where readers will find the output; None: at ``root``.
+        files: the directory's file system; None for this machine's file system.
+        lock: the directory's lock; None for a lock in this machine's file system.
+        writer: name of one of several writers, for its runs, segments and staging folder; "" for a
+            run that writes alone.
+        access: takes a lock's name in ``_batchinfer`` and its holder's task; returns the lock, and
+            the file system to use under the lock. None for ``files`` and locks in this machine's
+            file system.
+        place: path at which readers will find the output; None for ``root``.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class OutputDir:
         """Progress of the runs, written every few seconds."""
         self.locks = self.state / "locks"
         self.next = self.state / "next"
-        """Generations that will replace the one here."""
+        """Generations that will replace the generation in this directory."""
         self.swap = self.state / "swap.json"
-        """Exists during a swap, while the directory holds files of two generations."""
+        """File that exists during a swap, while the directory holds files of two generations."""
         self.claims = self.state / "claims"
-        """The parts of each of several writers (``batchinfer.job.claims``)."""
+        """Folder with the parts that each writer has claimed (``batchinfer.job.claims``)."""
         self.shards = self.state / "shards.json"
         self.suspects = self.state / "suspects.json"
         self.kernels = self.state / "kernels.json"
@@ -112,7 +113,7 @@ class OutputDir:
 
     @property
     def folders(self) -> tuple[PurePath, ...]:
-        """Folders of one generation, the records' folder last; they contain no folders."""
+        """Folders of a generation, the records' folder last. These folders contain no folders."""
         results = (self.data, self.stats, self.openai)
         rows = (self.segments, self.requests, self.keys)
         runs = (self.steps, self.runs, self.logs, self.in_flight)
@@ -120,7 +121,7 @@ class OutputDir:
 
     @property
     def single_files(self) -> tuple[PurePath, ...]:
-        """Other files of one generation except ``success``, the plan last."""
+        """Other files of a generation except ``success``, the plan last."""
         results = (self.openai_record, self.suspects, self.kernels, self.summary, self.report)
         return (*results, self.manifest_copy, self.manifest)
 
@@ -133,16 +134,16 @@ class OutputDir:
         return OutputDir(self.root, self.files, self.lock, writer, self._access)
 
     def generation(self, name: str) -> OutputDir:
-        """Return the directory of a generation that will replace the one here.
+        """Return the directory of a generation that will replace the present generation.
 
-        The holder of the lock here may write there.
+        The holder of this directory's lock may write to the generation.
         """
         return OutputDir(
             self.next / name, self.files, self.lock, access=self._access, place=self.root
         )
 
     def under_lock(self, name: str, task: str = "") -> OutputDir:
-        """Return the same directory with another lock, and files to write with while it is held.
+        """Return the same directory with another lock, and the file system to use under that lock.
 
         Args:
             name: the lock's file below ``state``.
@@ -153,10 +154,10 @@ class OutputDir:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory's lock; the directory is created if it is missing.
+        """Hold the directory's lock; create the directory if it is missing.
 
         Raises:
-            LockedError: another run holds it.
+            LockedError: another run holds the lock.
             StorageError: the directory cannot be written to.
         """
         with storage_errors(self.state):
@@ -166,7 +167,7 @@ class OutputDir:
 
     @property
     def next_run_id(self) -> str:
-        """The id of the next run of ``writer``.
+        """Id of the next run of ``writer``.
 
         Ids sort in the order of runs, even if the clock was set back or records are lost. Writers
         that begin at the same time may have the same number, but not the same name.
@@ -176,7 +177,7 @@ class OutputDir:
         return run_id(1 + max(map(run_number, names), default=0), self.writer)
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
-        """Return the results of ``look`` for each part, in order; in a store, several at a time."""
+        """Return the results of ``look`` for each part, in order; in a store, look in parallel."""
         if self.files.parallel_requests == 1:
             return [look(part) for part in parts]
         with ThreadPoolExecutor(self.files.parallel_requests) as pool:
@@ -216,10 +217,10 @@ class OutputDir:
             raise DataError(f"{path} is damaged") from None
 
     def check_size(self, path: PurePath, size: int) -> FileStat:
-        """Check that a file has the size in bytes that was written; returns its stat.
+        """Check that a file has the size in bytes that was written; return the file's stat.
 
         Raises:
-            DataError: it has another size, or is missing.
+            DataError: the file has another size, or is missing.
         """
         stat = self._existing(path)
         if stat.size != size:
@@ -233,10 +234,10 @@ class OutputDir:
         return stat
 
     def check_hash(self, path: PurePath, sha256: str) -> None:
-        """Check that a file holds the bytes that were written.
+        """Check that a file has the hash of the data that was written.
 
         Raises:
-            DataError: it holds other bytes, or is missing.
+            DataError: the file has another hash, or is missing.
         """
         try:
             actual = sha256_of(self.files, path)
@@ -249,7 +250,7 @@ class OutputDir:
         """Read a Parquet file, or some of its columns, and verify its page checksums.
 
         Raises:
-            OSError, pyarrow.ArrowException: it is damaged or missing.
+            OSError, pyarrow.ArrowException: the file is damaged or missing.
             StorageError: it cannot be read.
         """
         with self.files.open(path) as file:
@@ -260,7 +261,7 @@ class OutputDir:
         """Return the rows of a finished part.
 
         Raises:
-            DataError: its file is damaged or missing.
+            DataError: the part's file is damaged or missing.
             StorageError: it cannot be read.
         """
         path = self.part_file(part)
@@ -272,10 +273,10 @@ class OutputDir:
     def read_keys(self, part: Part, record: PartRecord) -> pa.Table | None:
         """Return row ids and keys of a finished part; None if their file is damaged or missing.
 
-        Without keys, no other job can reuse the part's rows.
+        No other job can reuse the part's rows without their keys.
 
         Raises:
-            StorageError: the file cannot be read, which does not mean that it is damaged.
+            StorageError: the file cannot be read, but may be intact.
         """
         try:
             data = read_file(self.files, self.row_keys(part))
@@ -286,15 +287,15 @@ class OutputDir:
         return pq.read_table(pa.BufferReader(data), use_threads=False)
 
     def write(self, final: PurePath, data: bytes) -> None:
-        """Write ``data`` to ``final``, all of it or nothing."""
+        """Write all of ``data`` or nothing to ``final``."""
         write_file(self.files, final, data, self.staging)
 
     def write_json(self, final: PurePath, value: Any) -> None:
-        """Write ``value`` to ``final`` as JSON, all of it or nothing."""
+        """Write all of ``value`` as JSON, or nothing, to ``final``."""
         self.write(final, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def write_table(self, final: PurePath, table: pa.Table) -> None:
-        """Write ``table`` as a Parquet file, all of it or nothing."""
+        """Write all of ``table`` as a Parquet file, or nothing."""
         self.write(final, parquet_bytes([table]))
 
     def empty(self, folder: PurePath) -> None:
@@ -308,24 +309,24 @@ class OutputDir:
                 self.files.delete(path)
 
     def part_file(self, part: Part) -> PurePath:
-        """File of a part's rows."""
+        """Return the path of a part's file."""
         return self.data / f"{part.name}.parquet"
 
     def request_stats(self, part: Part) -> PurePath:
-        """File of the statistics of a finished part's rows."""
+        """Return the path of the statistics of a finished part's rows."""
         return self.requests / f"{part.name}.parquet"
 
     def row_keys(self, part: Part) -> PurePath:
-        """File of the keys of a finished part's rows."""
+        """Return the path of the keys of a finished part's rows."""
         return self.keys / f"{part.name}.parquet"
 
     def record(self, part: Part) -> PurePath:
-        """File of a finished part's record."""
+        """Return the path of a finished part's record."""
         return self.parts / f"{part.name}.json"
 
 
 def _is_trusted(trust: Trust, mark: str | None, recorded: str | None) -> bool:
-    """Return True if a file need not be read, by the store's mark of its content."""
+    """Return True if the store's mark of a file's content shows that the file need not be read."""
     if trust == "nothing" or mark != recorded:
         return False
     return mark is not None or trust == "times"

@@ -1,9 +1,8 @@
-"""One output row per sample (``output.explode``), and back to one row per input row.
+"""Converts between one output row per sample (``output.explode``) and one per input row.
 
-A row becomes one row for each of its samples. That row has one sample in ``outputs``, and the
-sample's text, reasoning, tool calls and token counts in the other columns; all other values are
-repeated. A failed row, which has no samples, stays as it is. The metadata of a part says if it is
-exploded.
+Each sample of a row gets its own row. The new row has one sample in ``outputs``, and the sample's
+text, reasoning, tool calls and token counts in their columns; it repeats all other values. A failed
+row, which has no samples, stays as it is. The metadata of a part say if the part is exploded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pyarrow.compute as pc
 
 METADATA = "batchinfer.explode"
 _PIECE_BYTES = 1 << 30
-"""Most bytes to repeat at a time: an Arrow array holds up to 2 GiB of text."""
+"""Most bytes to repeat at a time, because an Arrow array holds up to 2 GiB of text."""
 
 
 def is_exploded(table: pa.Table) -> bool:

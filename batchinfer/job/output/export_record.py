@@ -1,6 +1,6 @@
 """Records of exported files, which show whether the files exist and are complete.
 
-``_batchinfer/openai.json`` has the size and hash of each of OpenAI's files, and is written last.
+``_batchinfer/openai.json`` has the size and hash of each OpenAI file, and is written after them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchinfer.job.storage.urls import StorePath
 
 
 def is_open_file(path: PurePath) -> bool:
-    """Return True for a pipe or device such as ``/dev/stdout``: lines are appended to it."""
+    """Return True for a pipe or device such as ``/dev/stdout``, to which lines are appended."""
     file = Path(path)
     if isinstance(path, StorePath) or file.is_dir():
         return False
@@ -28,8 +28,8 @@ def exists(out: OutputDir, combined_output: PurePath | None) -> bool:
     """Return True if OpenAI's files were written and still have their sizes.
 
     Args:
-        combined_output: a file with the lines of both, which must have their total size; None: the
-            job writes no such file.
+        combined_output: a file with the lines of both, which must have their total size; None if
+            the job writes no such file.
     """
     if combined_output is not None and is_open_file(combined_output):
         return False
@@ -69,7 +69,7 @@ def file_problems(
     Args:
         record: the file that holds the record.
         files: the size and sha256 of each file, as read from the record.
-        read: compare the hashes too.
+        read: True to compare the hashes too.
     """
     for path, facts in files.items():
         try:

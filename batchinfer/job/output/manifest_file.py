@@ -12,7 +12,7 @@ from batchinfer.job.output.directory import OutputDir
 
 
 def is_begun(out: OutputDir) -> bool:
-    """Return True if a plan was stored here, even if it is damaged or lost."""
+    """Return True if a plan was stored in ``out``, even if the plan is damaged or lost."""
     plans = any(out.files.stat(path) is not None for path in (out.manifest, out.manifest_copy))
     return plans or bool(out.files.entries(out.parts))
 
@@ -56,7 +56,7 @@ def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
     """Write the plan or its copy again if it is damaged or missing.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     for path in _damaged(out):
         out.write(path, manifest.to_json())

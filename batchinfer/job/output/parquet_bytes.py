@@ -1,4 +1,4 @@
-"""Makes Parquet files in memory, so that they are written completely or not at all."""
+"""Makes Parquet files in memory, so that a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
 def _column_options(tables: Sequence[pa.Table]) -> dict[str, Any]:
     """Return options that avoid copies of large columns: no dictionaries and no statistics.
 
-    Columns with a huge value are not compressed either.
+    Columns with a huge value also stay uncompressed.
     """
     columns = {
         name: pa.chunked_array([chunk for table in tables for chunk in table[name].chunks], kind)

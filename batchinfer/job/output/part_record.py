@@ -20,7 +20,7 @@ class PartRecord:
 
     rows: NonNegativeInt
     error_codes: dict[str, NonNegativeInt]
-    """Rows that failed, by code."""
+    """Number of rows that failed, by error code."""
     control_text_row_ids: list[int]
     """Rows whose own text looks like one of the model's control tokens."""
     size: NonNegativeInt
@@ -35,7 +35,7 @@ class PartRecord:
     keys_sha256: str | None = None
     """Hash of the file of the rows' keys; None in records of older versions."""
     num_reused: NonNegativeInt = 0
-    """Rows copied from another output."""
+    """Number of rows copied from another output."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -48,7 +48,7 @@ def parse_record(data: bytes, part: Part) -> PartRecord:
     """Return the stored record of ``part``.
 
     Raises:
-        ValueError: the record is damaged, or of another part.
+        ValueError: the record is damaged, or belongs to another part.
     """
     record = _STORED.validate_json(data)
     failed, marked = sum(record.error_codes.values()), record.control_text_row_ids

@@ -27,17 +27,18 @@ from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
 _MOST_HELD_BYTES = 64 << 20
-"""Most bytes of tables to hold in memory; above that, they go to a segment."""
+"""Most bytes of tables to hold in memory; larger tables go to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
-"""Bytes of a part's kept columns above which the input file is closed while the part is written:
-one of its pages may be as large."""
+"""If a part's kept columns have more bytes, the input file is closed while the part is written,
+because one page of the file may be as large.
+"""
 
 
 class PartWriter:
-    """Writes parts in order, each when all its rows are finished, and keeps other rows in segments.
+    """Writes each part, in order, once all its rows are finished; keeps other rows in segments.
 
-    Rows of the last few seconds are held in memory. The kept input columns are not: they are read
-    again, part after part.
+    The writer holds the rows of the last few seconds in memory. It holds no kept input columns, but
+    reads them again for each part.
 
     Args:
         out: the output directory.
@@ -45,7 +46,7 @@ class PartWriter:
         segments: stores rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
-        source: has the kept columns.
+        source: the dataset with the kept columns.
         metadata: key-value metadata of every part.
         before_write: called before finished rows are written.
         deliver: called with each staged part to publish it.
@@ -78,7 +79,7 @@ class PartWriter:
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
         self._tables: list[pa.Table] = []
-        """Further rows, which came as tables."""
+        """Rows that were added as tables."""
         self._first_rows = [part.rows.start for part in parts]
         self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
         self._num_written = 0
@@ -99,7 +100,7 @@ class PartWriter:
         self.write_complete()
 
     def add_table(self, rows: pa.Table) -> None:
-        """Add finished rows, as ``add`` does.
+        """Add finished rows; see ``add``.
 
         Args:
             rows: rows in any order, with the columns of a segment.
@@ -128,7 +129,7 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush if the last flush was a few seconds ago, or a few thousand rows are held."""
+        """Flush if the last flush was seconds ago, or if thousands of rows are in memory."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()
@@ -183,7 +184,7 @@ class PartWriter:
         return table.replace_schema_metadata(self._metadata)
 
     def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
-        """Return the part's kept columns; parts come in order, and batches end where parts end."""
+        """Return a part's kept columns; parts come in order, and no batch spans two parts."""
         batches: list[pa.RecordBatch] = []
         missing = part.num_rows if self._table.kept else 0
         while missing:

@@ -1,7 +1,7 @@
-"""A copy of the finished output in folders by the values of columns (``output.partition_by``).
+"""Copies the finished output to folders by the values of columns (``output.partition_by``).
 
-``_batchinfer/partitioned.json`` records the columns, and the size and hash of each file; it is
-written after them. Missing or damaged files are made again.
+``_batchinfer/partitioned.json`` records the columns, and the size and hash of each file. The record
+is written after the files. Missing or damaged files are made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import storage_errors
 
 MOST_PARTITIONS = 1024
-"""As in pyarrow: each partition takes a file of its own in every part."""
+"""Most partitions, because each takes a file in every part; pyarrow has the same limit."""
 _COUNTED = 100_000
 _MOST_BYTES = 255
 """Longest name of a folder, in bytes."""
@@ -43,7 +43,7 @@ def check_partition_columns(columns: Sequence[str], table: OutputTable) -> None:
 
     Raises:
         UsageError: a column is neither a kept input column nor ``status``.
-        DataError: folders cannot be named by values of a column's type.
+        DataError: values of a column's type cannot be names of folders.
     """
     known = [*table.kept_schema.names, *_GENERATED]
     for name in columns:
@@ -70,13 +70,13 @@ def _can_name_folders(kind: pa.DataType) -> bool:
 
 
 def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: Source) -> None:
-    """Check that the input makes few partitions, and that folders can be named by its values.
+    """Check that the input makes few partitions, and that its values can be names of folders.
 
     Args:
         kept: the output column of each kept input column.
 
     Raises:
-        DataError: there are too many partitions, a value is too long, or it is the word for null.
+        DataError: there are too many partitions, or a value is too long or is the word for null.
     """
     inputs = {name: column for column, name in kept.items() if name in columns}
     if not inputs:
@@ -110,7 +110,7 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
 
 
 def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
-    """Check that the folder to write to is this program's, or does not exist.
+    """Check that batchinfer made the folder to write to, or that the folder does not exist.
 
     Args:
         columns: the columns to partition by.
@@ -127,7 +127,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
 
 
 def exists(out: OutputDir, columns: Sequence[str]) -> bool:
-    """Return True if the output is partitioned by these columns, and its files have their sizes."""
+    """Return True if the output is partitioned by these columns and all files have their size."""
     record = read_record(out, out.partitioned_record)
     if not columns:
         return not record
@@ -135,12 +135,12 @@ def exists(out: OutputDir, columns: Sequence[str]) -> bool:
 
 
 def names_of_files(out: OutputDir) -> list[str]:
-    """Return the written files, relative to ``partitioned``; none until all are written."""
+    """Return the written files, relative to ``partitioned``; no files until all are written."""
     return list(read_record(out, out.partitioned_record).get("files") or {})
 
 
 def problems(out: OutputDir) -> Iterator[str]:
-    """Yield the problems of written files, one per line; none while files are being written."""
+    """Yield the problems of written files, one per line; nothing while files are being written."""
     is_ended = out.files.stat(out.success) is not None
     if out.files.stat(out.partitioned_record) is None:
         return
@@ -159,7 +159,7 @@ def _problems(out: OutputDir, *, read: bool) -> Iterator[str]:
 
 
 def begin(out: OutputDir, columns: Sequence[str]) -> None:
-    """Record that the folder is this program's, and that none of its files is complete.
+    """Record that batchinfer made the folder, and that no file in it is complete.
 
     Raises:
         StorageError: the record cannot be written.
@@ -171,10 +171,10 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
     """Write ``partitioned/column=value/part-N.parquet`` of a job whose parts are all finished.
 
     A file has the rows of one part with one value, in order, without the partition columns. The
-    bytes depend on the parts alone.
+    same parts always give the same bytes.
 
     Args:
-        columns: the columns to partition by, the outermost folder's first; none: delete the files.
+        columns: the columns to partition by, outermost folder first; delete the files if empty.
 
     Raises:
         DataError: a part cannot be read.
@@ -204,7 +204,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
 def _tables(
     out: OutputDir, part: Part, columns: Sequence[str]
 ) -> Iterator[tuple[PurePath, pa.Table]]:
-    """Yield the rows of a part by their values, each table with its file."""
+    """Yield a table of each value's rows in a part, with the table's file."""
     table = out.read_part(part)
     rows_of: dict[_Values, list[int]] = {}
     for row, values in enumerate(_values_of([table[name] for name in columns])):
@@ -217,7 +217,7 @@ def _tables(
 
 
 def _values_of(columns: Sequence[pa.Array | pa.ChunkedArray]) -> list[_Values]:
-    """Return the values of each row of some columns, as text."""
+    """Return the values of some columns in each row, as text."""
     texts = [_as_text(column).to_pylist() for column in columns]
     return list(zip(*texts, strict=True))
 
@@ -228,7 +228,7 @@ def _as_text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _folder_name(column: str, value: str | None) -> str:
-    """Return the folder of a value, as Hive writes it: other characters are percent-encoded."""
+    """Return the folder of a value in Hive's style, with special characters percent-encoded."""
     if value is None:
         return f"{quote(column, safe='')}={_NULL}"
     return f"{quote(column, safe='')}={quote(value, safe=' ')}"

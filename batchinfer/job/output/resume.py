@@ -27,9 +27,9 @@ from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.storage.local_lock import HOLDER, LOCK
 
 STATS_FILES = ("steps.parquet", "requests.parquet")
-"""Names of the tables of a job that has ended."""
+"""Names of the statistics files of a job that has ended."""
 PART_FILE = re.compile(r"part-\d{5,}\.parquet")
-"""Names of parts."""
+"""Pattern of the names of parts."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class ResumePlan:
     """The parts that a run has to make in an output directory, and the output it replaces."""
 
     manifest: Manifest
-    """The job's plan; with the time and fingerprint of the stored plan if the run resumes it."""
+    """The job's plan; if the run resumes, with the time and fingerprint of the stored plan."""
     parts: Sequence[Part]
     """Parts of this run, finished or not, in order: all parts of the job, or of a shard."""
     todo: Sequence[Part]
-    """Unfinished parts among them."""
+    """The unfinished parts of ``parts``."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The problem of each part that was finished once and is made again, by name."""
+    """The problem of each part that was once finished and is made again, by the part's name."""
     starts_over: bool = False
     """True if the present output is deleted first."""
     takes_over: Sequence[OutputDir] = ()
-    """Outputs that an update replaces: rows that are the same there are copied."""
+    """Outputs that an update replaces; their rows are copied if they are the same."""
 
     @property
     def begins(self) -> bool:
@@ -58,13 +58,13 @@ class ResumePlan:
 def plan_resume(
     out: OutputDir, manifest: Manifest, if_exists: str, trust: Trust = "marks"
 ) -> ResumePlan:
-    """Return the plan of the parts that are left to make; this changes nothing.
+    """Return the plan of the parts that are left to make, and change nothing.
 
     Args:
         out: the output directory; it may be missing.
         manifest: the plan of this run.
         if_exists: ``resume``, ``error`` or ``overwrite``.
-        trust: what makes it unnecessary to read a finished part.
+        trust: the evidence that replaces reading a finished part.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
@@ -77,10 +77,10 @@ def plan_resume(
 
 
 def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
-    """Return the plan of ``plan_resume`` with all parts to make: this looks at no part.
+    """Return a plan like ``plan_resume`` but with all parts to make, without a look at the parts.
 
     Raises:
-        LockedError, DataError: as ``plan_resume``.
+        LockedError, DataError: see ``plan_resume``.
     """
     begun = is_begun(out)
     if if_exists != "overwrite":
@@ -113,10 +113,10 @@ def only_unfinished(out: OutputDir, plan: ResumePlan, trust: Trust = "marks") ->
     """Return ``plan`` without the finished parts.
 
     Args:
-        trust: what makes it unnecessary to read a finished part.
+        trust: the evidence that replaces reading a finished part.
 
     Raises:
-        LockedError: another version began the output, and this one cannot resume its rows.
+        LockedError: another version began the output, and this version cannot resume its rows.
     """
     unfinished = _unfinished(out, plan.todo, trust)
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
@@ -134,8 +134,8 @@ def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None
     """Make the folders and store the plan; call it under the lock.
 
     Args:
-        shared: the directory, as the holder of the lock of all writers writes to it, for files that
-            all of them read; None: ``out``.
+        shared: the directory with the lock that all writers share, for files that all writers read;
+            None for ``out``.
 
     Raises:
         LockedError: another run has taken over that lock.
@@ -147,7 +147,7 @@ def prepare_directory(out: OutputDir, plan: ResumePlan, shared: OutputDir | None
 
 
 def clear_output(out: OutputDir, plan: ResumePlan) -> None:
-    """Delete this program's files if the plan starts over; call it under the lock.
+    """Delete batchinfer's files if the plan starts over; call it under the lock.
 
     Raises:
         StorageError: the directory cannot be written to.
@@ -160,10 +160,10 @@ def clear_output(out: OutputDir, plan: ResumePlan) -> None:
 
 
 def refuse_half_an_update(out: OutputDir) -> None:
-    """Check that no swap of generations was cut off here.
+    """Check that no swap of generations was cut off in ``out``.
 
     Raises:
-        LockedError: one was.
+        LockedError: a swap was cut off.
     """
     if _exists(out, out.swap):
         raise LockedError(
@@ -177,7 +177,7 @@ def plan_of(out: OutputDir) -> Manifest:
     """Return the plan of the job that writes, or wrote, to ``out``.
 
     Raises:
-        DataError: there is no plan, or it and its copy are damaged.
+        DataError: there is no plan, or the plan and its copy are damaged.
     """
     if not is_begun(out):
         raise DataError(
@@ -204,7 +204,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
     """Check that ``data/`` holds no foreign Parquet file, which readers would take for output.
 
     Raises:
-        LockedError: it holds one.
+        LockedError: the folder holds a foreign file.
     """
     for path in unexpected_files(out, manifest):
         if path.suffix == ".parquet":
@@ -216,7 +216,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _unfinished(out: OutputDir, parts: Sequence[Part], trust: Trust) -> dict[Part, str | None]:
-    """Return the unfinished parts, each with the problem of one that was finished once."""
+    """Return the unfinished parts, each with its problem if it was once finished."""
     claims_success = _exists(out, out.success)
 
     def check(part: Part) -> tuple[bool, str | None]:
@@ -266,10 +266,10 @@ def _make_directories(out: OutputDir) -> None:
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
-    """Check that no file here belongs to a person or another program, as it would be deleted.
+    """Check that no file belongs to a person or another program, because it would be deleted.
 
     Raises:
-        LockedError: names the first foreign file.
+        LockedError: there is a foreign file; the message names the first.
     """
     foreign = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then no file here is this program's
@@ -289,7 +289,7 @@ def _exists(out: OutputDir, path: PurePath) -> bool:
 
 
 def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
-    """Return True if the output was begun for this plan; False if its manifest is damaged."""
+    """Return True if the output was begun for this plan; False if the stored plan is damaged."""
     try:
         begun = stored_manifest(out)
     except DataError:
@@ -298,17 +298,17 @@ def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
 
 
 def has_finished_rows(out: OutputDir) -> bool:
-    """Return True if parts or segments hold rows, of any job."""
+    """Return True if parts or segments hold rows of any job."""
     return any(out.files.entries(out.parts)) or any(out.files.entries(out.segments))
 
 
 def has_rows(out: OutputDir) -> bool:
-    """Return True if the output holds finished rows, or tokens of unfinished ones."""
+    """Return True if the output holds finished rows, or tokens of unfinished rows."""
     return has_finished_rows(out) or any(out.files.entries(out.tokens))
 
 
 def _clear(out: OutputDir) -> None:
-    """Delete this program's files: first the marks of completeness, last the manifest."""
+    """Delete batchinfer's files: first the marks of completeness, last the manifest."""
     delete, entries = out.files.delete, out.files.entries
     if _exists(out, out.swap):  # first: it marks the generation in ``next`` as complete
         delete(out.swap)

@@ -17,7 +17,7 @@ from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.spec import JobSpec
 
 RESPONSE_COLUMNS = ("custom_id", "url", "body")
-"""Input columns that OpenAI's output files need."""
+"""Names of the input columns that OpenAI's output files need."""
 ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
 _OF_ALL_TASKS = {
     "row_id": pa.int64(),
@@ -31,10 +31,10 @@ _OF_ALL_TASKS = {
 
 @dataclass(frozen=True)
 class OutputTable:
-    """The columns of ``data/part-*.parquet``: the kept input columns, then the generated ones."""
+    """The columns of ``data/part-*.parquet``: the kept input columns, then generated columns."""
 
     kept: Mapping[str, str]
-    """Name in the output of each kept input column."""
+    """Output names of the kept input columns, by input name."""
     kept_schema: pa.Schema
     generated_schema: pa.Schema
     explodes: bool = False

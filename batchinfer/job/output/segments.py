@@ -1,17 +1,18 @@
 """Segments: immutable files of finished rows whose parts are not finished yet.
 
 A segment holds the rows that finished within a few seconds, sorted by row id, with a row group per
-part, so that making a part reads its own rows only. A segment is deleted once no unfinished part
-needs it. If a row is in two segments (see ``claims/retry_errors.py``), the later one counts.
+part, so that a part is made without reading other parts' rows. A segment is deleted once no
+unfinished part needs it. If a row is in two segments (see ``claims/retry_errors.py``), the later
+segment counts.
 
-A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file.
-If several writers share the output, the name also has the writer and the first and last part with
-rows in the segment: writers of other parts need not open it. A writer deletes only segments without
-rows of other writers' parts.
+A segment's name ends in a hash of its bytes, because page checksums do not cover the whole file. If
+several writers share the output, the name also has the writer and the first and last part with rows
+in the segment, so that writers of other parts need not open it. A writer deletes only segments
+without rows of other writers' parts.
 
 In a store, an object that a run sent just before it froze may arrive after another run has taken
-over. So a segment names its plan in its metadata, and other bytes have another name: a late segment
-is not mistaken for another plan's, and a late deletion hits no other segment.
+over. So each segment names its plan in its metadata, and different segments have different names.
+Then no plan uses a late segment of another plan, and a late deletion hits no other segment.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
-    """Return the columns of a segment: the generated columns, statistics, marks and keys."""
+    """Return the schema of segments: the generated columns, statistics, marks and keys."""
     added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_()), (KEY_COLUMN, KEY_TYPE)]
     return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
 
@@ -85,7 +86,7 @@ def read_segment(files: Files, path: PurePath) -> bytes:
     """Return the bytes of a segment, checked against the hash in its name.
 
     Raises:
-        ValueError: they are not the bytes that were written.
+        ValueError: the bytes differ from those that were written.
         OSError: the file is missing.
         StorageError: the file cannot be read.
     """
@@ -99,9 +100,9 @@ class Segments:
     """The segments of an output directory.
 
     Args:
-        parts: the unfinished parts, in order; for one of several writers, those that it makes.
+        parts: the unfinished parts of this writer, in order.
         generated: the output's generated columns.
-        owned: indices of the parts that no other writer makes; None: all parts.
+        owned: indices of the parts that no other writer makes; None for all parts.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Segments:
         self._first_rows = [part.rows.start for part in self._planned]
         self._owned = range(len(self._planned)) if owned is None else owned
         self._groups: dict[PurePath, dict[int, int]] = {}
-        """For each segment, oldest first: the row group of each part, by the part's index."""
+        """The row group of each part by the part's index, for each segment, oldest first."""
         self._shared: set[PurePath] = set()
         """Segments with rows of other writers' parts, which this writer must not delete."""
         self._next = 0
@@ -130,10 +131,10 @@ class Segments:
 
         Returns:
             The rows of unfinished parts that are in segments, and the problem of each damaged
-            segment by its name; the rows of damaged segments have to run again.
+                segment by its name. Rows of damaged segments have to run again.
 
         Raises:
-            StorageError: a segment cannot be read, which does not mean that it is damaged.
+            StorageError: a segment cannot be read, but may be intact.
         """
         found: list[RowIds] = [NO_ROWS]
         damaged: dict[str, str] = {}
@@ -202,7 +203,7 @@ class Segments:
     def rows_of(self, part: Part) -> pa.Table:
         """Return the rows of a part that are in segments, each once, sorted by row id.
 
-        A further column has the name of the writer that made the row.
+        An additional column names the writer that made the row.
 
         Raises:
             DataError: a segment was damaged or deleted meanwhile.
@@ -240,7 +241,7 @@ class Segments:
             self._keep(path, {})
 
     def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
-        """Note the groups of a segment; delete one without groups that no other writer needs."""
+        """Note a segment's groups; delete a segment without groups if no other writer needs it."""
         if groups:
             self._groups[path] = groups
             return
@@ -265,7 +266,7 @@ class Segments:
         return at < len(self._unfinished) and self._unfinished[at] <= last
 
     def _read_groups(self, path: PurePath) -> dict[int, tuple[int, RowIds]]:
-        """Check a segment; returns the row group and row ids of each part, by the part's index."""
+        """Check a segment; return the row group and row ids of each part, by the part's index."""
         groups: dict[int, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:

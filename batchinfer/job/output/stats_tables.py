@@ -1,4 +1,4 @@
-"""Tables of statistics: of engine steps, and of the requests of rows."""
+"""Tables of statistics, on engine steps and on the requests of rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FLOWS = (
     "swapped_in_blocks",
     "swapped_out_blocks",
 )
-"""Columns that add up over steps; the other columns are states after a step."""
+"""Columns that add up over steps; the other columns hold states after a step."""
 _FLOATS = ("t_s", "step_ms", "kv_waste")
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
 
 WORKER = "worker"
-"""Column of the writer's name, if several wrote to the output; "" for a run that wrote alone."""
+"""Column with the writer's name, or "" for a run that wrote alone, if several runs wrote."""
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -63,7 +63,7 @@ StepRow = dict[str, Any]
 class StepSampler:
     """Makes rows of ``steps.parquet``, one for every ``every`` steps.
 
-    A row has the sums of the counts over its steps, and the states after the last one.
+    A row has the sums of the counts over its steps, and the states after the last step.
     """
 
     def __init__(self, run_id: str, every: int) -> None:
@@ -77,7 +77,7 @@ class StepSampler:
         self._process = psutil.Process()
 
     def take(self, stats: StepStats, device_bytes: int) -> list[StepRow]:
-        """Add a step; returns the row that it completes, in a list of one or none."""
+        """Add a step; return a list with the row that it completes, or an empty list."""
         for name in _FLOWS:
             self._counts[name] += getattr(stats, name)
         self.peak_used_blocks = max(self.peak_used_blocks, stats.kv_blocks_used)
@@ -86,7 +86,7 @@ class StepSampler:
         return self.rest(device_bytes) if self._num_steps == self._every else []
 
     def so_far(self, device_bytes: int) -> StepRow | None:
-        """Return the steps that are in no row yet, as one row; the next row has them too."""
+        """Return the steps that are in no row yet as one row; the next row counts them too."""
         if self._latest is None:
             return None
         return {
@@ -99,7 +99,7 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """Return the steps that are in no row yet as the last row, in a list of one or none."""
+        """Return a list with a last row of the steps that are in no row yet, or an empty list."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]
@@ -123,8 +123,8 @@ def requests_table(
 
     Args:
         row_ids: int64.
-        requests: ``REQUEST``, null for rows that did not run.
-        workers: names of the writers that ran them.
+        requests: values of type ``REQUEST``, null for rows that did not run.
+        workers: names of the writers that ran the rows.
     """
     ran = requests.is_valid()
     columns = requests.filter(ran).combine_chunks().flatten()

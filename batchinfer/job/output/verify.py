@@ -38,21 +38,21 @@ class Verification:
     """Parts, rows and problems of an output directory."""
 
     complete: bool
-    """True if the job is finished and says so."""
+    """True if the job is finished and has ``_SUCCESS``."""
     parts_total: int
     parts_done: int
     rows: int
-    """Rows in finished parts."""
+    """Number of rows in finished parts."""
     problems: list[str]
     is_updating: bool = False
-    """True if there is a next generation, which is not checked."""
+    """True if there is a next generation; ``verify`` does not check it."""
 
     def data(self) -> dict[str, Any]:
-        """Return the values of ``--json``."""
+        """Return the values that ``--json`` prints."""
         return {"ok": not self.problems, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text, for output that is not a terminal."""
+        """Yield lines of text for output that is not a terminal."""
         yield from self._shown()
         if self.is_updating:
             yield _UPDATING
@@ -60,7 +60,7 @@ class Verification:
         yield f"{self._state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
     def facts(self) -> Iterator[SummaryLine]:
-        """Yield lines of the table on a terminal."""
+        """Yield the lines of the table on a terminal."""
         tone = "bad" if self.problems else "good"
         for problem in self._shown():
             yield SummaryLine("problem", problem, tone="bad")
@@ -170,7 +170,7 @@ class _Check:
             raise DataError(f"{path} has different columns from the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
-        """Yield damaged files of keys; a missing one only prevents reuse by other jobs."""
+        """Yield damaged files of keys. A missing file only prevents reuse, so it is no problem."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

@@ -1,8 +1,8 @@
-"""A row to a request, a completion to a row of the output, and the order rows run in.
+"""Turns rows into requests, and completions into output rows, and chooses the order of rows.
 
-``reader`` makes rows into prompts, ``window`` puts them in order, ``task`` and
-its modules (``generate``, ``score``, ``embed``; ``tasks`` lists them) make requests and take
-completions back, ``finished_row`` makes their output rows.
+``reader`` makes prompts from rows, and ``window`` orders them. ``tasks`` lists the tasks, such as
+``generate`` and ``score``; a task makes requests and gets their completions. ``finished_row`` makes
+the output rows.
 
 May import: config, errors, console, engine, text, pooling, requests, job.
 """

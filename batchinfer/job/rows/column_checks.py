@@ -1,6 +1,6 @@
 """Checks that the columns of requests exist and have usable types.
 
-The checks need only the schema, so that they run before a model is loaded.
+The checks need only the schema, so they run before a model is loaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     """Check the columns of ``config`` before a tokenizer is loaded.
 
     Raises:
-        UsageError: a template reads a column that does not exist, no prompt column is set or found,
-            or conversations need the chat template that ``config`` turns off.
+        UsageError: a template reads a missing column, no prompt column is set or found, or
+            conversations need the chat template that ``config`` turns off.
         DataError: a named column does not exist, has an unusable type, or differs between files.
     """
     if source.format.holds_requests:
@@ -59,7 +59,7 @@ def check_completions_column(name: str, source: Source) -> None:
     """Check the column of ``score.completions_column``.
 
     Raises:
-        DataError: the column does not exist, or its type cannot hold completions.
+        DataError: the column is missing, or its type cannot hold completions.
     """
     expected = "string, list<string>, or list<list<int>> of token ids"
     _check_column(source, name, "score.completions_column", _may_be_completions, expected)
@@ -151,7 +151,7 @@ def _may_be_params(kind: pa.DataType) -> bool:
 
 
 def _item_of(kind: pa.DataType) -> pa.DataType | None:
-    """The type of a list's items without dictionaries; None for other types."""
+    """Return the type of a list's items without dictionaries; None for other types."""
     if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         return None
     item = kind.value_type

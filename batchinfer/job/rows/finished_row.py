@@ -34,7 +34,7 @@ LOGPROB = pa.struct(
 )
 _NO_TALLY = Tally()
 _MOST_CALLS = 1000
-"""Most tool calls of a sample. Ids of calls contain their number, so that no two are equal."""
+"""Most tool calls of a sample. The id of a call contains the call's number in the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class FinishedRow:
     values: dict[str, Any]
     """Generated columns by name."""
     stats: RequestStats | None
-    """None if the engine did not run the row."""
+    """Statistics of the row's requests; None if the engine did not run the row."""
     has_control_text: bool
     distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix shared with a row planned before it."""
+    """Number of prompt tokens after the longest prefix that an earlier row shares."""
     tally: Tally = _NO_TALLY
     key: bytes | None = None
-    """``PromptRow.key``; None for a row that failed."""
+    """Key of the row (``PromptRow.key``); None for a row that failed."""
 
     @property
     def has_failed(self) -> bool:
@@ -126,7 +126,7 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Log-probabilities of the prompt's tokens; null for the first."""
+    """Return the log-probabilities of the prompt's tokens; null for the first."""
     tokens = completion.prompt_token_logprobs()
     return None if tokens is None else [None, *(logprob_values(tokens) or ())]
 
@@ -157,7 +157,7 @@ def finished_row(
     error: Mapping[str, str | None] | None,
     stats: RequestStats | None,
 ) -> FinishedRow:
-    """Combine the ``results`` of a task with the columns of every task, for a row that ran."""
+    """Make the output of a row that ran from its ``results`` and the columns of all tasks."""
     assert isinstance(row.prompt, Prompt)
     values = {
         "row_id": row.row_id,
@@ -177,7 +177,7 @@ def finished_row(
 
 
 def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:
-    """Make the output of a row that the engine did not run; ``results``: failed_results."""
+    """Make the output of a row that the engine did not run; ``results`` are its failed results."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     values: dict[str, Any] = {
         "row_id": row_id,

@@ -22,7 +22,7 @@ from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
 InFlight = Callable[[Sequence[int]], AbstractContextManager[None]]
 
 _BATCHES_AHEAD = 1
-"""Number of batches whose prompts are started while an earlier batch is unfinished."""
+"""Number of batches whose prompts are started before an earlier batch is finished."""
 _Prompts = Iterator[list[PromptRow]]
 
 
@@ -30,10 +30,10 @@ class RowAdapters:
     """Selects the LoRA adapter of each row.
 
     Args:
-        column: column with names of adapters, where null means the base model; None: all rows use
+        column: column with names of adapters, where null means the base model; None if all rows use
             ``of_all``.
         numbers: numbers of the adapters, by name.
-        of_all: adapter of all rows if ``column`` is None; None: the base model.
+        of_all: adapter of all rows if ``column`` is None; None for the base model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Prompts(Protocol):
         ...
 
     def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
-        """Start to make prompts. Returns a function that waits for a prompt or error per row."""
+        """Start to make prompts; return a function that waits for a prompt or error per row."""
         ...
 
 
@@ -87,7 +87,7 @@ class RowReader(Protocol):
     """The input columns that ``start`` needs."""
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
-        """Start to make the prompts of rows. Returns a function that waits for the rows."""
+        """Start to make the prompts of rows; return a function that waits for the rows."""
         ...
 
 
@@ -97,9 +97,9 @@ class ColumnReader:
     Args:
         params: makes the sampling parameters; None for tasks that draw no tokens.
         available: names of the dataset's columns.
-        id_column: column that keys each row's random numbers; None: the row's position keys them.
-        tools: reads the tools of rows; None: rows have no tools.
-        tool_choices: requires tool calls as ``prompt.tool_choice`` says.
+        id_column: column that keys each row's random numbers; None if the row's position keys them.
+        tools: reads the tools of rows; None if rows have no tools.
+        tool_choices: makes rows require the tool calls that ``prompt.tool_choice`` demands.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ def read_prompts(
 
     Args:
         batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
-        in_flight: a context manager for the rows of a batch while their prompts are made.
-        keeps_text: keep the text of prompts, which takes memory until the row is finished.
+        in_flight: makes a context manager that is entered while a batch's prompts are made.
+        keeps_text: True to keep the text of prompts, which takes memory until the row is finished.
     """
     started: deque[_Prompts] = deque()
     try:
@@ -215,7 +215,7 @@ def read_prompts(
 def _prompts(
     row_ids: list[int], rows: list[Row], reader: RowReader, in_flight: InFlight, keeps_text: bool
 ) -> _Prompts:
-    """Yield an empty list after the prompts are started, then the rows."""
+    """Yield an empty list once the prompts are started, then the rows."""
     with in_flight(row_ids):
         for row_id in row_ids:
             failpoint(f"prompt-{row_id}")

@@ -1,9 +1,10 @@
-"""Row keys: 128-bit hashes of everything that affects a row's answer. Equal keys, equal answers.
+"""Row keys: 128-bit hashes of everything that affects a row's answer.
 
 The facts that all rows of a job share (model, task, output columns: ``fingerprint.answer_facts``)
-are hashed once. A row adds its prompt's token ids, its parameters, its most tokens, the content of
-its adapter, and, only if it draws, the seed and stream of its random numbers. How the prompt was
-made and the row's position do not matter, unless the position keys its random numbers.
+are hashed once. A row adds the token ids of its prompt, its parameters, its token limit, the
+content of its adapter, and, only if it samples, the seed and stream of its random numbers. The key
+depends on no other input columns, and on the row's position only if the position keys the random
+numbers.
 
 The hash is BLAKE2b (RFC 7693) of 16 bytes: two different rows among 10**12 have the same key with a
 probability of 10**-15.
@@ -32,16 +33,16 @@ KEY_COLUMN = "key"
 KEY_BYTES = 16
 KEY_TYPE = pa.binary(KEY_BYTES)
 KEYS_SCHEMA = pa.schema([("row_id", pa.int64()), (KEY_COLUMN, KEY_TYPE)])
-"""Columns of the file with the keys of a finished part."""
+"""Columns of a file that holds the keys of a finished part."""
 NO_KEYS = KEYS_SCHEMA.empty_table()
 
 _VERSION = b"batchinfer row 1"
 _HEAD = struct.Struct("<iiQQ??")
-"""Most output tokens, prompt tokens, seed, stream; whether it draws, whether it was truncated."""
+"""Most output tokens, prompt tokens, seed and stream, then flags: it samples, it was truncated."""
 _INT = np.dtype("<i4")
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
-"""Most sampling parameters whose part of the hash is cached; rows often have equal parameters."""
+"""Most sampling parameters whose hash is cached, because rows often have equal parameters."""
 
 _NOT_IN_TEXT = ("seed", "max_tokens")
 _OF_DRAWS = ("top_p", "top_k", "min_p")
@@ -52,10 +53,11 @@ _SETS = ("stop_token_ids", "allowed_token_ids")
 
 
 def canonical_params(params: SamplingParams) -> str:
-    """Text that is equal for parameters of the same meaning, without ``seed`` and ``max_tokens``.
+    """Return a text that is equal for parameters of the same meaning.
 
-    It leaves out defaults, so that a parameter of a later version changes no text until it is used,
-    and, at temperature 0, the filters of draws.
+    The text omits ``seed``, ``max_tokens`` and, at temperature 0, parameters of sampling. It also
+    omits default values, so that a parameter of a later version changes no text until a job sets
+    it.
     """
     given = {
         name: _canonical(name, getattr(params, name))
@@ -77,11 +79,10 @@ class RowKeys:
     """Makes the keys of a job's rows.
 
     Args:
-        facts: ``fingerprint_facts`` of the job.
+        facts: the job's ``fingerprint_facts``.
         max_model_len: most tokens of prompt and output.
         adapters: numbers of the adapters, by name.
-        chosen_by_length: the model computes differently with another ``max_model_len``
-            (LongRoPE).
+        chosen_by_length: True if the model's answers depend on ``max_model_len`` (LongRoPE).
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class RowKeys:
         self._adapters[BASE_MODEL] = b""
         self._writes_prompt = "prompt" in common["output"]["include"]
         self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
-        """By identity of the parameters, which the value keeps alive, and adapter."""
+        """Hashes by adapter and by id() of the parameters, which the value keeps alive."""
 
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Set the keys of rows; rows that cannot run have none."""
+        """Set the keys of rows; a row that cannot run has no key."""
         for batch in batches:
             for row in batch:
                 row.key = self.of(row)
@@ -137,7 +138,7 @@ class RowKeys:
         return key.digest()
 
     def _begin(self, row: PromptRow) -> blake2b:
-        """A hash of the job's facts, and of a row's parameters and adapter."""
+        """Begin a hash with the job's facts, a row's parameters and its adapter."""
         params = None if row.sampling is None else row.sampling.params
         known = self._begun.get((id(params), row.adapter))
         if known is None:

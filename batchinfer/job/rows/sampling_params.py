@@ -30,7 +30,7 @@ _GRAMMAR = "structured_outputs"
 
 
 def check_token_ids(job: SamplingParams, vocab_size: int) -> None:
-    """Raise UsageError if a job's sampling parameters name a token id outside of the vocabulary."""
+    """Raise UsageError if a job's sampling parameters name a token id outside the vocabulary."""
     try:
         job.check_token_ids(vocab_size)
     except ValueError as error:
@@ -42,7 +42,7 @@ class RowParams:
 
     Args:
         where: name of the column or request for messages.
-        keeps_logprobs: rows may request log-probabilities even if the job does not.
+        keeps_logprobs: True if rows may request log-probabilities even if the job does not.
         check: raises ValueError if a row's parameters contradict the job.
 
     Raises:
@@ -151,7 +151,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The given parameters under the names of ``SamplingParams``."""
+    """Return the parameters under the names of ``SamplingParams``."""
     given: dict[str, str] = {}
     for written, value in fields.items():
         name = SAMPLING_ALIASES.get(written, written)
@@ -161,7 +161,7 @@ def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Turn 5.0 into 5: columns with nulls or fractions hold integers as floats."""
+    """Turn 5.0 into 5, because columns with nulls or fractions hold integers as floats."""
     if isinstance(value, list):
         return [_whole(item) for item in value]
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
@@ -169,7 +169,7 @@ def _whole(value: Any) -> Any:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """The message for an error of pydantic, worded as for the job file."""
+    """Return the message for an error of pydantic, in the words used for the job file."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":
@@ -181,11 +181,11 @@ def _problem(detail: ErrorDetails) -> str:
 
 
 def _text_of(value: object) -> str:
-    """A cell as JSON.
+    """Format a cell as JSON.
 
     Raises:
-        UnicodeDecodeError: it holds text that is not UTF-8.
-        TypeError: it holds a value that JSON does not have, such as a time.
+        UnicodeDecodeError: the cell holds text that is not UTF-8.
+        TypeError: the cell holds a value that JSON does not have, such as a time.
         _GivenTwiceError: a map holds a key twice.
     """
     if isinstance(value, str | bytes):
@@ -198,8 +198,9 @@ def _refuse(value: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """An Arrow value as JSON data: texts decoded, decimals as floats, maps as objects, without null
-    fields."""
+    """Convert an Arrow value to JSON data: text to str, decimals to float, maps to objects; drop
+    null fields.
+    """
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Decimal):

@@ -1,9 +1,10 @@
 """``task: score``: computes log-probabilities of a row's completions, or of its prompt.
 
-Each completion is a request: the prompt and the completion without its last token, which is the
-request's given token. Its logits are needed from the prompt's last token on; the rest comes from
-the prefix index, which a row's completions share. A row without completions is one request, which
-scores every token of the prompt but the first.
+A row has one request for each completion. The request's prompt is the row's prompt and the
+completion without its last token; that token is the given token. The request needs logits from the
+last token of the row's prompt on, and the prefix cache provides the tokens before, which all
+completions share. A row without completions has one request, which scores all tokens of the prompt
+except the first.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Scoring(LoadedTask):
 
 
 def _score(index: int, completion: Completion) -> dict[str, Any]:
-    """A completion's score, with its token ids and their log-probabilities."""
+    """Return a completion's score, with its token ids and their log-probabilities."""
     request, of_prompt = completion.request, completion.prompt_logprobs
     (output,) = completion.outputs
     assert of_prompt is not None
@@ -121,7 +122,7 @@ def _perplexity(logprobs: Sequence[float]) -> float:
 
 
 def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
-    """Token ids of each request, and the index of the first one that is scored."""
+    """Yield the token ids of each request, and the index of the first scored token."""
     if not prompt.completions:
         yield prompt.token_ids, 1
     for completion in prompt.completions:
@@ -129,7 +130,7 @@ def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
 
 
 def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str, Any] | None:
-    """The error of a row's first request that failed."""
+    """Return the error of a row's first request that failed; None if no request failed."""
     for at, completion in enumerate(completions):
         if completion.error_code is not None:
             where = f"completion {at}: " if prompt.completions else ""
@@ -154,7 +155,7 @@ def _check_columns(job: JobSpec, source: Source) -> None:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The completions' log-likelihoods, and the row's perplexity."""
+    """Return the completions' log-likelihoods and the row's perplexity, as text."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     if row["score"] is None:
         return None, facts

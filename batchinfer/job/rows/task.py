@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, independent of the job and its model."""
+    """A task; one object serves all jobs and models."""
 
     spec: TaskSpec
     result_types: Callable[[JobSpec], Mapping[str, pa.DataType]]
@@ -35,36 +35,37 @@ class Task:
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """Loads the task for a job and its model. The compiler caches grammars for all rows."""
     summarise: Callable[[Mapping[str, Any]], tuple[str | None, str]]
-    """The result of an output row and facts about it, for a report; takes ``num_prompt_tokens`` and
-    the columns ``summarised``."""
+    """Returns the result of an output row and facts about it, for a report. The argument has
+    ``num_prompt_tokens`` and the columns ``summarised``.
+    """
     summarised: Sequence[str]
-    """Columns that ``summarise`` needs, nested ones by their Parquet paths."""
+    """Columns that ``summarise`` needs; nested columns by their Parquet paths."""
     failed_results: Mapping[str, Any]
     """Values of the task's columns for a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
     """Raises DataError if an input column that only this task reads cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
-    """Returns the prompt section, changed by the section of the task."""
+    """Returns the job's prompt section, with changes that the section of the task makes."""
     runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
     """Returns the mode in which the model runs."""
 
 
 class LoadedTask(ABC):
-    """Makes a row's requests, and its output from their completions."""
+    """Makes a row's requests, and makes its output from their completions."""
 
     result_bytes: int = 0
     """Bytes of a row's vectors and scores, which do not compress."""
 
     @abstractmethod
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The requests of a row that can run, at least one; ``Request.number`` counts them."""
+        """Return at least one request of a row that can run; ``Request.number`` counts them."""
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> Sequence[Request]:
-        """Further requests, given the completions so far; most tasks have none."""
+        """Return further requests that depend on the completions so far; most tasks have none."""
         return ()
 
     @abstractmethod
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The output of a row that ran; completions are in the order of the requests."""
+        """Return the output of a row that ran; completions are in the order of the requests."""

@@ -1,19 +1,21 @@
-"""The order rows run in, window by window, and the prefixes they share.
+"""Orders rows window by window, and finds the prefixes that they share.
 
 A window is a number of whole parts, about ``engine.order_window`` rows, so that its parts finish
-before much of the next window has run. Long prompts end it earlier, at ``MOST_TOKENS``, because
-their token ids are in memory. In prefix order, rows that begin alike run side by side, adapter by
-adapter; in input order they run as they come. In both, each row learns how long a prefix it shares
-with a later row of its window. Models that share no prefixes run the longest rows first.
+before much of the next window has run. Long prompts end a window earlier, at ``MOST_TOKENS``,
+because their token ids are in memory. In prefix order, rows with equal beginnings run side by side,
+adapter by adapter. In input order, rows keep the order of the input. In both orders, each row gets
+the length of the longest prefix that it shares with a later row of the window. If the model shares
+no prefixes, the longest rows run first.
 
-A window is planned once it is read. If the engine runs out of rows before that, it gets a head
-start: in input order all rows read so far, in prefix order the first sixteenth of the new ones. The
-rest of the window then starts at the lowest prefixes again, which are still in the pool.
+A window is planned once all its rows are read. If the engine runs out of rows before that, it gets
+a head start: all rows read so far in input order, or the first sixteenth of the new rows in prefix
+order. The rest of the window then starts again at the lowest prefixes, which are still in the KV
+cache.
 
-Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two rows is the
-minimum of the LCPs of neighbors between them (Manber & Myers 1990, on suffix arrays), so a row
-shares most with the nearest row that counts on either side. A linked list, which rows leave one by
-one, keeps the nearest.
+Shared prefixes are found by sorting token ids. The longest common prefix (LCP) of two sorted rows
+is the minimum of the LCPs of neighbors between them (Manber & Myers 1990, on suffix arrays). So a
+row shares most with the nearest row on either side that has not run. A linked list, which rows
+leave one by one, holds the rows that have not run.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from batchinfer.requests.requests import PromptRow
 MOST_TOKENS = 1 << 26
 """Most prompt tokens of a window: 256 MiB of ids."""
 _WARM_UP = 1 / 16
-"""Share of the rows in a head start by prefix: enough to keep an engine busy, few enough that their
-prefixes are still in the pool when the rest of the window comes."""
+"""Share of the new rows in a head start by prefix: enough rows to keep an engine busy, but so few
+that their prefixes are still in the KV cache when the rest of the window comes.
+"""
 _ADAPTER_BYTES = 4
 
 
@@ -50,19 +53,20 @@ def plan_windows(
     with_branch_points: bool = False,
     is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[PromptRow]]:
-    """Plan the rows of ``parts``: yields windows, or the head start of a window and its rest.
+    """Plan the rows of ``parts``; yield whole windows, or the head start and the rest of a window.
 
     Args:
         batches: the rows in input order, each batch of one part.
-        parts: the parts they belong to, in order.
-        window_rows: about how many rows a window has.
-        by_prefix: reorder them by their token ids.
-        by_length: reorder them by length, the longest first; they share nothing.
-        with_branch_points: the model has recurrent state, which must be kept where rows part.
-        is_starved: whether the engine has taken all rows and could run more.
+        parts: the parts of the rows, in order.
+        window_rows: approximate number of rows in a window.
+        by_prefix: True to order rows by their token ids.
+        by_length: True to order rows by length, the longest first; they then share no prefixes.
+        with_branch_points: True if the model has recurrent state, which is kept where prefixes of
+            rows end.
+        is_starved: returns True if the engine has taken all rows and could run more.
 
     Raises:
-        DataError: of ``batches``, after all rows before it.
+        DataError: ``batches`` raised it; all rows before the error are yielded first.
     """
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
@@ -95,12 +99,12 @@ class _Window:
         self._sorted_batches: list[list[int]] = []
         """Indices of the rows of each batch, sorted by ``_sort_key``."""
         self._handed_over: list[int] = []
-        """Indices of rows, in order."""
+        """Indices of the rows that were handed over, in order."""
         self._num_planned = 0
         self.num_tokens = 0
 
     def add(self, batch: list[PromptRow], num_tokens: int) -> None:
-        """Append rows, with ``num_tokens`` in all."""
+        """Append rows that have ``num_tokens`` prompt tokens in total."""
         start = len(self._rows)
         self._rows += batch
         self.num_tokens += num_tokens
@@ -111,21 +115,21 @@ class _Window:
 
     @property
     def has_grown(self) -> bool:
-        """Whether rows have doubled since the last plan, so that planning again is cheap."""
+        """True if the rows have doubled since the last plan, so planning again costs little."""
         return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
 
     def warm_up(self) -> Iterator[list[PromptRow]]:
-        """The head start."""
+        """Yield the head start."""
         new = len(self._rows) - self._num_planned
         reorders = self._by_prefix or self._by_length
         return self._hand_over(int(new * _WARM_UP) if reorders else new)
 
     def rest(self) -> Iterator[list[PromptRow]]:
-        """The rows that have not been handed over."""
+        """Yield the rows that have not been handed over."""
         return self._hand_over(len(self._rows) - len(self._handed_over))
 
     def _hand_over(self, count: int) -> Iterator[list[PromptRow]]:
-        """The next ``count`` rows, if any, planned among all rows of the window so far."""
+        """Yield the next ``count`` rows, if there are any, planned among all rows so far."""
         if count:
             to_run = self._longest(count) if self._by_length else self._sharing(count)
             self._handed_over += to_run
@@ -159,10 +163,10 @@ class _Window:
         return to_run[:count]
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """All rows by ``_sort_key``, equal ones in input order, and the LCP of each with the next.
+        """Return the rows sorted by ``_sort_key``, stably, and the LCP of each with the next row.
 
-        Merges sorted batches, which needs one key of each at a time: all keys together would take
-        as much memory as the token ids do.
+        Merging sorted batches needs one key of each batch at a time; all keys together would take
+        as much memory as the token ids.
         """
         runs = [((_sort_key(self._rows[at]), at) for at in run) for run in self._sorted_batches]
         order, with_previous, previous = list[int](), list[int](), b""
@@ -174,7 +178,7 @@ class _Window:
 
 
 def _sort_key(row: PromptRow) -> bytes:
-    """A row's adapter and token ids, big-endian, so that keys sort by them."""
+    """Return a row's adapter and token ids as big-endian bytes, which sort like the numbers."""
     adapter = row.adapter.to_bytes(_ADAPTER_BYTES, "big")
     if isinstance(row.prompt, RowError):
         return adapter
@@ -182,7 +186,7 @@ def _sort_key(row: PromptRow) -> bytes:
 
 
 def _common_prefix_len(left: bytes, right: bytes) -> int:
-    """The number of tokens that two ``_sort_key`` share; 0 for different adapters."""
+    """Return the number of leading tokens that two sort keys share; 0 for different adapters."""
     if left[:_ADAPTER_BYTES] != right[:_ADAPTER_BYTES]:
         return 0
     return common_tokens(left, right) - 1
@@ -191,14 +195,14 @@ def _common_prefix_len(left: bytes, right: bytes) -> int:
 def most_in_common(
     order: Sequence[int], with_next: Sequence[int], run: Sequence[int]
 ) -> dict[int, int]:
-    """The longest prefix, in tokens, that each row shares with any row after it in ``run``.
+    """Return the longest prefix, in tokens, that each row shares with a later row of ``run``.
 
-    With ``run`` reversed, it is the longest that each shares with any row before it.
+    With ``run`` reversed, this gives the longest prefix that each row shares with an earlier row.
 
     Args:
         order: all rows, sorted by their token ids.
-        with_next: LCP of each of them with the next in ``order``.
-        run: the same rows, in the order they run.
+        with_next: LCP of each row with the next row in ``order``.
+        run: the same rows, in the order in which they run.
     """
     place = {row: at for at, row in enumerate(order, start=1)}
     after = list(range(1, len(order) + 2))  # places 0 and n + 1 are sentinels

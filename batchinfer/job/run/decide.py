@@ -37,7 +37,7 @@ class RunOptions:
     retry_errors: bool = False
     update: bool = False
     role: Role | None = None
-    """The task of one of several processes; None: the run writes alone."""
+    """The run's task if it is one of several processes; None if it writes alone."""
     has_fleet: bool = False
     """True if the run starts workers."""
 
@@ -49,18 +49,20 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The parts that a run makes, where they go, and what they reuse; valid inside ``decide``."""
+    """Work of a run: its parts, its output, and outputs to reuse. Valid in the context of
+    ``decide``.
+    """
 
     job: OutputJob
-    """The job with the directory to write to, and with the plan that all its runs share."""
+    """The job with the directory to write to, and with the plan that all runs of the job share."""
     claim: Claim
-    """The right to write there."""
+    """The right to write to the directory."""
     resume: ResumePlan
-    """Parts to make."""
+    """The parts to make."""
     outputs: Sequence[OutputDir]
-    """Outputs whose rows are copied where they are the same."""
+    """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]
-    """Kernels that the run has to use, if it can; empty: it may choose."""
+    """Kernels that the run has to use if it can; empty if it may choose."""
     options: RunOptions
 
 
@@ -71,7 +73,7 @@ class NothingToDo:
     out: OutputDir
     reason: str
     is_finished: bool
-    """True if the job is finished; False if only this shard has no parts."""
+    """True if the job is finished; False if only this shard has no parts left."""
 
 
 REFUSED: Mapping[tuple[str, str], JobError] = {
@@ -109,7 +111,7 @@ def refuse_combinations(options: RunOptions) -> None:
     """Check that the options can be combined.
 
     Raises:
-        UsageError: two of them cannot, see ``REFUSED``.
+        UsageError: two of the options cannot; see ``REFUSED``.
     """
     chosen = {
         "--overwrite": options.overwrites,
@@ -162,7 +164,7 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data; a table at the version that its output was begun with, or the latest."""
+    """Open the job's data, a table at the latest version or the version that its output began with."""
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):
@@ -177,7 +179,7 @@ def _open_output_job(
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
-    """Check that no input file is in the output, even by a link: starting over would delete it."""
+    """Check that no input file lies in the output, even through a link: it could be deleted."""
     for file in source.files:
         if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(
@@ -209,10 +211,10 @@ def _nothing_to_do(job: OutputJob, options: RunOptions) -> NothingToDo | None:
 
 
 def _is_finished(job: OutputJob, options: RunOptions) -> bool:
-    """Return True if the job is finished; this needs no lock, nor the right to write.
+    """Return True if the job is finished; needs neither a lock nor the right to write.
 
     Raises:
-        JobError: the output is of another job or input.
+        JobError: the output belongs to another job or input.
     """
     out, columns = job.out, job.spec.output.partition_by
     if options.overwrites or not all(map(out.files.stat, (out.success, out.summary))):
@@ -239,7 +241,7 @@ def _claim(job: OutputJob, options: RunOptions) -> Claim:
 
 
 def _check_partitions(job: OutputJob, resume: ResumePlan) -> None:
-    """Check, before any row runs, that folders can be named by the rows' values."""
+    """Check, before any row runs, that the rows' values can be names of folders."""
     columns = job.spec.output.partition_by
     if resume.begins or not partitioned.exists(job.out, columns):
         partitioned.check_partitions(columns, job.table.kept, job.source)

@@ -1,9 +1,9 @@
-"""Deduplication of requests: of equal rows with deterministic answers, one is computed.
+"""Deduplicates requests: the engine computes only one of several equal rows.
 
-At temperature 0, and with beams, rows with the same key (``row_key``) have the same answer. A row
-follows an equal row in the engine: it waits, and takes that row's samples or error. The answers of
-finished rows are not kept, so an equal row that comes later is computed again. Rows ordered by
-prefix put equal rows of a window next to each other, so that this is rare.
+At temperature 0, and with beam search, rows with the same key (``row_key``) have the same answer. A
+row follows an equal row that is in the engine: it waits, then takes the samples or the error of
+that row. The answers of finished rows are not kept, so an equal row that comes later is computed
+again. This is rare in prefix order, which puts equal rows of a window next to each other.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from batchinfer.engine.request import Completion, RequestStats
 from batchinfer.requests.requests import PromptRow
 
 MAX_WAITING = 4096
-"""Most rows that wait for equal rows: they are in memory, and millions may be equal. Further ones
-run; they are cheap, because their prompt is computed already."""
+"""Most rows that wait for equal rows, because waiting rows take memory, and millions may be equal.
+Further equal rows run, which is cheap, because their prompt is cached.
+"""
 
 
 class RequestDeduplicator:
-    """Leaders, which are in the engine, and their followers, which wait for the same answer."""
+    """Keeps leaders, which run in the engine, and followers, which wait for a leader's answer."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, list[PromptRow]] = {}
-        """Leaders, each with its followers in the order they came."""
+        """Each leader with its followers in the order in which they came, by row key."""
         self._by_leader: dict[int, list[PromptRow]] = {}
         """The same lists by the leader's row id."""
         self._num_waiting = 0
@@ -32,7 +33,8 @@ class RequestDeduplicator:
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
         """Return the rows that must run; the rest of ``rows`` waits for equal rows.
 
-        A follower does not run, so it does not reuse its leader's prompt: the next row does.
+        A leader's ``reused_prefix_len`` becomes that of its last follower, because followers do not
+        run.
         """
         leaders = [row for row in rows if not self.attach(row)]
         for row in leaders:
@@ -41,9 +43,9 @@ class RequestDeduplicator:
         return leaders
 
     def attach(self, row: PromptRow) -> bool:
-        """Make a row follow an equal row in the engine; returns True if it does, and must not run.
+        """Make a row follow an equal row in the engine; return True if it follows and must not run.
 
-        Otherwise later rows may follow it.
+        If the row follows no row, later rows may follow it.
         """
         if row.key is None or row.sampling is None or row.sampling.params.temperature > 0:
             return False
@@ -70,7 +72,7 @@ class RequestDeduplicator:
 
 
 def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Completion]:
-    """Return a leader's completions as those of its follower ``row``."""
+    """Return copies of a leader's completions for its follower ``row``."""
     return [
         replace(
             completion,
@@ -82,7 +84,7 @@ def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Compl
 
 
 def _without_work(stats: RequestStats) -> RequestStats:
-    """Return the stats of a follower: its prompt was cached, its times are its leader's."""
+    """Return the stats of a follower: a cached prompt, and the times of its leader."""
     if not stats.has_run:
         return stats
     return replace(

@@ -27,17 +27,17 @@ _WAIT_S = 0.1  # longest wait for rows before a look at ``stop``
 
 @dataclass(slots=True)
 class RowResult:
-    """A row and the completions of its requests so far; a row that cannot run has none."""
+    """A row and its completions so far; a row that cannot run has no completions."""
 
     row: PromptRow
     completions: list[Completion]
-    """In the order of the requests once all are finished."""
+    """Completions so far; in the order of the requests once all requests are finished."""
     num_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Finished rows and step of one turn of the loop, for the writing thread."""
+    """Finished rows and step statistics of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
     step: StepStats | None
@@ -50,28 +50,28 @@ class EngineLoop:
 
     engine: Engine | EncoderEngine
     task: LoadedTask
-    """Makes a row's requests, and further ones depending on their completions."""
+    """Makes a row's requests, and further requests that depend on their completions."""
     progress: Progress
     stop: Event
     max_waiting: int
-    """Most rows to queue in the engine, for it to look ahead."""
+    """Most rows to queue in the engine, so that the engine can look ahead."""
     admit: Callable[[list[int]], None]
     """Called with the ids of rows that are about to be given to the engine."""
 
     def __post_init__(self) -> None:
         self._deduplicator = RequestDeduplicator()
         self._taken = deque[PromptRow]()
-        """Rows for the engine, in order."""
+        """Rows to give to the engine, in order."""
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
         """Counts to report with the next step."""
         self.num_given = 0
-        """Rows given to the engine so far, including rows that cannot run."""
+        """Number of rows given to the engine so far, including rows that cannot run."""
 
     def run(
         self, rows: Prefetcher[list[PromptRow]], hand_over: Callable[[TurnResult], None]
     ) -> bool:
-        """Run ``rows``; returns True once all are finished, False if it was stopped before."""
+        """Run ``rows``; return True once all are finished, False if the run was stopped first."""
         complete = False
         while not complete and not self.stop.is_set():
             failed = self._feed(rows)
@@ -83,7 +83,7 @@ class EngineLoop:
         return complete
 
     def _feed(self, rows: Prefetcher[list[PromptRow]]) -> list[PromptRow]:
-        """Queue rows in the engine; returns the rows that cannot run."""
+        """Queue rows in the engine; return the rows that cannot run."""
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:
             idle = not self.engine.num_unfinished and not failed
@@ -141,7 +141,7 @@ class EngineLoop:
         return each * (request.params.beam_width or request.params.n)
 
     def _finished_by(self, completion: Completion) -> list[RowResult]:
-        """Return the row that this completion finishes, if any, and the equal rows that wait."""
+        """Return the row that a completion finishes, if any, and equal rows that wait for it."""
         row_id = completion.request.row_id
         result = self._in_flight[row_id]
         result.completions.append(completion)
@@ -160,7 +160,7 @@ class EngineLoop:
 
 
 def _drawn_tokens(completion: Completion) -> int:
-    """Return the tokens drawn for a request, including those of dropped beams."""
+    """Return the number of tokens drawn for a request, including tokens of dropped beams."""
     lengths = [len(output.token_ids) for output in completion.outputs]
     beams = completion.request.params.beam_width
     return beams * max(lengths, default=0) if beams else sum(lengths)

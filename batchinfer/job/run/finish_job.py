@@ -27,7 +27,7 @@ from batchinfer.job.stats.summary import write_summary
 
 
 def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -> ExitCode:
-    """End a run that has made its parts, and the job if no other process makes any."""
+    """End a run that has made its parts, and end the job if no other process makes parts."""
     if plan.options.role is not None and plan.options.role.has_launcher:
         return ExitCode.OK
     with plan.claim.ending(stop.is_set) as ending:
@@ -41,7 +41,7 @@ def end_run(plan: RunPlan, job: OutputJob, reporter: RunReporter, stop: Event) -
 
 
 def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
-    """Write the exports and statistics of the job, and ``_SUCCESS`` if few enough rows failed."""
+    """Write the exports and statistics of the job; write ``_SUCCESS`` if few enough rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if job.spec.output.format == "openai-batch":
@@ -99,7 +99,7 @@ def _lineage(
 
 
 def _nothing_selected(job: OutputJob) -> list[str]:
-    """Return a warning if the job has no rows, most often because of a mistake in the filter."""
+    """Return a warning for a job without rows, whose filter often has a mistake."""
     selection = job.spec.input
     if selection.limit == 0 or job.source.num_rows:
         return []
@@ -110,7 +110,7 @@ def _nothing_selected(job: OutputJob) -> list[str]:
 
 
 def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
-    """Return the record of a made part, whose file must be unchanged since.
+    """Return the record of a part, and check that its file has not changed since.
 
     Raises:
         DataError: the part was damaged, or its record is missing.

@@ -1,7 +1,7 @@
-"""Rows with missing or duplicate ids, found once for a job and stored with its output.
+"""Finds rows with missing or duplicate ids once for a job, and stores them with its output.
 
 ``_batchinfer/bad_ids.parquet`` holds their row ids, so that later runs need not read all ids again.
-If it is missing, damaged or of another input, a run finds the same rows in the input.
+If the file is missing, damaged or of another input, a run finds the rows in the input again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KEY = b"batchinfer.ids_of"
 
 
 def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
-    """Return the job with its rows of bad ids, which end as errors.
+    """Return the job with its rows that have bad ids; these rows end as errors.
 
     Args:
-        reads_stored: use the stored rows if they are of this job's input.
+        reads_stored: True to use the stored rows if they are of this job's input.
 
     Raises:
         DataError: the ids cannot be read, or have a type that ids cannot have.
@@ -41,7 +41,7 @@ def store_id_errors(job: OutputJob) -> None:
     """Store the rows with bad ids, unless they are stored already.
 
     Raises:
-        StorageError: they cannot be written.
+        StorageError: the rows cannot be written.
     """
     bad = job.source.bad_ids
     if bad is None or _stored(job, bad.column) is not None:
@@ -51,7 +51,7 @@ def store_id_errors(job: OutputJob) -> None:
 
 
 def _stored(job: OutputJob, column: str) -> BadIds | None:
-    """Return the stored rows; None if there are none of this input."""
+    """Return the stored rows; None if no rows of this input are stored."""
     try:
         table = job.out.read_table(job.out.bad_ids)
         if (table.schema.metadata or {}).get(_KEY) != _input_key(job):

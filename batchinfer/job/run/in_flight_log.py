@@ -1,4 +1,4 @@
-"""Log of the rows in flight: ``claims/crashes.py`` reads it after the process has died."""
+"""Logs the rows in flight; ``claims/crashes.py`` reads the log after the process has died."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from batchinfer.job.storage.filesystem import storage_errors
 
 
 class InFlightLog:
-    """The log of the rows in flight, one of which may kill the process.
+    """Writes the log of the rows in flight, so that later runs find a row that kills the process.
 
-    Its methods raise StorageError if the log cannot be written.
+    The methods raise StorageError if the log cannot be written.
     """
 
     def __init__(self, out: OutputDir, run_id: str) -> None:
         self.at_once = False
-        """True to have each row in the store before it runs, not some seconds later."""
+        """True to write each row to the store before the row runs, not seconds later."""
         self._files = out.files
         self._path = out.in_flight / run_id
         with storage_errors(self._path):
@@ -35,7 +35,7 @@ class InFlightLog:
 
     @contextmanager
     def making(self, row_ids: Sequence[int]) -> Iterator[None]:
-        """Log rows as in flight while they are made into prompts."""
+        """Log rows as in flight while their prompts are built."""
         rows = np.array(row_ids, dtype=LOG_ENTRY)
         self._write(rows)
         yield
@@ -51,9 +51,9 @@ class InFlightLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the log, and delete it if the run ended in order or with a ``JobError``.
+        """Close the log; delete it if the run ended normally or with a ``JobError``.
 
-        The error of the run, if there is one, is more important than an error here.
+        If the run failed, ignore errors of storage, because the run's error is more important.
         """
         with suppress(StorageError) if kind else nullcontext():
             with storage_errors(self._path):

@@ -1,6 +1,7 @@
-"""Prometheus metrics of a run: on a port while it runs, or in a file for the node exporter.
+"""Prometheus metrics of a run, on a port while it runs or in a file for the node exporter.
 
-Names follow prometheus.io/docs/practices/naming: counters end in ``_total``, units are seconds.
+Names follow prometheus.io/docs/practices/naming: counters end in ``_total``, and times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COUNTERS = {
     "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, including recomputed ones."),
     "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
 }
-"""For each metric: the field of ``Counts``, and the description."""
+"""Field of ``Counts`` and description, by metric."""
 _OF_STEP = {
     "kv_blocks": ("kv_blocks_total", "KV blocks of the pool."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks of unfinished sequences."),
@@ -39,7 +40,7 @@ _OF_STEP = {
     "sequences_running": ("num_running", "Sequences with KV blocks."),
     "sequences_waiting": ("num_waiting", "Sequences in the queue."),
 }
-"""For each metric: the field of ``StepStats``, and the description."""
+"""Field of ``StepStats`` and description, by metric."""
 
 
 def serve_metrics(
@@ -48,7 +49,7 @@ def serve_metrics(
     """Serve metrics of a run, or write them to a file, while the context is entered.
 
     Args:
-        where: a port of this machine, ``host:port``, or a file; None: no metrics.
+        where: a port of this machine, ``host:port``, or a file; None for no metrics.
 
     Raises:
         UsageError: the port is invalid or taken, or prometheus_client is not installed.
@@ -125,7 +126,7 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
 
 
 class _Collector:
-    """Collects the metrics at each request."""
+    """Collects the metrics whenever Prometheus asks for them."""
 
     def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched

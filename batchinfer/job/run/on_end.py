@@ -33,7 +33,7 @@ _OUTCOMES = {
 _STDERR = 2
 _CHUNK = 1 << 16
 _COPY_S = 1.0
-"""Time to copy the last output of a command; its child processes may print for longer."""
+"""Seconds to copy the last output of a command, whose child processes may print longer."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class RunEnd:
     output: str
     """The output directory, or its URL."""
     summary: str | None
-    """Path of ``summary.json``; None: the job has not ended."""
+    """Path of ``summary.json``; None if the job has not ended."""
     rows: Mapping[str, int] | None
     """``total``, ``finished`` and ``error`` over all runs. If this run was stopped or failed,
-    ``error`` counts this run alone. None: the counts are not known yet."""
+    ``error`` counts only this run's rows. None if the counts are not known yet.
+    """
     error: str | None
     """The error of a run that failed."""
 
@@ -61,8 +62,8 @@ def notify_on_end(
 ) -> Iterator[Callable[[ExitCode], None]]:
     """Send the notification of ``on_end`` once the run in this context has ended.
 
-    A run that finds nothing to do sends none. Of several processes that share a job, only the one
-    that ends the job sends one.
+    A run that finds nothing to do sends no notification. If several processes share a job, only the
+    process that ends the job sends it.
 
     Args:
         alone: True if no other process works on the job.
@@ -111,7 +112,7 @@ def _run_end(
 
 
 def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
-    """Send the notification; a failure is shown, and changes nothing else."""
+    """Send the notification; show a failure, but let it change nothing else."""
     message = json.dumps(asdict(end)).encode()
     if target.webhook is not None:
         problem = _within_limit(partial(_post, target.webhook, message))
@@ -122,7 +123,7 @@ def _send(target: OnEndSpec, end: RunEnd, display: Display) -> None:
 
 
 def _within_limit(call: Callable[[], str | None]) -> str | None:
-    """Return the problem of a call, which is abandoned if it takes too long."""
+    """Return the problem of a call; abandon the call if it takes too long."""
     problems: list[str | None] = []
     thread = Thread(target=lambda: problems.append(call()), daemon=True)
     thread.start()
@@ -131,7 +132,7 @@ def _within_limit(call: Callable[[], str | None]) -> str | None:
 
 
 def _post(url: str, message: bytes) -> str | None:
-    """Post a message; returns the problem, without the URL, which may be a secret."""
+    """Post a message; return the problem without the URL, which may be a secret."""
     place, credentials = _split_credentials(url)
     headers = {"Content-Type": "application/json", "User-Agent": "batchinfer"}
     try:
@@ -150,7 +151,7 @@ def _post(url: str, message: bytes) -> str | None:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """Return a URL without user and password, and those in base64; urllib cannot use them there."""
+    """Split user and password, in base64, from a URL, because urllib cannot use them in a URL."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:
@@ -160,14 +161,14 @@ def _split_credentials(url: str) -> tuple[str, str | None]:
 
 
 def _problem(reason: object) -> str:
-    """Return the system's words for its errors, and only the type of other errors."""
+    """Return the system's message for an OSError, and only the type of other errors."""
     if isinstance(reason, OSError) and reason.strerror:
         return str(reason.strerror)
     return f"it failed ({type(reason).__name__})"
 
 
 def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
-    """Run a command with a message on its stdin; returns the problem.
+    """Run a command with a message on its stdin; return the problem, if any.
 
     The beginning of the command's output goes to stderr.
     """
@@ -195,7 +196,7 @@ def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
 
 
 def _copy_to_stderr(printed: int) -> None:
-    """Copy the first bytes of a command's output to stderr, and say how many are left out."""
+    """Copy the first bytes of a command's output to stderr, and print how many are left out."""
     room, num_left_out = MOST_OUTPUT, 0
     with os.fdopen(printed, "rb", buffering=0) as stream, suppress(OSError):
         while data := stream.read(_CHUNK):

@@ -7,12 +7,12 @@
     writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
                  TokenUpdate -> TokenFiles        every few seconds
 
-On its way a row is first a ``Row`` of values, then a ``PromptRow``, a ``Request``, a
-``RequestState`` with its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
+A row becomes in turn a ``Row`` of values, a ``PromptRow``, a ``Request``, a ``RequestState`` with
+its sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
-Bounded queues between the threads apply backpressure. Two windows are in memory: the one whose rows
-run, and the next one. The parts come from a ``PartQueue``, some at a time: rows of the next parts
-are read while rows of the last ones still run, so that the engine never drains.
+Bounded queues between the threads apply backpressure. Two windows are in memory: the window whose
+rows run, and the next window. The parts come from a ``PartQueue``, a few at a time. Rows of the
+next parts are read while rows of earlier parts still run, so that the engine never drains.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from batchinfer.requests.requests import PromptRow
 _WRITES_DUE = 64  # most turns of the engine's loop that the writing thread is behind
 _POLL_S = 0.02
 CRASHED = RowError("crashed_engine", "the process died twice while this row ran alone")
-"""The error of a row that is given up."""
+"""Error of a row that is given up."""
 
 _ToWrite = TurnResult | FoundRows | TokenUpdate | PartsToMake
 
@@ -74,8 +74,8 @@ def run_pipeline(
     Args:
         loaded: the job's model; None if no row has to run.
         progress: shows finished rows.
-        stop: when set, the running step is the last.
-        reuse: finds rows that need not run, because another output holds them.
+        stop: event after which no more steps run.
+        reuse: finds rows that need not run because another output holds them.
 
     Returns:
         True if all parts were made.
@@ -119,7 +119,7 @@ def _flushed_on_exit(recorder: Recorder, writers: _PartWriters) -> Iterator[None
 
 
 class _PartWriters:
-    """The part writers of a run, one for each claim with unwritten parts."""
+    """Holds the part writers of a run, one for each claim with unwritten parts."""
 
     def __init__(
         self, job: OutputJob, queue: PartQueue, recorder: Recorder, progress: Progress
@@ -157,7 +157,7 @@ class _PartWriters:
         self._of(row.values["row_id"]).add(row)
 
     def add_table(self, rows: pa.Table) -> None:
-        """Take finished rows of one claim."""
+        """Add finished rows of one claim."""
         if rows.num_rows:
             self._of(rows["row_id"][0].as_py()).add_table(rows)
 
@@ -197,16 +197,16 @@ class RowPipeline:
     def __post_init__(self) -> None:
         self._tokens = TokensInFlight(self.job.out.files.flush_every_s, self.progress, {})
         self._waiting: PartsToMake | None = None
-        """The next claim, until its rows are read."""
+        """The next claim, until the pipeline reads its rows."""
         self._num_coming = 0
-        """Rows to run of all claims so far."""
+        """Number of rows to run of all claims so far."""
         self._num_given = 0
-        """Rows among them that earlier loops have given to the engine."""
+        """Number of these rows that earlier loops have given to the engine."""
 
     def run(self) -> bool:
-        """Make all parts of the queue; False if it was stopped before.
+        """Make all parts of the queue; return False if the run was stopped first.
 
-        Rows that are suspected of crashes run in groups, with nothing else in the engine.
+        Rows suspected of crashes run in groups, with nothing else in the engine.
         """
         while not self.stop.is_set():
             if self._waiting is None:
@@ -255,7 +255,7 @@ class RowPipeline:
     def _run_rows(
         self, claims_of: Callable[..., Iterator[tuple[PartsToMake, Sequence[range]]]]
     ) -> bool:
-        """Run the rows of some claims; returns True if they are all finished."""
+        """Run the rows of some claims; return True if all rows are finished."""
         spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
         # The engine keeps its rows, so with a shared queue it takes fewer.
@@ -299,7 +299,7 @@ class RowPipeline:
         return complete and not cut_short.is_set()
 
     def _write(self, finished: _ToWrite) -> bool:
-        """Write finished rows or tokens; returns False if that was cut short."""
+        """Write finished rows or tokens; return False if writing was cut short."""
         match finished:
             case FoundRows():
                 return self._copy(finished)
@@ -321,7 +321,7 @@ class RowPipeline:
         return True
 
     def _copy(self, found: FoundRows) -> bool:
-        """Write rows whose answers another output holds; returns False if it was stopped before."""
+        """Copy rows whose answers another output holds; return False if the run was stopped first."""
         assert self.reuse is not None
         for table in self.reuse.copied(found):
             if self.stop.is_set():
@@ -393,7 +393,7 @@ def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
 def file_metadata(job: OutputJob) -> dict[str, str]:
     """Return the key-value metadata of every part: the facts that decide its content.
 
-    They contain no times or places: of a model in a folder, they have the folder's name alone.
+    They contain no times and no paths; for a model in a folder, they name only the folder.
     """
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

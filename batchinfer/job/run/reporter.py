@@ -1,4 +1,4 @@
-"""The messages, the summary and the report of a run."""
+"""Shows the messages, the summary and the report of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
-"""Writes the report, and returns True if it did; its second argument takes warnings."""
+"""Writes the report, and returns True if it was written; the second argument gets warnings."""
 _MAX_DAMAGE_LINES = 5
 _AGAIN = {
     False: "the same command again",
@@ -134,15 +134,15 @@ class RunReporter:
     """Shows the messages of a run, and writes its report."""
 
     watched: WatchedRun
-    """The progress of the run, for other displays of it."""
+    """The progress of the run, for other displays."""
     display: Display
     as_json: bool = False
     """Print ``summary.json``, and nothing else, to stdout."""
     report: Report | None = None
-    """None: the run writes no report."""
+    """Writes the report; None if the run writes no report."""
 
     def nothing_to_do(self, out: OutputDir, reason: str, *, is_finished: bool) -> None:
-        """Say why the run does nothing; as JSON, print the summary of a finished job."""
+        """Say why the run does nothing; with ``as_json``, print the summary of a finished job."""
         self.display.say("nothing_to_do", reason, is_result=True, output=str(out.root))
         if self.as_json and is_finished:
             print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
@@ -154,7 +154,7 @@ class RunReporter:
             self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
-        """Name damaged files, which are made again, with their problems."""
+        """Name the damaged files, which are made again, with their problems."""
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
             line = f"{name} is made again: {problem}"
             self.display.say("damaged_file", line, "warning", file=name, problem=problem)
@@ -178,13 +178,13 @@ class RunReporter:
                 self.display.say("other_kernels", line, "warning")
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
-        """Say that the run was interrupted. It writes no report, as it has only seconds to end."""
+        """Say that the run was interrupted. The run has no time left to write a report."""
         self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to resume", "error")
         place = shlex.quote(printable(str(out.root)))
         self.display.say("see_report", f"batchinfer report {place} shows its progress")
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
-        """Say that this process has made its parts, and that another one ends the job."""
+        """Say that this process has made its parts, and that another process ends the job."""
         left = f"left to other processes: {counted(others_left, 'part')}"
         if not others_left:
             left = "another process has ended the job"

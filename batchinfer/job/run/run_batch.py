@@ -1,7 +1,7 @@
-"""``batchinfer run-batch``: answers an OpenAI batch file, as a job.
+"""``batchinfer run-batch``: runs a job that answers an OpenAI batch file.
 
 The output directory of the job is next to the output file, or in the current folder if the output
-is a pipe. Its ``openai/`` holds answers and errors in separate files.
+is a pipe. The folder ``openai/`` in it holds answers and errors in separate files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 _TO_THE_END = 2**31 - 1
-"""``max_tokens`` of requests that set none: all that fits after the prompt."""
+"""``max_tokens`` of a request that sets no limit: as many tokens as fit after the prompt."""
 
 
 def batch_job(options: BatchOptions) -> JobSpec:
@@ -63,7 +63,7 @@ def state_directory(options: BatchOptions) -> str:
 
 
 def _keys(options: BatchOptions) -> dict[str, Any]:
-    """Return the job as the keys of a job file."""
+    """Return the keys of the job's file."""
     prompt = {
         "chat_template": options.chat_template,
         "chat_template_kwargs": options.chat_template_kwargs(),
@@ -90,7 +90,7 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
 
 
 def _task(options: BatchOptions) -> dict[str, Any]:
-    """Return the keys of the task, which depends on the first request's URL."""
+    """Return the keys that set the task, from the first request's URL."""
     url = first_url(options.input_file)
     if url == EMBEDDINGS:
         return {"task": EMBED.name}
@@ -117,7 +117,7 @@ def run_batch(options: BatchOptions) -> ExitCode:
     """Answer a batch file, or resume a run that was interrupted.
 
     Raises:
-        JobError: as ``run_job``.
+        JobError: see ``run_job``.
     """
     job, output = batch_job(options), _output_file(options)
     is_open = is_open_file(output)

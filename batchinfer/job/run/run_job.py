@@ -37,11 +37,11 @@ from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.process.process import gc_paused, stop_signals
 
 _ATTENTION = "attention"
-"""Key of the attention kernel in ``EngineContext.kernels``, which depends on the machine alone."""
+"""Key in ``EngineContext.kernels`` of the attention kernel, which depends only on the machine."""
 
 
 class RunFleet(Protocol):
-    """``run_pipeline`` with several workers, each in a process of its own."""
+    """Runs a job like ``run_pipeline``, but with several workers, each in its own process."""
 
     def __call__(
         self,
@@ -52,11 +52,11 @@ class RunFleet(Protocol):
         stop: Event,
         on_begin: Callable[[], None],
     ) -> bool:
-        """Make the unfinished parts; returns True if all are made.
+        """Make the unfinished parts; return True if all are made.
 
         Args:
             job: the job, as workers open it.
-            role: has the shard whose parts they make.
+            role: has the shard whose parts the workers make.
             on_begin: called when rows begin to run.
         """
         ...
@@ -80,24 +80,24 @@ def run_job(
 ) -> ExitCode:
     """Run or resume a job, and write its output directory.
 
-    Everything that can be checked without a model is checked before the model is loaded, and output
-    that is overwritten is deleted after that.
+    The run checks as much as it can before it loads the model. It deletes output that it overwrites
+    only after the model is loaded.
 
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
-        retry_errors: run failed rows again; if the job or input has changed, update the output.
-        update: if the job or input has changed, make a new output next to the present one, and
-            replace that once the new one is made.
-        role: the task of one of several processes; the last one to end ends the job.
+        retry_errors: run failed rows again; also update the output if the job or input has changed.
+        update: if the job or input has changed, make a new output, and replace the present output
+            once the new output is complete.
+        role: the task of one of several processes; the last process to end ends the job.
         quiet: print errors only.
         as_json: print the summary as JSON.
-        build: makes the engine; None: ``batchinfer.builders.engine.build_engine``.
-        report: writes ``report.html`` at the end of the job; None: there is no report.
+        build: makes the engine; None for ``batchinfer.builders.engine.build_engine``.
+        report: writes ``report.html`` at the end of the job; None for no report.
         combined_output: a file for all lines of OpenAI's output and error files, if
-            ``output.format`` is theirs.
-        fleet: runs the job on several workers; None: it runs in this process.
-        display: shows the progress; None: as text on this process's terminal.
-        metrics: a port, ``host:port`` or a file for Prometheus metrics; None: no metrics.
+            ``output.format`` is ``openai``.
+        fleet: runs the job on several workers; None to run it in this process.
+        display: shows the progress; None for text on this process's terminal.
+        metrics: a port, ``host:port`` or a file for Prometheus metrics; None for no metrics.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -140,7 +140,7 @@ def _write_live_status(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
 def _make_parts(
     plan: RunPlan, reporter: RunReporter, build: BuildEngine | None, fleet: RunFleet | None
 ) -> ExitCode:
-    """Make the unfinished parts, then end the run; INTERRUPTED if not all parts are made."""
+    """Make the unfinished parts, then end the run; return INTERRUPTED if parts are left."""
     job, resume = plan.job, plan.resume
     if not resume.todo:
         with stop_signals() as stop:
@@ -193,7 +193,7 @@ def _make_parts(
 
 
 def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
-    """Count the rows in some ranges, each of one part, by the index of the part."""
+    """Count the rows of ranges by the index of their part; each range is within one part."""
     first_rows = [part.rows.start for part in job.manifest.parts()]
     counts = Counter[int]()
     for rows in missing:
@@ -204,7 +204,8 @@ def _missing_rows(job: OutputJob, missing: Sequence[range]) -> Counter[int]:
 def _as_workers_see(plan: RunPlan, job: OutputJob) -> OutputJob:
     """Return the job with the output that each worker opens by itself.
 
-    For an update that is the next generation, which reuses the rows of the outputs it replaces.
+    In an update, workers open the next generation, which reuses rows of the outputs that it
+    replaces.
     """
     output = job.spec.output
     changes: dict[str, object] = {"if_exists": "overwrite"} if plan.options.overwrites else {}
@@ -220,8 +221,8 @@ def _load_model(
 ) -> LoadedJob:
     """Load the model with the kernels of the job, then delete output that is overwritten.
 
-    The first process to load the model notes its kernels. A process that finds another one's note
-    by then loads its model again.
+    The first process to load the model notes its kernels. A process that finds another process's
+    note after loading loads its model again with the noted kernels.
     """
     build = build or _default_builder()
     loaded = _load(job, build, plan.kernels)

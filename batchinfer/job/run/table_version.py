@@ -1,4 +1,4 @@
-"""The version of a table that a run reads: the latest, or the one its output was begun with."""
+"""Chooses the version of a table to read: the latest, or the version that the output began with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def at_version(
 ) -> JobSpec:
     """Return the job with the version of its table that a run without ``--update`` reads.
 
-    That is the version of an unfinished update, or else the version that the output was begun with,
-    until the job has ended. With ``--retry-errors`` a run keeps that version afterwards too, unless
-    the latest version has the same number of rows: then failed rows may have been corrected.
+    If an update is unfinished, the run reads the version of the update. Otherwise it reads the
+    version that the output began with, until the job has ended. With ``--retry-errors`` it keeps
+    this version after the end too, unless the latest version has the same number of rows: somebody
+    may have corrected failed rows.
 
     Args:
-        planned: the plan of the output in ``out``, if there is one.
+        planned: the plan of the output in ``out``; None if there is no plan.
         retry_errors: True if failed rows run again.
 
     Raises:
@@ -47,7 +48,7 @@ def at_version(
 
 
 def _of_begun_update(spec: JobSpec, out: OutputDir) -> JobSpec | None:
-    """Return the job at the version of an update that was begun for it, if there is one."""
+    """Return the job at the version of its unfinished update, if there is one."""
     for path in out.files.entries(out.next):
         with suppress(JobError):
             plan = stored_manifest(out.generation(path.name))
@@ -76,7 +77,7 @@ def _at(spec: JobSpec, version: int) -> JobSpec:
 
 
 def _finds_again(pinned: JobSpec, planned: Manifest) -> bool:
-    """Return True if a table with another path is the planned one, moved."""
+    """Return True if a table is the planned table, moved to another path."""
     with suppress(JobError):
         source = identified(open_input(pinned), planned)
         return have_common_files(planned.inputs, source.files)

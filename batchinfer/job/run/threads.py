@@ -1,4 +1,4 @@
-"""Threads for work before and after the engine's loop, and for work that is repeated."""
+"""Threads that work before and after the engine's loop, and a thread that repeats work."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class Prefetcher(Generic[T]):
     Args:
         items: the iterable.
         depth: most items ahead.
-        starved: set while the consumer finds no item, so that ``items`` can hurry.
+        starved: event that is set while the consumer finds no item, so that ``items`` can hurry.
     """
 
     def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
         self._queue: Queue[T] = Queue()
         self._room = Semaphore(depth)
-        """Counts the items that may be made before the consumer takes one."""
+        """Counts the items that may be made before the consumer takes an item."""
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
         self._filled = Event()
-        """Set once there has been an item, or there will be none."""
+        """Set once there is a first item, or ``items`` has ended."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
         self._thread.start()
 
     def take(self, timeout_s: float) -> T | None:
-        """Return the next item; None if none comes within the time, or none is left.
+        """Return the next item; None if no item comes in time or no item is left.
 
         Raises:
-            BaseException: the iterable's error, once the items before it are taken and the consumer
+            BaseException: the iterable's error, once all earlier items are taken and the consumer
                 waits for more (``timeout_s`` over 0).
         """
         waits = timeout_s > 0
@@ -73,7 +73,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread and wait for it; the remaining items are dropped."""
+        """Stop the thread and wait for it; drop the remaining items."""
         self._closed.set()
         self._thread.join()
 
@@ -92,7 +92,7 @@ class Prefetcher(Generic[T]):
             self._filled.set()
 
     def _has_room(self) -> bool:
-        """Wait until another item may be made; returns False if none is wanted any more."""
+        """Wait until another item may be made; return False once no more items are wanted."""
         while not self._closed.is_set():
             if self._room.acquire(timeout=_POLL_S):
                 return True
@@ -100,7 +100,7 @@ class Prefetcher(Generic[T]):
 
 
 class Repeater:
-    """Calls ``action`` in a thread every ``every_s`` seconds, the first time after that time."""
+    """Calls ``action`` in a thread every ``every_s`` seconds, first after ``every_s`` seconds."""
 
     def __init__(self, action: Callable[[], None], every_s: float) -> None:
         self._action = action
@@ -122,7 +122,7 @@ class Repeater:
 
 
 class BackgroundConsumer(Generic[T]):
-    """Calls ``consume`` with each item in a thread; ``put`` waits while ``depth`` items are due."""
+    """Calls ``consume`` on each item in a thread; ``put`` waits while the queue is full."""
 
     def __init__(self, consume: Callable[[T], None], depth: int) -> None:
         self._consume = consume
@@ -147,7 +147,7 @@ class BackgroundConsumer(Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Consume the remaining items and end the thread; raise the error of ``consume``.
 
-        An error that is leaving the context already goes first.
+        An error that already leaves the context takes precedence.
         """
         self._offer(None)
         self._thread.join()

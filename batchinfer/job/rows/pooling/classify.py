@@ -1,4 +1,4 @@
-"""``task: classify``: labels and scores, from a pooled hidden state."""
+"""``task: classify``: computes labels and scores from a pooled hidden state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TYPES: Mapping[str, pa.DataType] = {
 
 
 def classification(hidden_state: npt.NDArray[np.float32], classifier: Classifier) -> dict[str, Any]:
-    """The results of a row: the scores of all labels, and the label with the highest."""
+    """Return a row's results: the scores of all labels, and the label with the highest score."""
     scores = classifier(hidden_state)
     best = int(scores.argmax())
     every = zip(classifier.labels, scores.tolist(), strict=True)
@@ -119,7 +119,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The highest label and its score."""
+    """Return the label with the highest score, and the score."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     if row["label"] is None:
         return None, facts

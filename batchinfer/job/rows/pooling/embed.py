@@ -1,4 +1,4 @@
-"""``task: embed``: a vector for each row, from the hidden states of its prompt."""
+"""``task: embed``: computes a vector for each row from the hidden states of its prompt."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _runner(job: JobSpec) -> Runner:
 
 
 def checked_modules(job: JobSpec) -> EmbeddingModules:
-    """The modules of a job's model, checked against the job's keys.
+    """Return the modules of a job's model, checked against the job's keys.
 
     Raises:
-        ModelError: they cannot be read, or are not supported.
-        UsageError: names the key that contradicts them.
+        ModelError: the modules cannot be read, or are not supported. UsageError: a key of the job
+            contradicts the modules.
     """
     modules = read_embedding_modules(job.model.name, job.model.revision)
     config, prompt = _config(job), job.prompt
@@ -106,7 +106,7 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The embedding's first numbers."""
+    """Return the embedding's first numbers as text."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     values = row["embedding"]
     if values is None:

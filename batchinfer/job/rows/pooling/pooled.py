@@ -37,7 +37,7 @@ class Pooled(LoadedTask):
     Args:
         failed_results: the results of a row that failed.
         include: ``output.include``.
-        pooling: as ``Request.pooling``.
+        pooling: see ``Request.pooling``.
     """
 
     def __init__(
@@ -83,13 +83,12 @@ def plain_prompts(
     most_tokens: int | None = None,
     **others: Any,
 ) -> Builder:
-    """A prompt builder that takes texts as they are, without a chat template unless they are
-    ``messages``.
+    """Return a prompt builder that applies a chat template only to ``messages``, not to texts.
 
     Args:
-        prefix: put before texts.
-        pools_prefix: whether the tokens of the prefix are pooled too.
-        most_tokens: maximum tokens of a prompt; None: the model's maximum.
+        prefix: text to put before each text.
+        pools_prefix: True to pool the tokens of the prefix too.
+        most_tokens: maximum tokens of a prompt; None for the model's maximum.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
@@ -105,10 +104,10 @@ def plain_prompts(
 
 
 class _PrefixedPrompts:
-    """A builder that puts ``prefix`` before texts, but not before token ids or conversations.
+    """Builds prompts with ``prefix`` before texts, but not before token ids or conversations.
 
     Args:
-        unpooled: number of tokens at the beginning of such a text that are not pooled.
+        unpooled: number of tokens at the beginning of a text that are not pooled.
     """
 
     def __init__(self, prompts: PromptBuilder, prefix: str, unpooled: int = 0) -> None:
@@ -146,8 +145,9 @@ def _begins_with_it(item: Rendered) -> TypeGuard[RenderedText]:
 
 
 def _num_prefix_tokens(tokenizer: Tokenizer, prefix: str) -> int:
-    """Number of tokens of a prefix, with special tokens before it, as sentence-transformers counts
-    them (base/modules/transformer.py, ``_get_prompt_length``)."""
+    """Count the tokens of a prefix and of special tokens before it, as sentence-transformers does
+    (base/modules/transformer.py, ``_get_prompt_length``).
+    """
     (ids,) = tokenizer.encode_batch([prefix], add_special_tokens=True, parse_special_tokens=True)
     ends = len(ids) > 0 and tokenizer.num_control_ids(ids[-1:]) > 0
     return len(ids) - ends
