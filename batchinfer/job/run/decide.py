@@ -164,7 +164,7 @@ def decide(
 def _open_output_job(
     spec: JobSpec, out: OutputDir, options: RunOptions, combined_output: PurePath | None
 ) -> OutputJob:
-    """Open the job's data, a table at the latest version or the version that its output began with."""
+    """Open the job's data; a table at the latest version, or at the version that the output has."""
     partitioned.refuse_foreign(out, spec.output.partition_by)
     planned: Manifest | None = None
     with suppress(DataError):

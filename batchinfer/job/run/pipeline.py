@@ -321,7 +321,7 @@ class RowPipeline:
         return True
 
     def _copy(self, found: FoundRows) -> bool:
-        """Copy rows whose answers another output holds; return False if the run was stopped first."""
+        """Copy rows that another output holds; return False if the run was stopped first."""
         assert self.reuse is not None
         for table in self.reuse.copied(found):
             if self.stop.is_set():
