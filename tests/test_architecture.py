@@ -219,7 +219,7 @@ ROOMS = [
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
     Room(
         "job.rows",
-        "Turns rows into requests, and completions into output rows, and chooses the order of rows.",
+        "Turns rows into requests and completions into output rows, and chooses the order of rows.",
         (
             *("config", "errors", "console", "engine", "text", "pooling"),
             *("requests", "job"),

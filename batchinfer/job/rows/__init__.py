@@ -1,4 +1,4 @@
-"""Turns rows into requests, and completions into output rows, and chooses the order of rows.
+"""Turns rows into requests and completions into output rows, and chooses the order of rows.
 
 ``reader`` makes prompts from rows, and ``window`` orders them. ``tasks`` lists the tasks, such as
 ``generate`` and ``score``; a task makes requests and gets their completions. ``finished_row`` makes
