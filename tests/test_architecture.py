@@ -207,7 +207,7 @@ ROOMS = [
     ),
     Room(
         "job.spec",
-        "The job file: read, checked, described to editors.",
+        "The job file: reads and checks it, and describes it to editors.",
         ("config", "errors", "near_names", "console", "text", "job.storage", "job.input"),
     ),
     Room(
@@ -252,12 +252,12 @@ ROOMS = [
     ),
     Room(
         "job.stats",
-        "Records of runs, and the numbers and status of a job.",
+        "Records of runs, and the summary and status of a job.",
         ("errors", "process", "console", "engine", "text", "builders", "job"),
     ),
     Room(
         "job.tokens",
-        "Tokens in flight: output of unfinished rows, kept on disk for the next run.",
+        "Tokens in flight: keeps the output of unfinished rows on disk for the next run.",
         ("errors", "console", "engine", "protocols", "job"),
     ),
     Room(

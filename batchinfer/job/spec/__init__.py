@@ -1,4 +1,4 @@
-"""The job file: read, checked, described to editors.
+"""The job file: reads and checks it, and describes it to editors.
 
 May import: config, errors, near_names, console, text, job.storage, job.input.
 """

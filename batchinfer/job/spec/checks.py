@@ -1,4 +1,4 @@
-"""Checks a job's keys against each other and the disk, before data or model are read."""
+"""Checks a job's keys against each other and the disk, before data or a model is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
     """Check the keys of ``spec``, which was read from ``document``.
 
     Raises:
-        UsageError: names the file, the line and the key.
+        UsageError: a key is wrong; the message names the file, the line and the key.
     """
     for place in spec.input.paths:
         _check_output_place(spec.output.path, place, document)
@@ -64,7 +64,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
 
 @contextmanager
 def _errors_at(key: KeyPath, document: JobDocument, *, names_key: bool = False) -> Generator[None]:
-    """Add the line of ``key`` to errors raised inside, and the key itself unless ``names_key``."""
+    """Add the line of ``key`` to errors raised inside; also add the key unless ``names_key``."""
     try:
         yield
     except (UsageError, ValueError) as error:
@@ -111,14 +111,14 @@ def _resolved(path: str) -> PurePath:
 
 
 def _fixed_part(path: str) -> str:
-    """``path`` itself, or the folder that holds all matches of a glob."""
+    """Return ``path``, or for a glob the folder that holds all matches."""
     if os.path.lexists(path) or not glob.has_magic(path):
         return path
     return str(fixed_part(StorePath(path) if is_url(path) else PurePosixPath(path)))
 
 
 def _would_match(pattern: str, output: str) -> bool:
-    """True if ``pattern`` matches files that the job writes to ``output``."""
+    """Return True if ``pattern`` matches files that the job writes to ``output``."""
     wanted, written = Path(pattern).parts, Path(output, *_WRITTEN).parts
     if "**" in wanted:
         return fnmatchcase(written[-1], wanted[-1])

@@ -12,7 +12,7 @@ from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plai
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
-"""Sections that may be written as the value of their only required key."""
+"""Sections that a job file may give as the value of their only required key."""
 _JINJA = ("{{", "{%", "{#")
 
 
@@ -20,7 +20,7 @@ class JobDocument:
     """Nested data with the origin of each key: a line of a file, or a command-line option.
 
     Shorthands (``model: NAME``, ``input: PATH``) and other tools' names for sampling keys are
-    replaced by the full form, so that options and checks see only that.
+    replaced by the full form, so that options and checks see only the full form.
     """
 
     def __init__(self, text: YamlText, source: str) -> None:
@@ -46,7 +46,7 @@ class JobDocument:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """True if ``path`` has a value, which may be null."""
+        """Return True if ``path`` has a value, which may be null."""
         return self.get(path, _MISSING) is not _MISSING
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
@@ -69,13 +69,13 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str, option: str = "") -> None:
-        """Apply ``a.b=value`` from ``--set``, or from another ``option`` that stands for it.
+        """Apply ``a.b=value`` from ``--set``, or from an ``option`` that means the same.
 
         The value is YAML, with lists and mappings in brackets. A value without quotes or brackets
         is one scalar: ``a: b``, ``# c`` and ``{{ d }}`` are strings.
 
         Raises:
-            UsageError: it is not an assignment, or the value is empty.
+            UsageError: the text is not an assignment, or its value is empty.
         """
         keys, equals, value = assignment.partition("=")
         shown = f"{keys}=\N{HORIZONTAL ELLIPSIS}" if keys.startswith("on_end") else assignment

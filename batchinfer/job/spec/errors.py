@@ -39,7 +39,7 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "{le} or less",
     "greater_than": "more than {gt:g}",
 }
-"""Descriptions of valid values by pydantic's error type, with fields of the error's context."""
+"""Descriptions of valid values by pydantic's error type; braces name fields of its context."""
 _LIKE = {
     "model": "Qwen/Qwen3-0.6B",
     "input": "prompts.parquet",
@@ -88,8 +88,8 @@ class _Problem:
 def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
     """Combine the errors of each key, because pydantic reports each branch of a union.
 
-    Errors of a value are dropped if keys inside it have errors. A misspelled required key is not
-    also reported as missing.
+    If keys inside a value have errors, the errors of the value itself are dropped. A misspelled
+    required key is not reported as missing too.
     """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:
@@ -143,7 +143,7 @@ def expectation(detail: ErrorDetails) -> str:
 
 
 def is_unknown_key(detail: ErrorDetails) -> bool:
-    """True if the error is about an unknown key."""
+    """Return True if the error is about an unknown key."""
     return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
 
 

@@ -1,4 +1,4 @@
-"""JSON Schema of the job file, for completion and checks in editors."""
+"""Makes the JSON Schema of the job file, for completion and checks in editors."""
 
 from __future__ import annotations
 

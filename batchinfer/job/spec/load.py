@@ -1,7 +1,7 @@
 """Reads a job file and command-line options into a checked ``JobSpec``.
 
 ``{{ name }}`` in the job's name and paths inserts a value from ``vars``. Expressions are not
-supported, so that loading a job cannot take long or need much memory.
+supported, so loading a job cannot take long or need much memory.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def load_job(
 
     Args:
         overrides: assignments ``section.key=value`` with values in YAML, which override the file.
-        options: overrides by the command-line option that stands for them.
+        options: assignments by the command-line option that stands for them.
         variables: values for ``vars``.
         output: overrides ``output.path``; relative to the current directory.
         limit: overrides ``input.limit``.
@@ -139,7 +139,7 @@ def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
     """Check a document without variables; paths are relative to ``base_dir``.
 
     Raises:
-        UsageError, NotYetError: as ``load_job``.
+        UsageError, NotYetError: see ``load_job``.
     """
     _apply_preset(document, base_dir)
     spec = _with_absolute_paths(_check(document), base_dir, document)
@@ -271,7 +271,7 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path, document: JobDocument) -
 
 
 def _absolute(path: str, base_dir: Path) -> str:
-    """Join ``path`` to ``base_dir``, which is escaped if ``path`` is a glob."""
+    """Join ``path`` to ``base_dir``; escape ``base_dir`` if ``path`` is a glob."""
     if is_url(path):
         return path
     path = os.path.expanduser(path)

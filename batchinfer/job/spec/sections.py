@@ -111,7 +111,7 @@ class ScaleSpec(Section):
 
     @property
     def start_timeout_s(self) -> float:
-        """``start_timeout`` in seconds."""
+        """Value of ``start_timeout`` in seconds."""
         match = _DURATION.fullmatch(self.start_timeout)
         if match is None:
             raise ValueError(f"start_timeout: {self.start_timeout!r}; write it like 90s or 10m")

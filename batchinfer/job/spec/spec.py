@@ -49,14 +49,14 @@ _PLANNED_STORES = (*STORES, "hf")
 
 
 def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
-    """Raise for the first key that is used and not supported."""
+    """Raise an error for the first key that is used but not supported."""
     for key, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"not yet: {key} is not supported by this version")
 
 
 def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
-    """Raise if ``path`` is empty, invalid, or a URL of an unknown store."""
+    """Raise an error if ``path`` is empty, invalid, or a URL of an unknown store."""
     if not path or "\0" in path:
         raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
     match = _URL.match(path)
@@ -127,7 +127,7 @@ class ModelSpec(Section):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """``served_model_name``, or the model's name, as a tuple."""
+        """Values of ``served_model_name``, or else the model's name."""
         names = self.served_model_name or self.name
         return (names,) if isinstance(names, str) else names
 
@@ -174,7 +174,7 @@ class InputSpec(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """``path`` as a tuple."""
+        """Entries of ``path``."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
@@ -232,14 +232,14 @@ class OutputSpec(Section):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """``include``, with the columns that the format and other keys add."""
+        """Columns of ``include``, and columns that the format and other keys add."""
         batch = ("logprobs", "prompt_logprobs") if self.format == "openai-batch" else ()
         reasoning = () if self.reasoning == "none" else ("reasoning",)
         return tuple(dict.fromkeys((*self.include, *batch, *reasoning)))
 
     @property
     def asked_reasoning(self) -> str | Mapping[str, str]:
-        """``reasoning`` as plain data."""
+        """Value of ``reasoning`` as plain data."""
         asked = self.reasoning
         return asked if isinstance(asked, str) else asked.model_dump()
 
@@ -295,18 +295,18 @@ class JobSpec(Section):
 
     @property
     def tool_parser(self) -> str:
-        """``output.tool_parser``, with null resolved."""
+        """Value of ``output.tool_parser``, or the default if it is null."""
         return self.output.tool_parser or ("auto" if self.prompt.has_tools else "none")
 
     @property
     def written(self) -> tuple[str, ...]:
-        """``output.written``, with tool calls."""
+        """Columns of ``output.written``, with the column of tool calls if they are parsed."""
         calls = () if self.tool_parser == "none" else ("tool_calls",)
         return (*self.output.written, *calls)
 
     @property
     def task_spec(self) -> TaskSpec:
-        """The task's requirements and output columns."""
+        """Requirements and output columns of the task."""
         return TASK_SPECS[self.task]
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ _WRITTEN_WITH: Mapping[str, str] = {
     "tool_calls": "tool_calls",
     "prompt_logprobs": "prompt_logprobs",
 }
-"""Optional columns, each with the entry of ``JobSpec.written`` that it needs."""
+"""Entry of ``JobSpec.written`` that each optional column needs."""
 _NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 
@@ -36,8 +36,7 @@ class TaskSpec:
     check: Callable[[JobSpec], None]
     """Raises ValueError if other keys conflict with the task."""
     sampling: SamplingParams | None = None
-    """Sampling parameters of all requests. None: the job file's section ``sampling`` is used and
-    required."""
+    """Sampling parameters of all requests; None if the task requires the section ``sampling``."""
     section: str | None = None
     """Section of the job file that is allowed only for this task."""
     runner: Runner = "generate"
@@ -165,7 +164,7 @@ TASK_SPECS: Mapping[str, TaskSpec] = {
 
 
 def check_task(job: JobSpec) -> None:
-    """Check a job's keys against its task; raise ValueError with the key."""
+    """Check a job's keys against its task; raise ValueError that names the wrong key."""
     task = TASK_SPECS[job.task]
     for other in TASK_SPECS.values():
         if other is not task and other.section and getattr(job, other.section) is not None:

@@ -1,7 +1,7 @@
 """Reads YAML 1.2 as plain data with the line of every key, within limits on size and depth.
 
-ruamel.yaml composes the nodes. Scalars are read here by the core schema of YAML 1.2.2 (section
-10.3.2), so that ``1e-5`` is a number and ``no`` a string; aliases are expanded within the limits.
+ruamel.yaml composes the nodes. This module reads scalars by the core schema of YAML 1.2.2 (section
+10.3.2), so that ``1e-5`` is a number and ``no`` is a string. It expands aliases within the limits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER_LIMIT = 2**64
 
 MAX_BYTES = 256 * 1024
-"""Largest file."""
+"""Size of the largest file."""
 MAX_CHARACTERS = 2 * MAX_BYTES
-"""Most characters plus nodes after aliases are expanded."""
+"""Limit on the sum of characters and nodes after aliases are expanded."""
 MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""
 
@@ -171,7 +171,7 @@ def _with_remedy(problem: str) -> str:
 
 
 class _NoTagResolver(VersionedResolver):
-    """Resolves no tags, so that only explicitly tagged nodes have one."""
+    """Resolves no tags, so that only explicitly tagged nodes have a tag."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Tag:
         return _NO_TAG

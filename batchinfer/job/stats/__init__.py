@@ -1,4 +1,4 @@
-"""Records of runs, and the numbers and status of a job.
+"""Records of runs, and the summary and status of a job.
 
 May import: errors, process, console, engine, text, builders, job.
 """

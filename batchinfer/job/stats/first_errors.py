@@ -1,4 +1,4 @@
-"""The first failed rows of a job, as summaries name them."""
+"""Finds the first failed rows of a job, for summaries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_CHARACTERS = 40
 def first_errors(
     out: OutputDir, manifest: Manifest, records: Iterable[PartRecord | None]
 ) -> list[dict[str, Any]]:
-    """``row_id``, ``id`` (None without an id column) and ``code`` of the first failed rows.
+    """Return ``row_id``, ``id`` (None without an id column) and ``code`` of the first failed rows.
 
     Args:
         records: records of the job's parts in order; None for an unfinished part.
@@ -45,11 +45,11 @@ def first_errors(
 def error_lines(
     codes: Mapping[str, int], errors: Iterable[Mapping[str, Any]]
 ) -> Iterator[SummaryLine]:
-    """A line for each error code: its number of rows, and the first of them.
+    """Yield a line for each error code: the number of its rows, and the first rows.
 
     Args:
         codes: number of rows by code, most frequent first.
-        errors: from ``first_errors``.
+        errors: result of ``first_errors``.
     """
     rows: dict[str, list[str]] = {}
     for error in errors:
@@ -67,12 +67,12 @@ def error_lines(
 
 
 def named_row(row_id: int, known_as: str | None) -> str:
-    """A row's number, and its id if it has one."""
+    """Name a row by its number, and by its id if it has an id."""
     return f"row {row_id}" if known_as is None else f"row {row_id} ({known_as})"
 
 
 def shown_ids(column: pa.Array) -> list[str | None]:
-    """Values of the id column, as messages show them; times that Python lacks are numbers."""
+    """Return values of the id column for messages; times that Python lacks become numbers."""
     try:
         values = column.to_pylist()
     except (OverflowError, ValueError):
@@ -81,7 +81,7 @@ def shown_ids(column: pa.Array) -> list[str | None]:
 
 
 def id_column(manifest: Manifest) -> str | None:
-    """The output column that holds the ids; None without ids."""
+    """Return the output column that holds the ids; None without ids."""
     column = manifest.job.get("input", {}).get("id_column")
     if manifest.job.get("input", {}).get("format") == "openai-batch":
         column = "custom_id"

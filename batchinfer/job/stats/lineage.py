@@ -1,8 +1,8 @@
-"""A run's OpenLineage event, for data catalogs.
+"""Makes a run's OpenLineage event, for data catalogs.
 
-A RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with the facets
-``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. It is written under
-``lineage`` in ``summary.json``; nothing is sent.
+The event is a RunEvent of the specification 2-0-2 (openlineage.io/spec/2-0-2/OpenLineage.json) with
+the facets ``schema``, ``inputStatistics``, ``outputStatistics`` and ``processing_engine``. A run
+writes it under ``lineage`` in ``summary.json`` and sends it nowhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _FACETS = {
 }
 """Version and definition of each facet."""
 MOST_DATASETS = 100
-"""Most input files listed one by one; more are listed by folder, as each repeats the schema."""
+"""Most input files to list one by one. Each entry repeats the schema, so more files are listed by
+folder.
+"""
 NAMESPACE = "batchinfer"
 """Namespace of jobs. The namespace of files is ``file`` or the store's bucket."""
 
@@ -48,13 +50,13 @@ def run_event(
     failed: bool,
     ended_at: datetime | None = None,
 ) -> dict[str, Any]:
-    """The event for the end of a job.
+    """Make the event for the end of a job.
 
     Args:
         output_sizes: bytes of each part.
         versions: package versions by name.
-        failed: whether more rows failed than the job allows.
-        ended_at: None: now.
+        failed: True if more rows failed than the job allows.
+        ended_at: time of the end; None for now.
     """
     producer = f"urn:{NAMESPACE}:{versions['batchinfer']}"
     namespace, name = _dataset_name(str(output_root / "data"))
@@ -101,7 +103,7 @@ def run_event(
 
 
 def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
-    """Files by dataset: each file, or for many files their folders or their common folder."""
+    """Group files by dataset: each file, or for many files their folders or common folder."""
     levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
     names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
     common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))
@@ -119,7 +121,7 @@ def _folder(path: str) -> str:
 
 
 def _dataset_name(path: str) -> tuple[str, str]:
-    """Namespace and name of a path: bucket and key, or ``file`` and the path."""
+    """Return namespace and name of a path: bucket and key, or ``file`` and the path."""
     scheme = scheme_of(path)
     if scheme is None:
         return "file", path

@@ -1,8 +1,8 @@
 """Progress that a run writes every few seconds, for ``batchinfer status`` on any machine.
 
-``_batchinfer/live/NAME.json`` is small and replaced as a whole, without fsync: nothing depends on
-it. A run ignores failures to write it and deletes it at the end. A run that died leaves it behind,
-which its lock or the file's age shows.
+``_batchinfer/live/NAME.json`` is small. A run replaces the whole file without fsync, because
+nothing depends on it, ignores failed writes, and deletes the file at the end. A run that died
+leaves its file behind; the run's lock or the file's age then shows that it has died.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ _LOCAL_EVERY_S = 2.0
 
 @dataclass
 class WatchedRun:
-    """A run's progress, for those who report it."""
+    """A run's progress, for code that reports it."""
 
     name: str
     """The job's name."""
     phases: Phases
     meter: Meter | None = None
-    """None until the rows to run are known."""
+    """Counts and speed of the run; None until the rows to run are known."""
     summary: Mapping[str, Any] | None = None
     """The job's summary, once this run has finished the job."""
 
 
 @dataclass(frozen=True)
 class LiveRun:
-    """Progress of a run; times in seconds."""
+    """Progress of a run; times are in seconds."""
 
     __pydantic_config__: ClassVar = STRICT
 
     saved_at: float
-    """Since 1970."""
+    """Time of this report, in seconds since 1970."""
     every_s: NonNegativeFloat
-    """How often it is written."""
+    """Seconds between reports."""
     phase: str = ""
-    """What the run waits for, such as loading the model; "" while rows run."""
+    """Phase that the run waits for, such as loading the model; "" while rows run."""
     phase_detail: str = ""
-    """Progress of that."""
+    """Progress of the phase."""
     phase_s: NonNegativeFloat = 0.0
     rows_total: NonNegativeInt = 0
-    """Rows of the run's parts."""
+    """Number of rows in the run's parts."""
     rows_finished: NonNegativeInt = 0
-    """Finished rows among them, also those of earlier runs."""
+    """Number of these rows that are finished, including rows of earlier runs."""
     rows_running: NonNegativeInt = 0
     output_tokens: NonNegativeInt = 0
-    """Tokens drawn by this run."""
+    """Number of tokens that this run has drawn."""
     tokens_per_s: NonNegativeFloat = 0.0
     rows_done: NonNegativeFloat = 0.0
-    """``rows_finished`` plus the finished shares of running rows."""
+    """Sum of ``rows_finished`` and the finished shares of running rows."""
     eta_s: NonNegativeFloat | None = None
     is_most: bool = False
-    """Whether ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
+    """True if ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
     pool_use: NonNegativeFloat | None = None
 
 
@@ -76,7 +76,7 @@ _STORED = TypeAdapter(LiveRun)
 
 
 def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
-    """A run's progress now."""
+    """Return a run's present progress."""
     phase, detail, seconds = watched.phases.current or ("", "", 0.0)
     waits = (now, every_s, phase, detail, max(0.0, seconds))
     meter = watched.meter
@@ -111,7 +111,7 @@ class LiveFile:
         self.every_s = _STORE_EVERY_S if in_store else _LOCAL_EVERY_S
 
     def write(self) -> None:
-        """Write the progress; a failure is ignored, as the next write follows soon."""
+        """Write the progress; ignore a failure, because the next write follows soon."""
         progress = live_run(self._watched, self._clock(), self.every_s)
         # Not in the staging folder, which other runs clear.
         files, staged = self._out.files, self._path.with_suffix(".new")
@@ -128,7 +128,7 @@ class LiveFile:
 
 
 def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
-    """Latest progress of the runs that write to an output.
+    """Return the latest progress of the runs that write to an output.
 
     Args:
         now: seconds since 1970.

@@ -1,4 +1,4 @@
-"""The record of a run: its steps, times and log."""
+"""Writes and reads the record of a run: its steps, times and log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS_PER_FILE = 16384
 
 @dataclass
 class Run:
-    """One run of a job, as stored in ``_batchinfer/runs``; times in seconds."""
+    """Record of a run in ``_batchinfer/runs``; times are in seconds."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -44,36 +44,37 @@ class Run:
     load_s: NonNegativeFloat = 0.0
     total_s: NonNegativeFloat = 0.0
     phases: dict[str, NonNegativeFloat] = field(default_factory=dict)
-    """Seconds of each named phase, also before this record began."""
+    """Seconds of each named phase, including phases before this record began."""
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty if no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Linear kernels by dtype of the weights, and the attention kernel under ``attention``; empty
-    if no model was needed."""
+    """Linear kernels by dtype of the weights, and the kernel of ``attention``; empty if no model
+    was needed.
+    """
     peak_used_blocks: NonNegativeInt = 0
-    """Most blocks used in any step, also one that ``stats.every_steps`` leaves out."""
+    """Most blocks used in any step, including steps that ``stats.every_steps`` leaves out."""
     used_blocks: int = 0
     """Blocks used in the last step."""
     rows: int = 0
-    """Rows finished by the run."""
+    """Number of rows that the run has finished."""
     saved_at: float = 0.0
-    """When this was written, in seconds since 1970."""
+    """Time when this record was written, in seconds since 1970."""
     ended: bool = False
-    """Whether the run ended in order; False if it died."""
+    """True if the run ended normally; False if it died."""
     error: str = ""
-    """Why it failed; "" if it did not, or died."""
+    """Error of a run that failed; "" if the run did not fail, or died."""
     out_of_memory: NonNegativeInt = 0
-    """Steps that ran out of device memory."""
+    """Number of steps that ran out of device memory."""
     max_num_batched_tokens: NonNegativeInt | None = None
-    """Token limit of a step after that; None: it has not happened."""
+    """Token limit of a step after the device ran out of memory; None if it never did."""
     unsampled: StepRow | None = None
-    """Steps since the last row of ``steps``, as one row."""
+    """Steps after the last row of the ``steps`` table, as one row."""
     job: dict[str, Any] = field(default_factory=dict)
     """The resolved job as JSON data."""
 
     @property
     def engine_s(self) -> float:
-        """Seconds after loading."""
+        """Seconds of the run after loading."""
         return self.total_s - self.load_s if self.kv else 0.0
 
 
@@ -81,11 +82,11 @@ _STORED = TypeAdapter(Run)
 
 
 def read_run(files: Files, path: PurePath) -> Run:
-    """The stored record of a run.
+    """Return the stored record of a run.
 
     Raises:
         ValueError: the record is damaged.
-        OSError: it cannot be read.
+        OSError: the record cannot be read.
     """
     run = _STORED.validate_json(read_file(files, path))
     has_pool = not run.kv or run.kv.keys() >= set(KV_FACTS)
@@ -96,32 +97,32 @@ def read_run(files: Files, path: PurePath) -> Run:
 
 
 def runs_of(out: OutputDir) -> Iterator[Run]:
-    """Records of an output's runs in order, without damaged ones."""
+    """Return the records of an output's runs in order, without damaged records."""
     for path in out.files.entries(out.runs):
         with suppress(OSError, ValueError):
             yield read_run(out.files, path)
 
 
 def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
-    """Kernels of the last run that finished a row, by dtype; empty if unknown."""
+    """Return the kernels of the last run that finished a row, by dtype; empty if unknown."""
     known = [run.kernels for run in runs if run.rows and run.kernels]
     return known[-1] if known else {}
 
 
 def wall_s(runs: Sequence[Run]) -> float:
-    """Seconds during which at least one run was active."""
+    """Return the seconds during which at least one run was active."""
     return _covered_s(runs, lambda run: run.total_s)
 
 
 def engine_wall_s(runs: Sequence[Run]) -> float:
-    """Seconds during which at least one engine was active."""
+    """Return the seconds during which at least one engine was active."""
     return _covered_s(runs, lambda run: run.engine_s)
 
 
 def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
-    """Length of the union of the runs' intervals, each of which ends at ``saved_at``.
+    """Return the length of the union of the runs' intervals, which end at ``saved_at``.
 
-    Runs that wrote alone never overlapped, whatever the clock said.
+    Runs that wrote alone never overlap, even if the clock was set back.
     """
     alone = sum(lasted_s(run) for run in runs if not writer_of(run.run_id))
     intervals = [
@@ -135,7 +136,7 @@ def _covered_s(runs: Sequence[Run], lasted_s: Callable[[Run], float]) -> float:
 
 
 class Recorder:
-    """Writes a run's record. The record on disk covers at least all finished rows.
+    """Writes a run's record, which on disk always covers at least all finished rows.
 
     Args:
         run_id: ``OutputDir.next_run_id``.
@@ -154,10 +155,10 @@ class Recorder:
         self._save()  # reserves the id
 
     def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
-        """Record the engine, and that loading took ``load_s`` seconds before this run.
+        """Record the engine, and the ``load_s`` seconds that loading took before this run.
 
         Args:
-            phases: phases of loading, if they are not active any more.
+            phases: phases of loading, if they are over.
         """
         self._phases = self._phases or phases
         self._began -= load_s
@@ -191,12 +192,12 @@ class Recorder:
         self._save()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write the rest to disk; nothing is recorded after this.
+        """Write the remaining steps to disk; nothing is recorded afterwards.
 
         The record says that the run has ended even if its last steps cannot be written.
 
         Args:
-            error: why the run failed.
+            error: the error of a run that failed.
         """
         self.run.error = "" if error is None else _reason(error)
         self.run.ended = True
@@ -243,6 +244,6 @@ _version = cache(version)  # searches all installed packages
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect the output."""
+    """Return the versions of Python and of the packages that affect the output."""
     names = ("batchinfer", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
     return {"python": platform.python_version(), **{name: _version(name) for name in names}}

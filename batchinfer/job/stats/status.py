@@ -1,4 +1,4 @@
-"""``batchinfer status``: progress of a job that runs here or elsewhere, from its files alone."""
+"""``batchinfer status``: shows the progress of a job, which may run elsewhere, from its files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from batchinfer.process.process import stop_signals
 
 @dataclass(frozen=True)
 class Update:
-    """The next generation of an output, which ``run --update`` makes."""
+    """Progress of the next generation of an output, which ``run --update`` makes."""
 
     rows_total: int
     rows_done: int
     is_being_placed: bool
-    """Whether it is complete and about to replace the current one."""
+    """True if the generation is complete and about to replace the present generation."""
 
     @property
     def line(self) -> SummaryLine:
-        """A line of the status table."""
+        """Line of the status table."""
         if self.is_being_placed:
             return SummaryLine("update", "made", ", being put in its place; run again to end that")
         done = f"{self.rows_done:,} of {self.rows_total:,} rows"
@@ -60,47 +60,48 @@ class Status:
     ``finished_with_errors`` if more rows failed than the job allows."""
     rows_total: int
     rows_done: int
-    """Rows that will not run again."""
+    """Number of rows that will not run again."""
     rows_error: int
     parts_total: int
     parts_done: int
     runs: int
     rows_per_s: float | None
-    """Speed of the latest runs together; None before a row is finished."""
+    """Total speed of the latest runs; None before a row is finished."""
     eta_s: float | None
     """Seconds left; None unless the job is running and has a speed."""
     pool_use: float | None
-    """Share of KV blocks used in the latest step, the mean over workers."""
+    """Share of KV blocks used in the latest step, as the mean over workers."""
     saved_at: float | None
-    """When the latest run last wrote, in seconds since 1970."""
+    """Time when the latest run last wrote, in seconds since 1970."""
     workers: list[Worker]
-    """The latest runs if several write to the output, else empty."""
+    """The latest runs if several runs write to the output, else empty."""
     phase: str | None = None
-    """What all runs wait for, such as loading the model; None while rows run."""
+    """Phase that all runs wait for, such as loading the model; None while rows run."""
     share: float | None = None
-    """Share of the work done, from 0 to 1, tokens of running rows included. This and the fields
-    below are None unless a run reports its progress."""
+    """Share of the work that is done, from 0 to 1, including tokens of running rows. The fields
+    from here on are None unless a run reports its progress.
+    """
     rows_running: int | None = None
     output_tokens: int | None = None
-    """Tokens drawn by the current runs."""
+    """Number of tokens that the current runs have drawn."""
     tokens_per_s: float | None = None
     eta_is_most: bool = False
-    """Whether ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
+    """True if ``eta_s`` is an upper bound that assumes ``max_tokens`` for every row."""
     error: str | None = None
-    """Why the latest runs failed; None if they did not, or died without a message."""
+    """Error of the latest runs; None if they did not fail, or died without a message."""
     error_codes: Mapping[str, int] = field(default_factory=dict)
-    """Failed rows of finished parts by code, most frequent first."""
+    """Number of failed rows in finished parts by error code, most frequent first."""
     first_errors: Sequence[Mapping[str, Any]] = ()
-    """See ``first_errors.first_errors``."""
+    """The first failed rows (``first_errors.first_errors``)."""
     update: Update | None = None
-    """The next generation, if one was begun."""
+    """Progress of the next generation, if an update has begun."""
 
     def data(self) -> dict[str, Any]:
-        """The values of ``--json``."""
+        """Return the values that ``--json`` prints."""
         return asdict(self)
 
     def facts(self) -> Iterator[SummaryLine]:
-        """Lines of the table on a terminal."""
+        """Yield the lines of the table on a terminal."""
         bad = dict.fromkeys(("finished_with_errors", "stopped", "failed"), "bad")
         tones = {"finished": "good", **bad}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
@@ -151,7 +152,7 @@ class Status:
 
     @property
     def _work(self) -> float | None:
-        """``share``, if running rows make it differ from the share of finished rows."""
+        """Value of ``share``, if running rows make it differ from the share of finished rows."""
         return self.share if self.rows_running else None
 
     @property
@@ -164,7 +165,7 @@ class Status:
         return f"{'at most' if self.eta_is_most else 'about'} {duration(self.eta_s)}"
 
     def line(self) -> str:
-        """The status as one line, for a log."""
+        """Return the status as one line, for a log."""
         parts = [
             self.state.replace("_", " "),
             *([] if self.phase is None else [self.phase]),
@@ -184,12 +185,12 @@ class Status:
         return ", ".join(parts)
 
     def lines(self) -> Iterator[str]:
-        """The table as lines of plain text."""
+        """Yield the table as lines of plain text."""
         return plain(self.facts())
 
 
 def read_status(out: OutputDir, now: float) -> Status:
-    """Status of the job that writes to ``out``, at ``now`` in seconds since 1970.
+    """Return the status, at ``now`` in seconds since 1970, of the job that writes to ``out``.
 
     Raises:
         DataError: there is no job's output, or its plan is damaged.
@@ -235,9 +236,9 @@ def read_status(out: OutputDir, now: float) -> Status:
 
 
 def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
-    """The status with the progress that runs report, which is newer than what they have on disk.
+    """Return the status with the progress that runs report, which is newer than their records.
 
-    Each shard reports its own rows; rows of shards that do not run are as on disk.
+    Each shard reports its own rows; for shards that do not run, the records on disk count.
     """
     waiting = [run for run in live if run.phase]
     phase = None
@@ -263,7 +264,7 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
 
 
 def _read_update(out: OutputDir, now: float) -> Update | None:
-    """The latest next generation."""
+    """Return the progress of the latest next generation."""
     found = []
     for path in out.files.entries(out.next):
         with suppress(DataError):
@@ -301,7 +302,7 @@ def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
 def _count(
     plan: Manifest, records: Sequence[PartRecord | None], segments: Sequence[pa.Table]
 ) -> tuple[int, int]:
-    """Rows done and rows failed, of finished parts and of segments."""
+    """Return the numbers of done and failed rows in finished parts and segments."""
     done = errors = 0
     ids, failed_ids = [NO_ROWS], [NO_ROWS]
     for table in segments:
@@ -328,7 +329,7 @@ def _record(out: OutputDir, part: Part) -> PartRecord | None:
 def follow_status(out: OutputDir, every_s: float) -> None:
     """Show the status until the job stops running or the user interrupts.
 
-    On a terminal the table is redrawn; elsewhere each update prints a line.
+    On a terminal, redraw the table; elsewhere, print a line at each update.
 
     Raises:
         DataError: there is no job's output, or its plan is damaged.

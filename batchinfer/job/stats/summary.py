@@ -1,9 +1,9 @@
-"""``stats/*.parquet`` and ``summary.json``, from a job's committed files.
+"""Writes ``stats/*.parquet`` and ``summary.json`` from a job's committed files.
 
-A row counts once, however often it was computed: again after a crash, or because its part was
-damaged. Computation that was lost that way shows in ``steps`` and counts as recomputed, so that the
-sum of ``prefill_tokens`` is ``prompt_computed + recomputed``. ``lost`` is that share of
-``recomputed``; the rest, the sum of ``recomputed_tokens``, was recomputed within a run.
+A row counts once, even if it ran again after a crash or because its part was damaged. Such lost
+computation shows in ``steps`` and counts as recomputed, so that the sum of ``prefill_tokens`` is
+``prompt_computed + recomputed``. ``lost`` is the part of ``recomputed`` that crashes and damage
+caused. The rest, the sum of ``recomputed_tokens``, was recomputed within a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from batchinfer.text.sample_filter import Tally
 
 _COMPUTED = ("prefill_tokens", "recomputed_tokens")
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
-"""Pool of a job whose runs never loaded the model, as there were no rows."""
+"""KV cache of a job whose runs never loaded the model, because there were no rows."""
 
 
 def write_summary(
@@ -54,12 +54,12 @@ def write_summary(
     warn: Callable[[str], None],
     lineage_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Merge the statistics of all runs; writes and returns ``summary.json``.
+    """Merge the statistics of all runs; write and return ``summary.json``.
 
     Args:
         out: the output directory, with all parts finished.
         warn: called with a line for each damaged statistics file, which is left out.
-        lineage_of: makes the lineage event from ``rows``; None: there is none.
+        lineage_of: makes the lineage event from ``rows``; None for no event.
 
     Raises:
         StorageError: a file cannot be written.
@@ -130,7 +130,7 @@ def write_summary(
 
 
 def _stored_run(out: OutputDir, path: PurePath) -> Run | None:
-    """A run's record; None if it is damaged or gone."""
+    """Return a run's record; None if it is damaged or missing."""
     try:
         return read_run(out.files, path)
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def _stored_run(out: OutputDir, path: PurePath) -> Run | None:
 
 
 def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
-    """Seconds of each named phase over all runs, in the order of first use."""
+    """Return the seconds of each named phase over all runs, in the order of first use."""
     seconds: dict[str, float] = {}
     for run in runs:
         for name, lasted_s in run.phases.items():
@@ -147,7 +147,7 @@ def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Distinct kernels of the runs that finished rows, by dtype of the weights or ``attention``."""
+    """Return all kernels of runs that finished rows, by dtype of the weights or ``attention``."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for dtype, name in run.kernels.items() if run.rows else ():
@@ -157,7 +157,7 @@ def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
 
 
 def kernels_differ(what: str, names: Sequence[str]) -> str:
-    """The warning that rows of one job were computed by different kernels.
+    """Return the warning that different kernels computed rows of one job.
 
     Args:
         what: dtype of the weights, or ``attention``.
@@ -170,7 +170,7 @@ def kernels_differ(what: str, names: Sequence[str]) -> str:
 
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
-    """Number of steps that ran out of device memory, and the smallest token limit after that."""
+    """Count the steps that ran out of device memory; also return the smallest token limit since."""
     sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
     return {
         "count": sum(run.out_of_memory for run in runs),
@@ -179,7 +179,7 @@ def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
-    """Peaks of pool use from the runs' records, as ``steps.parquet`` may leave out steps."""
+    """Return peak use of the KV cache from the runs' records: ``steps.parquet`` may omit steps."""
     loaded = [run for run in runs if run.kv]
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
@@ -192,7 +192,7 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
 def _tables(
     out: OutputDir, files: Iterable[PurePath], schema: pa.Schema, warn: Callable[[str], None]
 ) -> Iterator[pa.Table]:
-    """The tables in ``files``; warns about damaged ones and skips them."""
+    """Yield the tables in ``files``; warn about damaged files and skip them."""
     for file in files:
         try:
             table = with_worker(out.read_table(file))
@@ -205,7 +205,7 @@ def _tables(
 
 
 def _with_unsampled(tables: Iterable[pa.Table], runs: Iterable[Run]) -> Iterator[pa.Table]:
-    """Tables of steps, then the last steps of runs that died before writing them to a table."""
+    """Yield tables of steps, then the last steps of runs that died before writing them."""
     last_step: dict[str, int] = {}
     for table in tables:
         steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
@@ -234,7 +234,7 @@ def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: 
 
 
 def _summed(tables: Iterable[pa.Table], sums: dict[str, int]) -> Iterator[pa.Table]:
-    """Pass the tables on and add their columns to ``sums``."""
+    """Yield the tables, and add their columns to ``sums``."""
     for table in tables:
         for name in sums:
             sums[name] += pc.sum(table[name]).as_py() or 0

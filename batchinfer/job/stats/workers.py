@@ -1,4 +1,4 @@
-"""The latest runs of an output: a single run, or shards or workers that run at the same time."""
+"""Finds the latest runs of an output: a run, or shards or workers that run at the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchinfer.job.stats.recorder import Run
 
 SILENT_S = 60.0
 """If this machine cannot check a run's lock, the run counts as dead after this many seconds without
-a write, or after three times the interval at which it writes finished rows."""
+a write, or after three times its interval between writes, if that is longer.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class Worker:
     state: str
     """``running``, ``ended``, ``failed`` (with an error) or ``stopped`` (it died)."""
     rows: int
-    """Finished rows. A run that died may not have written those of its last seconds."""
+    """Number of finished rows; a run that died may not have written its last rows."""
     rows_per_s: float | None
-    """None before the first finished row."""
+    """Speed of the run; None before the first finished row."""
     pool_use: float | None
-    """Share of KV blocks used in the last step; None unless the run is running and has a pool."""
+    """Share of KV blocks used in the last step; None unless the run is alive and has a KV cache."""
     saved_at: float
     """Time of the last write, in seconds since 1970."""
     error: str = ""
-    """Why the run failed."""
+    """Error of a run that failed."""
 
 
 def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Worker]:
@@ -79,7 +80,7 @@ def writer_lives(out: OutputDir, writer: str) -> bool | None:
 
 
 def _latest(runs: Sequence[Run]) -> list[Run]:
-    """The last run of each writer in the last group."""
+    """Return the last run of each writer in the last group of runs."""
     latest: dict[str, Run] = {}
     for run in runs:
         if any(_group(run.run_id) != _group(other.run_id) for other in latest.values()):
@@ -89,7 +90,7 @@ def _latest(runs: Sequence[Run]) -> list[Run]:
 
 
 def _group(run_id: str) -> str:
-    """Key shared by runs that may run at the same time."""
+    """Return a key that runs share if they may run at the same time."""
     writer = writer_named(writer_of(run_id))
     return "" if writer is None else writer.team
 

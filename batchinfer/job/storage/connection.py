@@ -28,7 +28,7 @@ _REFUSALS = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
     "PreconditionError",  # the object has changed
 )
-"""Errors of obstore that mean: the store has answered and refuses."""
+"""Names of obstore's errors for a store that answers and refuses."""
 _MISSING = re.compile(r"status code: 404\b")
 _REFUSED = re.compile(r"status code: 4\d\d")
 _ROLE_REQUEST = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
@@ -46,7 +46,7 @@ def connect(bucket: str, *, impatient: bool = False) -> Connection:
 
     Args:
         bucket: ``s3://name`` or ``gs://name``.
-        impatient: fail after half a minute instead of some minutes.
+        impatient: True to fail after half a minute instead of some minutes.
 
     Raises:
         UsageError: obstore is not installed.
@@ -66,7 +66,7 @@ def connect(bucket: str, *, impatient: bool = False) -> Connection:
 
 @contextmanager
 def errors(url: str, verb: str) -> Iterator[None]:
-    """Turn obstore's errors into short ones that name ``url``.
+    """Turn obstore's errors into short errors that name ``url``.
 
     Args:
         url: the object or bucket.

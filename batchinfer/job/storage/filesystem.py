@@ -1,7 +1,7 @@
-"""Files of an output directory: readers see each file whole or not at all, also after a crash.
+"""Files of an output directory: readers see each file whole or not at all, even after a crash.
 
-``Files`` lists the operations that the commit protocol needs of a file system. Tests replace it
-with a file system that loses unsynced data.
+``Files`` lists the operations that the commit protocol needs of a file system. Tests use an
+implementation that loses unsynced data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READ_TRIES = 3
 """Number of attempts to read a file of an output directory."""
 _PAUSE_S = 0.05
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors which say that a file does not exist; other errors say that it cannot be read."""
+"""Errors for a file that does not exist; other errors mean that the file cannot be read."""
 
 _ADVICE = {
     errno.EIO: "check the disk",
@@ -60,7 +60,7 @@ class FileStat:
     etag: str | None = None
     """An object store's entity tag, which changes with the content; None in a file system."""
     ctime_ns: int = 0
-    """Time of the last change of the file or its metadata, which users cannot set; 0: unknown."""
+    """Time of the last change of the file or its metadata, which users cannot set; 0 if unknown."""
 
 
 class Files(Protocol):
@@ -92,7 +92,7 @@ class Files(Protocol):
     def append_to(self, path: PurePath) -> BinaryIO:
         """Open a new or existing file to append to it.
 
-        Each write outlives this process; in a store only after ``flush``.
+        Each write survives the death of this process; in a store only after ``flush``.
         """
         ...
 
@@ -105,11 +105,11 @@ class Files(Protocol):
         ...
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """Rename a file, replacing any file at ``target``; durable after the folders' ``sync``."""
+        """Rename a file and replace any file at ``target``; durable after the folders' ``sync``."""
         ...
 
     def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
-        """Copy a file atomically, replacing any file at ``target``.
+        """Copy a file atomically, and replace any file at ``target``.
 
         The copy is durable after the folder's ``sync`` if the source is durable. Source and copy
         may share one inode, because batchinfer never writes to a finished file.
@@ -132,7 +132,7 @@ class Files(Protocol):
         ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
-        """Return the files and folders in a folder by name; none if the folder is missing."""
+        """Return the files and folders in a folder by name; empty if the folder is missing."""
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:
@@ -140,7 +140,7 @@ class Files(Protocol):
         ...
 
     def holds(self, directory: PurePath, path: str) -> bool:
-        """Return True if a file named in a job is in a folder, after resolving links."""
+        """Return True if a folder holds a file that a job names, after resolving links."""
         ...
 
 
@@ -224,7 +224,7 @@ class LocalFiles:
 
 
 class _RetryingReader(io.RawIOBase):
-    """A file whose reads are tried again where they fail."""
+    """A file that retries failed reads at the same position."""
 
     def __init__(self, path: PurePath, file: io.FileIO) -> None:
         self._path = path
@@ -256,7 +256,7 @@ class _RetryingReader(io.RawIOBase):
 
 
 def _retry(path: PurePath, read: Callable[[], T], tries: int = READ_TRIES) -> T:
-    """Call ``read``, and again after transient errors.
+    """Call ``read``; call it again after transient errors.
 
     Raises:
         FileNotFoundError, NotADirectoryError, IsADirectoryError: the file does not exist.
@@ -276,7 +276,7 @@ def _retry(path: PurePath, read: Callable[[], T], tries: int = READ_TRIES) -> T:
 
 @contextmanager
 def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
-    """Turn the operating system's errors into StorageError, naming ``path``.
+    """Turn the operating system's errors into a StorageError that names ``path``.
 
     Args:
         verb: the failed operation: ``read``, ``write`` or ``delete``.
@@ -294,10 +294,10 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
 
 
 def publish(files: Files, staged: PurePath, final: PurePath) -> None:
-    """Move the finished file ``staged`` to ``final``; it is on disk when this returns.
+    """Move the finished file ``staged`` to ``final``; when this returns, it is on disk.
 
-    Failpoints: the name of the folder of ``final``, then ``-staged``, ``-synced``, ``-renamed`` or
-    ``-durable``.
+    Names of failpoints: the folder's name of ``final``, then ``-staged``, ``-synced``, ``-renamed``
+    or ``-durable``.
 
     Raises:
         StorageError: the file system refuses.

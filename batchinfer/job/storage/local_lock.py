@@ -31,10 +31,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldError(LockedError):
-    """A lock is held by another process.
+    """Another process holds a lock.
 
     Args:
-        holder: the holder's description of itself; None if it is missing or from a dead process.
+        holder: the holder's description of itself; None if it is missing or its process is dead.
     """
 
     def __init__(self, message: str, *, hint: str, holder: object) -> None:
@@ -50,7 +50,7 @@ class Lock(Protocol):
         """Hold the lock, in a folder that exists.
 
         Raises:
-            HeldError: another run holds the lock; names its process.
+            HeldError: another run holds the lock; the message names its process.
             StorageError: the lock's file cannot be written.
         """
         ...
@@ -65,13 +65,13 @@ class Lock(Protocol):
 
     @property
     def fences(self) -> bool:
-        """True if the lock itself keeps a run from writing once the run has lost the lock."""
+        """True if the lock keeps a run from writing once the run has lost the lock."""
         ...
 
     def holder_lives(self) -> bool | None:
         """Return True if the holder is alive, False if it has died, None if that is unknown.
 
-        This does not try to take the lock, as a run that starts then would find it held.
+        The check does not take the lock, because a run that starts meanwhile would find it held.
         """
         ...
 
@@ -146,7 +146,7 @@ class LocalLock:
         return lock
 
     def _living_holder(self) -> object:
-        """The holder's description of itself; None if it is missing or from a dead process."""
+        """Return the holder's own description; None if it is missing or the holder is dead."""
         with suppress(OSError, ValueError):
             holder = parse_json(self._holder.read_bytes())
             return None if process_lives(holder) is False else holder
@@ -160,9 +160,10 @@ class LocalLock:
 
 
 def process_lives(holder: object) -> bool | None:
-    """Return True if a process described by ``this_process`` still runs.
+    """Return True if a process that ``this_process`` has described still runs.
 
-    None if that is unknown: the process is on another machine, or this machine was restarted.
+    Return None if that is unknown: the process is on another machine, or this machine was
+    restarted.
     """
     try:
         if (holder["host"], holder["boot_id"]) != (socket.gethostname(), _boot_id()):  # type: ignore[index]
@@ -181,7 +182,7 @@ def this_process(task: str = "") -> dict[str, int | float | str | None]:
 
 
 def _started(pid: int) -> float | None:
-    """Start time of a process, in seconds since the machine started; None if it has ended.
+    """Return when a process started, in seconds since the machine's start; None if it has ended.
 
     The start time distinguishes processes that had the same id. The time of day would change when
     the clock is set.
@@ -194,7 +195,7 @@ def _started(pid: int) -> float | None:
 
 
 def _boot_id() -> str:
-    """Id of this boot of the machine: process ids repeat after the next boot."""
+    """Return the id of this boot of the machine, because process ids repeat after a boot."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -202,7 +203,7 @@ def _boot_id() -> str:
 
 
 def named(holder: object) -> str:
-    """End of a message that names a process described by ``this_process``; "" if damaged."""
+    """Return the end of a message, which names a process from ``this_process``; "" if damaged."""
     try:
         pid, host, boot = (
             printable(str(holder[key]), 80)  # type: ignore[index]

@@ -1,10 +1,10 @@
-"""Files of an output directory in an object store, and logs that grow there.
+"""Files of an output directory in an object store, and logs that grow in a store.
 
 Staged files are kept in memory, and a rename uploads them whole. A run overwrites the objects that
 it has written itself. If an object has another version, the run first confirms that it still holds
-the lock: the object is then a leftover of an earlier run. A store cannot make a delete conditional,
-so a run checks the lock before each delete, deletes only objects that it has listed, and fails
-before another run could have taken over.
+the lock; the object is then a leftover of an earlier run. A store has no conditional deletes. So a
+run checks the lock before each delete, deletes only objects that it has listed, and fails before
+another run could have taken over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchinfer.job.storage.urls import StorePath, is_url
 
 EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
-"""Bytes that are kept of the end of a log."""
+"""Bytes to keep of the end of a log."""
 
 _TRIES = 5  # the lock keeps other runs from writing, so objects rarely change meanwhile
 
@@ -38,12 +38,12 @@ _TRIES = 5  # the lock keeps other runs from writing, so objects rarely change m
 class StoreLog(io.RawIOBase):
     """A log in an object store that keeps its last ``KEPT_BYTES``.
 
-    The log is uploaded whole, at most every ``EVERY_S`` seconds. Failed uploads are ignored: a job
-    does not fail because of its log.
+    The log is uploaded whole, at most every ``EVERY_S`` seconds. Failed uploads are ignored,
+    because a job must not fail because of its log.
 
     Args:
         put: uploads the log.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StoreLog(io.RawIOBase):
 
 
 class StoreFiles:
-    """The objects of a store as files; paths are ``StorePath``.
+    """Gives access to the objects of a store as files; paths are ``StorePath``.
 
     Args:
         check: raises LockedError if this run has lost the lock, by the store's latest answer.
@@ -132,7 +132,7 @@ class StoreFiles:
         """Do nothing: a store has no folders."""
 
     def can_write(self, directory: PurePath) -> bool:
-        """Return True: only a write shows whether the store allows it."""
+        """Return True, because only a write shows whether the store allows writes."""
         return True
 
     def append_to(self, path: PurePath) -> BinaryIO:
@@ -172,7 +172,7 @@ class StoreFiles:
         _forget(self._written, path)
 
     def _delete_all(self, path: StorePath) -> None:
-        """Delete an object and all objects below it, which other writers may delete as well."""
+        """Delete an object and all objects below it, even if other writers delete them too."""
         for _ in range(_TRIES):
             keys = self._objects.keys(path)
             if not keys:

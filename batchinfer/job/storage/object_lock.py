@@ -2,13 +2,13 @@
 
 ``lock.json`` names the holder and a fencing number, which grows by one with each holder. Runs
 create and replace it with conditional writes, so only one of two runs gets the lock. The holder
-rewrites it every few seconds. If it is older than ``LAPSE_S`` by the store's clock, its holder
-counts as dead, and the next run takes over.
+rewrites it every few seconds. If ``lock.json`` is older than ``LAPSE_S`` by the store's clock, its
+holder counts as dead, and the next run takes over.
 
 A holder that was suspended asks the store before it writes anything, and learns that it has lost
-the lock. Its last requests may arrive later; conditional writes (see ``object_filesystem``) keep
-them from replacing a later holder's objects. Only a delete that the store receives ``_TRUSTED_S``
-after it was sent could hit a later holder's object.
+the lock. Its last requests may arrive later, but writes are conditional (see
+``object_filesystem``), so they cannot replace a later holder's objects. Only a delete that arrives
+``_TRUSTED_S`` or more after it was sent could hit a later holder's object.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Content:
 
     fence: int
     token: str | None = None
-    """Unique to a holder; None if the lock is free."""
+    """Random text that identifies the holder; None if the lock is free."""
     beat: int = 0
     holder: dict[str, Any] | None = None
 
@@ -66,7 +66,7 @@ class StoreLock:
     Args:
         state: the lock's folder.
         clock: measures the seconds since the store's last answer.
-        store_time: seconds since 1970 by the store's clock; None: ask the store.
+        store_time: seconds since 1970 by the store's clock; None to ask the store.
         name: the lock's object in ``state``, without ``.json``.
         task: the holder's task if several processes write; "" if the holder writes alone.
     """
@@ -162,7 +162,7 @@ class StoreLock:
                 )
 
     def release(self) -> None:
-        """Free the lock; if that fails, it lapses after ``LAPSE_S``."""
+        """Free the lock; if the store does not answer, the lock lapses after ``LAPSE_S``."""
         with self._mutex:
             if self._version is not None:
                 with suppress(JobError):
@@ -170,7 +170,7 @@ class StoreLock:
             self._version = None
 
     def is_free(self) -> bool:
-        """Return True if the lock is free; a suspended holder learns later that it has lost it."""
+        """Return True if the lock is free; a suspended holder notices the loss later."""
         lives = self.holder_lives()
         if lives is not False:
             return lives is None
@@ -182,7 +182,7 @@ class StoreLock:
         return True
 
     def holder_lives(self) -> bool | None:
-        """Return True if the holder wrote recently, by this machine's clock; None if it is free."""
+        """Return True if the holder wrote recently by the local clock; None if the lock is free."""
         stored = self._read()
         if stored is None or stored[0].token is None:
             return None
@@ -255,12 +255,12 @@ class StoreLock:
 
 
 def _is_dead(holder: dict[str, Any] | None) -> bool:
-    """True if the holder was a process in this one's PID namespace and has ended."""
+    """Return True if the holder was a process in this PID namespace and has ended."""
     return (holder or {}).get("pids") == _pid_namespace() and process_lives(holder) is False
 
 
 def _pid_namespace() -> str:
-    """Id of this process's PID namespace: containers do not see each other's processes."""
+    """Return the id of this process's PID namespace: a container sees only its own processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -18,7 +18,7 @@ from batchinfer.job.storage.urls import StorePath, fixed_part
 
 
 class ObjectStore:
-    """Object stores; paths are URLs."""
+    """Reads files in object stores; paths are URLs."""
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
         place = StorePath(path)
@@ -59,7 +59,7 @@ class ObjectStore:
 
 
 class _RemoteFile(io.RawIOBase):
-    """An object as a file; each read is a request for the version that was opened."""
+    """An object as a file; each read requests bytes of the version that was opened."""
 
     def __init__(self, path: str, found: FileStat) -> None:
         self._path = StorePath(path)
@@ -104,22 +104,22 @@ def _is_object(place: StorePath) -> bool:
 
 
 def _objects(folder: StorePath) -> Iterator[tuple[StorePath, int]]:
-    """Objects below a folder with their sizes in bytes.
+    """Return the objects below a folder with their sizes in bytes.
 
-    Cloud consoles create an empty object for a folder. Its name ends in a slash, which the list
-    leaves out.
+    Cloud consoles create an empty object for a folder. The list leaves out this object, whose name
+    ends in a slash.
     """
     for batch in obstore.list(connect(folder.bucket), folder.key or None):
         yield from ((StorePath(folder.bucket, entry["path"]), entry["size"]) for entry in batch)
 
 
 def _has_content(file: StorePath, size: int) -> bool:
-    """True unless a listed object is the empty object that a console created for a folder."""
+    """Return False for an empty object that a cloud console has created for a folder."""
     return size > 0 or _is_object(file)
 
 
 def _match(file: StorePath, pattern: StorePath) -> StorePath | None:
-    """The file, or its folder, that a pattern matches; None if the pattern matches neither."""
+    """Return the file or its folder, whichever a pattern matches; None if it matches neither."""
     return next((p for p in (file, *file.parents) if _matches(p.parts, pattern.parts)), None)
 
 

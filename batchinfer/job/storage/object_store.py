@@ -1,8 +1,8 @@
 """Reads and writes whole objects of a bucket, with conditional writes.
 
-Every write names the version that it replaces, or none, and the store refuses the write if the
-object has another version (``If-Match``, ``If-None-Match``). Deletes and copies cannot be
-conditional, so they fail soon if the store does not answer.
+Every write names the version that it replaces, or says that no object exists. The store refuses the
+write if the object has another version (``If-Match``, ``If-None-Match``). Deletes and copies cannot
+be conditional, so they fail soon if the store does not answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Objects:
         """Write an object atomically.
 
         Args:
-            instead_of: the version to replace; None: the object must not exist.
+            instead_of: the version to replace; None if the object must not exist.
 
         Returns:
             The new version; None if the object did not have the version ``instead_of``.
@@ -94,7 +94,7 @@ class Objects:
         return below if self.head(path) is None else [*below, path.key]
 
     def copy(self, source: StorePath, target: StorePath) -> None:
-        """Copy an object to another key of the bucket, replacing any object there."""
+        """Copy an object to another key of the bucket, and replace any object with that key."""
         with _answers(source, "read"):
             obstore.copy(self._impatient, source.key, target.key)
 

@@ -32,14 +32,14 @@ class Store(Protocol):
         ...
 
     def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
-        """Return the files in a folder and its subfolders that end in one of ``suffixes``."""
+        """Return files in a folder and its subfolders whose names end in one of ``suffixes``."""
         ...
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
-        """Return pairs of a match of a glob and a file, which may contain ``**``.
+        """Return pairs of a match of a glob, which may contain ``**``, and a file.
 
         A matched file is paired with itself, and a matched folder with each of ``files_below``.
-        None if the folder of the pattern does not exist.
+        Return None if the folder of the pattern does not exist.
         """
         ...
 
@@ -109,8 +109,8 @@ def store_of(path: str) -> Store:
 def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of an entry of ``input.path``, in path order.
 
-    An entry is a glob unless a file or folder has its exact name. In folders, also in folders that
-    match a glob, file names must end in one of ``suffixes``.
+    An entry is a glob unless a file or folder has its exact name. In a folder, and in a folder that
+    matches a glob, only files whose names end in one of ``suffixes`` count.
 
     Raises:
         DataError: no file matches.
@@ -129,7 +129,7 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-    """Pairs of a match (the entry, or what its glob matches) and a file, including hidden files."""
+    """Yield pairs of a match (the entry, or a match of its glob) and a file, even a hidden file."""
     store = store_of(entry)
     kind = store.kind(entry)
     if kind == "file":
@@ -156,7 +156,7 @@ def _path(file: str) -> str:
 
 
 def _is_hidden(match: PurePath, pattern: PurePath) -> bool:
-    """True if a wildcard of a glob matched a name that starts with ``.`` or ``_``."""
+    """Return True if a wildcard of a glob matched a name that starts with ``.`` or ``_``."""
     return any(
         not any(written[0] == part[0] and fnmatchcase(part, written) for written in pattern.parts)
         for part in match.parts

@@ -17,12 +17,12 @@ _Path = TypeVar("_Path", bound=PurePosixPath)
 
 
 def is_url(path: str) -> bool:
-    """Return True unless a path is in this machine's file system."""
+    """Return True unless the path is in this machine's file system."""
     return scheme_of(path) is not None
 
 
 def scheme_of(path: str) -> str | None:
-    """The scheme of a URL, without ``://``; None for a path."""
+    """Return the scheme of a URL, without ``://``; None for a path."""
     match = _URL.match(path)
     return match and match.group(1)
 
@@ -48,7 +48,7 @@ class StorePath(PurePosixPath):
 
     @property
     def bucket(self) -> str:
-        """Scheme and bucket."""
+        """Scheme and bucket of the URL."""
         return f"{self.parts[0]}//{''.join(self.parts[1:2])}"
 
     @property

@@ -1,4 +1,4 @@
-"""Tokens in flight: output of unfinished rows, kept on disk for the next run.
+"""Tokens in flight: keeps the output of unfinished rows on disk for the next run.
 
 ``in_flight`` observes the engine, ``token_files`` reads and writes files, and ``record`` converts
 tokens to and from their tables.

@@ -20,22 +20,25 @@ from batchinfer.errors import JobError
 from batchinfer.job.tokens.record import KeptOutput, RequestId
 
 _FLUSH_SHARE = 0.8
-"""Tokens are flushed after this share of ``most_lost_s``. The rest of that time is for the running
-step and for writing the file."""
+"""Share of ``most_lost_s`` after which tokens are flushed. The rest is for the running step and for
+writing the file.
+"""
 ALONE_S = 1.0
-"""Seconds between flushes while a row runs alone, because earlier runs may have died of it. Kept
-tokens then show that the row did not kill its run. Flushing at once would be wrong: a row that
-kills at its next step would keep one more token in each run, and would never be given up."""
+"""Seconds between flushes while a row runs alone because it may have killed earlier runs. Kept
+tokens then show that the row did not kill its run. If tokens were flushed at once, a row that kills
+at each step would keep one more token in each run, and would never be given up.
+"""
 _MOST_OBSOLETE_TOKENS = 1 << 21
-"""Obsolete tokens on disk that do not yet justify rewriting the tokens in use."""
+"""Most obsolete tokens on disk; above it, the tokens in use are written again."""
 _FILE_COST_TOKENS = 1 << 12
-"""Cost of a file, in tokens. It limits the number of files to a few hundred when rows draw few
-tokens."""
+"""Cost of a file in tokens. The cost limits the number of files to a few hundred if rows draw few
+tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """New tokens of unfinished rows, to be kept on disk."""
+    """New tokens of unfinished rows to keep on disk."""
 
     increments: Sequence[OutputIncrement]
     replaces_all: bool
@@ -47,7 +50,7 @@ class TokensInFlight:
     returns the tokens that earlier runs kept.
 
     From time to time it hands over all tokens in use, which replace the older files. So files hold
-    at most about twice the tokens of unfinished rows, and about twice the drawn tokens are written.
+    at most about twice the tokens of unfinished rows, and each drawn token is written about twice.
 
     Args:
         most_lost_s: seconds of work that a crash may lose.
@@ -74,11 +77,11 @@ class TokensInFlight:
         self._tracker = OutputTracker()
         self._states: Collection[RequestState] = ()
         self._just_ended: dict[int, list[Completion]] = {}
-        """Completions of the last step by row; their rows may have further requests."""
+        """Completions of the last step by row; the rows may have further requests."""
         self._ended: dict[int, list[Completion]] = {}
-        """Earlier completions by row, of rows that have further requests."""
+        """Earlier completions by row, for rows that have further requests."""
         self._cost = math.inf  # the first update replaces the files of earlier runs
-        """Cost in tokens of the updates since the last one that replaced all."""
+        """Cost in tokens of the updates since the last update that replaced all files."""
 
     def add(self, kept: Mapping[RequestId, KeptOutput]) -> None:
         """Add tokens that other writers kept, before the engine gets their requests."""
@@ -102,7 +105,7 @@ class TokensInFlight:
             engine.observer = None
 
     def partial_output(self, request: Request) -> PartialOutput | None:
-        """Return the output that an earlier run kept of a new request."""
+        """Return the output of a new request that an earlier run kept."""
         if request.number and request.row_id in self._just_ended:
             self._ended[request.row_id] = self._just_ended.pop(request.row_id)
         kept = self._kept.pop((request.row_id, request.number), None)

@@ -26,7 +26,7 @@ RequestId = tuple[int, int]
 Sample = PartialSample | SampleOutput
 
 _COUNTS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
-"""Statistics that the next run continues; it does not continue times."""
+"""Names of the statistics that the next run continues; it does not continue times."""
 _SAMPLE = pa.struct(
     [
         ("index", pa.int32()),
@@ -127,7 +127,7 @@ class KeptOutput:
     """Id of the run that wrote the increments, and number of the chain."""
     stats: RequestStats
     samples: dict[int, list[Sample]] = field(default_factory=dict)
-    """Increments of each sample, each from where the one before it ends."""
+    """Increments of each sample; each begins at the end of the increment before."""
 
     def add(self, increment: OutputIncrement) -> None:
         """Append an increment, except for samples whose earlier tokens are missing."""

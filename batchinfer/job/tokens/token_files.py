@@ -1,8 +1,8 @@
-"""Files of tokens in flight, each with the tokens drawn since the file before, or with all tokens.
+"""Files of tokens in flight; each holds all tokens, or the tokens drawn since the last file.
 
 A run writes ``<run id>-<number>-<hash of its bytes>.parquet`` into ``_batchinfer/tokens``. A
-damaged file only costs time: it is ignored, and so are later increments of its requests. The file's
-metadata names its plan. Each increment holds the key of its row and the number of its chain.
+damaged file only costs time: this module ignores it and all later increments of its requests. The
+file's metadata names its plan. Each increment holds the key of its row and the number of its chain.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class TokenFiles:
         self._run_id = run_id
         self._num_written = 0
         self._sizes: dict[PurePath, int] = {}
-        """Bytes of each file in use that this writer may delete."""
+        """Size in bytes of each file in use that this writer may delete."""
         self.bytes_written = 0
 
     @property
     def size(self) -> int:
-        """Bytes of all files in use."""
+        """Size in bytes of all files in use."""
         return sum(self._sizes.values())
 
     def recover(
@@ -61,8 +61,8 @@ class TokenFiles:
 
         Args:
             missing: the unfinished rows that this run computes, in order.
-            other_writers: writers whose files are ignored. No file is deleted, because other
-                writers may need it. None: this run is the only writer.
+            other_writers: writers whose files this function ignores; it then deletes no file,
+                because these writers may need it. None if this run is the only writer.
 
         Raises:
             StorageError: a file cannot be read or deleted.
@@ -111,7 +111,7 @@ class TokenFiles:
             del self._sizes[path]
 
     def _read(self, path: PurePath) -> tuple[int, list[OutputIncrement]]:
-        """Size and increments of a file; (0, []) if it is damaged or belongs to another plan."""
+        """Return the size and increments of a file; (0, []) if it is damaged or of another plan."""
         named = _NAME.fullmatch(path.name)
         try:
             data = read_file(self._out.files, path)
@@ -135,7 +135,7 @@ def _add(kept: dict[RequestId, KeptOutput], run: str, increment: OutputIncrement
 
 
 def run_of_tokens(name: str) -> str:
-    """Return the id of the run that wrote a token file; "" if the name is not a token file's."""
+    """Return the id of the run that wrote a token file; "" if the file has another kind of name."""
     named = _NAME.fullmatch(name)
     return named["run"] if named else ""
 
