@@ -6,7 +6,7 @@
 
 import logging
 
-# transformers imports torchao if it is installed. torchao then warns about torch and about parts of
-# itself that do not work on this machine, and which this package does not use.
+# transformers imports torchao if it is installed. torchao then warns about torch, and about parts
+# of torchao that do not work on this machine. This package does not use these parts.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

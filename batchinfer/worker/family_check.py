@@ -4,12 +4,12 @@ Two checks run on a loaded model. They compare results and never look at the fam
 
 * The whole model runs two equal sequences in one packed row. Each layer must call paged attention
   once, in order, with the layout's shapes and its configured window. Both sequences must get the
-  same logits. That fails if a model ignores its positions or mixes neighboring tokens (by a
-  convolution, a recurrent state or a bias by distance).
+  same logits. They differ if a model ignores its positions or mixes neighboring tokens, for example
+  by a convolution, a recurrent state or a bias by distance.
 * A shallow copy of the model is compared with transformers' forward pass, which uses its own
-  attention and masks. This finds families that apply a sliding window, for example, only in the
-  attention mask: paged attention gets no window then, and makes no mask. transformers computes a
-  prompt longer than the window at once; paged attention computes it in chunks and a decode step.
+  attention and masks. This finds, for example, families that apply a sliding window only in the
+  attention mask: paged attention makes no mask, so it would ignore the window. The prompt is longer
+  than the window. transformers computes it at once, paged attention in chunks and a decode step.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from batchinfer.worker.verify import (
 )
 
 _TOKENS = (3, 7)
-_NEIGHBOR_TOLERANCE = 2e-2  # enough for 16-bit weights
+_NEIGHBOR_TOLERANCE = 2e-2  # far above rounding errors of 16-bit weights
 _ENDS = (11, 23, 24)
-"""Ends of the steps in tokens, not at ends of blocks; the last step is a decode."""
+"""Position where each step ends, never at the end of a block. The last step is a decode."""
 _BLOCK_SIZE = 8
 _TOLERANCE = 1e-3
 """Tolerance in float32, for every row of logits."""
 _LOOSE_TOLERANCE, _MAX_DIFFERING = 0.15, 0.5
-"""Tolerance in 16 bits, and the share of rows that may exceed it: rounding may choose another
-expert."""
+"""Tolerance in 16 bits, and the share of rows that may exceed it, because rounding can change which
+expert is chosen."""
 
 
 def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
@@ -88,8 +88,8 @@ def _check_calls(layers: list[int], expected: list[int]) -> None:
 
 
 def _check_windows(windows: dict[int, int], config: Any) -> None:
-    """Compare each layer's window with its type in the config, and with the blocks that are kept
-    for it, which a window must not exceed."""
+    """Check that each layer's window matches its type in the config, and does not exceed the blocks
+    that are kept for it."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     num_layers = config.get_text_config().num_hidden_layers
     configured = layer_windows(text_config(config.to_dict()), num_layers)

@@ -29,7 +29,7 @@ def forward(
     graphs: StepGraphs | None = None,
     body_outputs: list[Any] | None = None,
 ) -> torch.Tensor:
-    """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
+    """Copy a step's blocks, and compute its logits.
 
     Args:
         prev_token_ids: int64 token ids that the previous step sampled, on the pool's device;

@@ -24,10 +24,10 @@ LAYER_MAJOR = False
 """Default order of a pool."""
 _MEASURED_BYTES = 4 * 2**20
 """Bytes that are copied to measure the time of a swap."""
-_ALIGNMENT = 64  # bytes of a cache line
+_ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
-"""Bytes at the start of a CPU's pool that are made resident at once. Blocks there are taken first,
-and page faults would slow the first steps (by 7 % of a short run on a virtual machine)."""
+"""Bytes at the start of a CPU's pool that are made resident immediately. These blocks are allocated
+first, and page faults would slow the first steps (7 % of a short run on a virtual machine)."""
 
 
 class HostBlocks:
@@ -52,7 +52,7 @@ class HostBlocks:
         self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
-        """Copy blocks out, then in, before any work queued on the device later.
+        """Copy blocks out, then in. Work that is queued on the device later runs after the copies.
 
         Args:
             outs: [O, 2] pairs of (slot, host slot).
@@ -70,7 +70,7 @@ class HostBlocks:
         computing.wait_stream(self._stream)
 
     def measure(self) -> float:
-        """Measure the seconds that a block's copy takes: the mean of both directions."""
+        """Measure the seconds to copy a block: the mean of both directions."""
         max_pairs = min(len(self._blocks), len(self._pool) - 1)
         count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
@@ -119,7 +119,7 @@ class KVCache:
     (``kernels/cpu/kv_block_layout.h``). On a CUDA device, float8 values are ``[width, token]``
     and must not be NaN (``kernels/fp8_decode_attention.py``), so such a pool is zeroed first.
 
-    A slot holds the layers of one layer group. Slots are flat rows of elements because keys and
+    A slot holds the layers of one layer group. Slots are flat rows of elements, because keys and
     values may differ in width. One additional slot, ``null_slot``, holds zeros and is never
     written; padding reads from it.
     """
@@ -159,11 +159,11 @@ class KVCache:
         self._part_elements = layout.elements_per_block // num_parts
         shape = (outer, inner * self._part_elements)
         self.pool = _allocate(num_slots, shape, device, pool_dtype)
-        """The memory: [slot, elements of a block], or [layer, elements of all slots]."""
+        """The pool's memory: [slot, elements of a block], or [layer, elements of all slots]."""
         parts = self.pool.view(outer, inner, self._part_elements)
         self.blocks = parts.transpose(0, 1) if layer_major else parts
-        """The same memory in either order as [slot, layer, elements of a layer], strided. If layers
-        differ in shape, [slot, 1, elements of a block]."""
+        """The pool's memory as [slot, layer, elements of a layer], strided, whatever the order. If
+        layers differ in shape, [slot, 1, elements of a block]."""
         self._transposes_values = _transposes_values(layout, device)
         (self.pool if self._transposes_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
@@ -207,7 +207,7 @@ class KVCache:
         return keys.as_strided(keys.shape, (*outer, 1, self.layout.block_size))
 
     def value(self, layer: int) -> torch.Tensor:
-        """Return the values of a layer, [slot, kv_head, block_size, value_width], as ``key``."""
+        """Return the values of a layer, [slot, kv_head, block_size, value_width]; see ``key``."""
         shape = self.shape(layer)
         if shape.values_in_keys:
             return self.key(layer)[..., : shape.value_width]
@@ -219,7 +219,8 @@ class KVCache:
         return values.as_strided(values.shape, (*outer, 1, self.layout.block_size))
 
     def read(self, layer: int, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the keys and values of one block, [kv_head, block_size, width], or of several."""
+        """Return copies of the keys and values of one block, [kv_head, block_size, width], or of
+        several blocks."""
         key, value = self.key(layer)[slots], self.value(layer)[slots]
         if self.is_native and not self.layout.fp8:
             key = cpu_attention.read_keys(key)
@@ -238,7 +239,7 @@ class KVCache:
         """Store the keys and values of T tokens.
 
         Raises:
-            ValueError: their shapes differ from the layout.
+            ValueError: the shapes of keys or values differ from the layout.
         """
         shape = self.shape(layer)
         shapes = [tuple(key.shape[1:]), tuple(value.shape[1:])]
@@ -254,7 +255,8 @@ class KVCache:
             kv_write(key, value, key_cache, value_cache, slot_mapping)
         elif self.is_native and not self.layout.fp8:
             if shape.values_in_keys:
-                value, value_cache = value[..., :0], value_cache[..., :0]  # part of the keys
+                # Values are stored as part of the keys.
+                value, value_cache = value[..., :0], value_cache[..., :0]
             key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
             cpu_attention.kv_write(key, value, key_cache, value_cache, slot_mapping)
         else:
@@ -286,7 +288,7 @@ class KVCache:
         self.blocks[destination] = self.blocks[source]
 
     def units(self, layer: int, *, values: bool) -> torch.Tensor:
-        """Return the pool from a layer's keys (or values) on, as rows of ``block_size * unit``
+        """Return the pool from a layer's keys or values onward, as rows of ``block_size * unit``
         elements. Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``."""
         row = self.layout.block_size * self.unit
         offset = self._value_offset(layer) if values else self._offset(layer)
@@ -295,7 +297,7 @@ class KVCache:
 
     @property
     def rows_per_slot(self) -> int:
-        """Number of rows of ``units`` from one slot to the next."""
+        """Number of rows in ``units`` between the starts of adjacent slots."""
         return self.blocks.stride(0) // (self.layout.block_size * self.unit)
 
     def _offset(self, layer: int) -> int:

@@ -25,7 +25,7 @@ from torch import nn
 from batchinfer.kernels.cpu import gemm
 from batchinfer.kernels.low_bit import Float8GroupedWeight, Int4Weight, Int8Weight, LowBitWeight
 
-_PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
+_PACK_FOR_ROWS = 64  # a hint for oneDNN; the packed weight works for any number of rows
 _DTYPES = (torch.float32, torch.bfloat16)
 _INT4_GROUP = 64
 LOW_BIT_METHODS: dict[str, Callable[[torch.Tensor], LowBitWeight]] = {
@@ -43,7 +43,7 @@ class PackedWeight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of the weight's tensors in bytes."""
         ...
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -58,7 +58,7 @@ class LinearKernel:
     kind: str
     """A value of ``engine.cpu_kernels``: own, onednn or torch."""
     instructions: str
-    """The instructions it uses, such as AVX-512; other instructions may round differently."""
+    """The instructions that the kernel uses, such as AVX-512; others may round differently."""
     is_batch_invariant: bool
     """True if the bits of a row's result do not depend on the other rows."""
     pack: Callable[[torch.Tensor], PackedWeight]
@@ -69,7 +69,8 @@ class LinearKernel:
 
     @property
     def name(self) -> str:
-        """The name in logs and manifests, such as ``own AVX-512``; equal names give equal bits."""
+        """The kernel's name in logs and manifests, such as ``own AVX-512``; equal names give equal
+        bits."""
         return f"{self.kind} {self.instructions}"
 
 
@@ -174,8 +175,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
     For int8 and int4 weights it rounds rows to int8. Sums are then exact, so every processor gives
-    the same bits. float8 weights give the bits of the dequantized weight, multiplied by the C
-    kernel without tiles.
+    the same bits. For float8 weights, the results have the same bits as if the C kernel without
+    tiles multiplied by the dequantized weight.
 
     Args:
         method: one of ``ON_CPU``.
@@ -195,8 +196,8 @@ def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
 
 
 def triton_kernel(device: torch.device) -> LinearKernel:
-    """Return the Triton kernel for a CUDA device; its name has the compiler and the target, on
-    which the bits depend."""
+    """Return the Triton kernel for a CUDA device. Its name includes the compiler and the target,
+    because the bits depend on them."""
     import triton
 
     from batchinfer.kernels.launch import compute_capability
@@ -228,7 +229,7 @@ def _works(kernel: LinearKernel, dtype: torch.dtype) -> bool:
 
 
 def _capability(dtype: torch.dtype) -> str:
-    """Return the instruction set by which oneDNN and BLAS choose a kernel."""
+    """Return the processor's instruction set, by which oneDNN and BLAS choose their kernels."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if dtype == torch.bfloat16 and amx():
         return "AMX"

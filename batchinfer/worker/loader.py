@@ -163,7 +163,8 @@ def describe_model(
 
 
 def check_adapter(model: ModelDescription, device_type: str, adapter: Adapter) -> None:
-    """Raise ModelError if the model caches latents and the adapter changes layers of theirs."""
+    """Raise ModelError if the model caches latents and the adapter changes the latents'
+    projection."""
     if model.latent:
         check_latents(model.config, device_type, (target.module for target in adapter.targets))
 
@@ -239,8 +240,8 @@ def _load(
     quantization: str | None,
     num_bytes: int | None,
 ) -> torch.nn.Module:
-    """Load weight files of ``num_bytes`` bytes (None for random weights), and keep the codes of
-    layers that were saved with the quantization asked for."""
+    """Load weight files of ``num_bytes`` bytes (None for random weights). Layers that were saved
+    with the requested quantization keep their codes."""
     folder = description.folder
     with phase("loading the model", num_bytes or 0, "bytes") as loading:
         model = load_weights(
@@ -296,9 +297,11 @@ def _pack(
             with phase("packing weights"):
                 pack_linears(model, chosen.kernel, dtype)
                 pack_experts(model, chosen.kernel, dtype)
-        # A single tensor keeps its whole file mapped, so copy the tensors that are not packed.
+        # Copy tensors that were not packed, because each tensor of a file keeps the whole file
+        # mapped.
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta and not tensor.is_inference():  # merged weights are not in a file
+            # Merged weights were never in a file.
+            if not tensor.is_meta and not tensor.is_inference():
                 tensor.data = tensor.data.clone()
         return_freed_memory()
     else:
@@ -307,7 +310,7 @@ def _pack(
         chosen = choose_cuda_kernel(device, dtype, required)
         if chosen.kernel is not None:
             pack_linears(model, chosen.kernel, dtype)
-        torch.cuda.empty_cache()  # merging and quantizing left holes
+        torch.cuda.empty_cache()  # merging and quantizing left unused memory
     return chosen, names
 
 

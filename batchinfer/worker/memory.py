@@ -22,16 +22,16 @@ from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Copies of a token's hidden state and of its MLP state that exist at the widest point of a layer:
-# residual, normed, q, k, v, rotated q and k, attended; gate, up and gate times up.
+# Tensors that exist at the same time at the widest point of a layer. Of hidden width: residual,
+# normed, q, k, v, rotated q and k, attended. Of MLP width: gate, up and gate times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# Copies of the logits: the head's output, and the scaled or capped logits of some families.
+# Copies of the logits: the head's output, and in some families the scaled or capped logits.
 LOGITS_COPIES = 2
 
-_BYTES_PER_GRAPH = 8 * 2**20  # estimate for some hundred kernels
+_BYTES_PER_GRAPH = 8 * 2**20  # estimate for a graph of some hundred kernels
 _GRAPH_SHARE = 1 / 64
-_TABLE_COPIES = 2  # packed for the transfer, and unpacked to rows of a fixed length
+_TABLE_COPIES = 2  # packed tables for the transfer, and tables unpacked to rows of a fixed length
 # Tokens of a piece of a context, and the most bytes of partial results for layers of one window
 # and shape (`kernels/decode_plan.py`).
 _PIECE_TOKENS = 512
@@ -55,15 +55,15 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 def pieces_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Return an upper bound of the bytes of attention's partial results in a step on CUDA. There is
-    one for each piece of a context; layers of the same window and shape share the memory."""
+    """Return an upper bound of the bytes of attention's partial results in a step on CUDA. Each
+    piece of a context has partial results; layers of the same window and shape share the memory."""
     heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
     layers = layout.attention_layers
     kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
     total = 0
     for window, shape in kinds:
         reach = min(max_model_len, window) if window else max_model_len
-        pieces = -(-reach // _PIECE_TOKENS) + bool(window)  # one may begin at the window
+        pieces = -(-reach // _PIECE_TOKENS) + bool(window)  # a window may start inside a piece
         partials = max_num_seqs * heads * pieces if pieces > 1 else 0
         total += min(4 * partials * (shape.value_width + 2), _MAX_PIECES_BYTES)
     return total
@@ -135,7 +135,7 @@ class MemoryPlan:
     max_graph_tokens: int
     """Number of tokens of the largest step with a graph; 0 on a CPU."""
     available_bytes: int
-    """Memory of the device, for all of the parts above."""
+    """Memory of the device that all parts together may use."""
     num_host_blocks: int
     host_bytes: int
     """Size of the host's swap space, which on a CPU is touched only when it is used."""
@@ -301,11 +301,11 @@ def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
 def free_host_bytes() -> int:
     """Measure the bytes of memory that this process may still take.
 
-    That is the host's free memory, or less by the limits of the process's control group or address
-    space (``ulimit -v``). Files in the page cache count as free, because the kernel drops them when
-    memory is needed.
+    This is the host's free memory, or less if the process's control group or address space
+    (``ulimit -v``) is limited. Files in the page cache count as free, because the kernel drops them
+    when memory is needed.
     """
-    import psutil  # not at the top: tests of GPU kernels run without it
+    import psutil  # imported late, because tests of GPU kernels run without psutil
 
     free = int(psutil.virtual_memory().available)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -324,8 +324,8 @@ def free_host_bytes() -> int:
 def return_freed_memory() -> None:
     """Return freed memory to the operating system, if the C library can (glibc).
 
-    Each thread that converts weights keeps its freed memory, which no other thread uses: after
-    packing a dequantized model of 0.2 billion parameters, twice the model's size.
+    Each thread that converts weights keeps memory that it has freed, and no other thread uses it.
+    After packing a dequantized model of 0.2 billion parameters, this was twice the model's size.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -87,7 +87,8 @@ class ModelRunner:
         return pending
 
     def device_bytes(self) -> int:
-        """Return the bytes in use: on CUDA as torch counts them, on a CPU weights and pool."""
+        """Return the bytes in use: on CUDA, torch's count; on a CPU, the size of weights and
+        pool."""
         if self._cache.pool.is_cuda:
             return int(torch.cuda.memory_allocated(self._cache.pool.device))
         return model_bytes(self._model) + self._cache.nbytes

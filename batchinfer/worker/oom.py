@@ -12,16 +12,16 @@ from batchinfer.errors import one_line
 
 _MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU, on Linux
-    "not enough memory",  # on other systems
+    "not enough memory",  # torch's allocator on the CPU, on other systems
     "std::bad_alloc",
-    "CUDA error: out of memory",  # the driver's, for pinned memory too
+    "CUDA error: out of memory",  # from the CUDA driver, for pinned memory too
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-_LONGEST_REASON = 200  # characters; torch then explains its allocator
+_LONGEST_REASON = 200  # characters; the rest of torch's message explains its allocator
 
 
 class raise_out_of_memory:  # noqa: N801
-    """Turns an out-of-memory error of the block inside into ``OutOfMemory``.
+    """Turns an out-of-memory error inside the ``with`` block into ``OutOfMemory``.
 
     Frees the tensors of the functions that failed, and the CUDA memory that torch does not use.
     It is a class because a generator would cost each step a microsecond.

@@ -1,4 +1,4 @@
-"""Row-wise operations on the device of their tensors, as ``kernels/reference.py`` defines them.
+"""Row-wise operations on the device of their tensors; ``kernels/reference.py`` defines them.
 
 They run in Triton on a CUDA device. On a CPU they run in C if a compiler is installed, or in torch.
 """
@@ -51,7 +51,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` [T, W] of [T, 2 * W], gate first; rows may be strided."""
+    """Return ``silu(gate) * up`` [T, W] for [T, 2 * W], gate first; rows may be strided."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from logits of a few rows at a time.
+"""Log-probabilities of a prompt's tokens, computed from a few rows of logits at a time.
 
 A prompt has one row of logits for each token: for 8,192 tokens and a vocabulary of 150,000 they
 take 5 GB in float32. So the model's head is called repeatedly, on parts of the hidden states that
@@ -66,7 +66,7 @@ class PromptScorer:
         return SampleHandle(on["ids"], logprobs.values[:, 0], ~torch.cat(finite), logprobs)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
-        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads their number
+        unused_ids = rows.new_zeros((1, num_tokens))  # Gemma 4 reads the number of tokens
         output = self._model(input_ids=unused_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 16  # bytes; enough for any dtype's view and for vector loads
+_ALIGNMENT = 16  # bytes; enough for views of any dtype and for vector loads
 
 
 def to_device(
     arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Copy arrays to tensors on ``device`` in one transfer. On the CPU they share memory."""
+    """Copy arrays to tensors on ``device`` in one transfer. On the CPU, the tensors share memory
+    with the arrays."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
     offsets, end = {}, 0
@@ -36,10 +37,9 @@ def to_device(
 
 
 class HostCopy:
-    """A tensor's copy to the host, which the constructor starts. On the CPU, the tensor itself.
-
-    On CUDA the copy runs in the current stream into pinned memory, followed by an event. torch
-    keeps the pinned memory until the copy is done, even if ``wait`` is never called.
+    """A copy of a tensor to the host, which the constructor starts. On the CPU, the tensor itself
+    is used. On CUDA, the copy runs in the current stream into pinned memory, followed by an event.
+    torch keeps the pinned memory until the copy is done, even if ``wait`` is never called.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

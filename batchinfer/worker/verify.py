@@ -33,7 +33,7 @@ from batchinfer.worker.transfer import to_device
 
 
 def verify(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> bool:
-    """Return True if two results have the same shape and no row differs (``differing_rows``)."""
+    """Return True if two results have the same shape and no differing rows (``differing_rows``)."""
     return before.shape == after.shape and not differing_rows(before, after, tolerance).any()
 
 
@@ -69,7 +69,7 @@ def swap_verified(
     before: torch.Tensor,
     tolerance: float,
 ) -> bool:
-    """Swap all of the modules, if the model's results then stay the same; otherwise none.
+    """Swap all of the modules if the model's results stay the same; otherwise, swap none of them.
 
     Without a finite row there is nothing to compare, and the modules are not swapped.
 
@@ -89,7 +89,7 @@ def swap_verified(
             return True
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # the model's own code uses the module differently
+    except Exception:  # the model's code uses the module in another way
         pass
     _put(originals)
     return False
@@ -119,7 +119,7 @@ class Probe:
         positions: positions of the tokens, 0 and up by default.
         adapters: number of each sequence's adapter; None for the base model.
         dtype: dtype of the pool, by default that of the weights.
-        kernel: kernel of the linear layers, by which the attention backend is chosen.
+        kernel: kernel of the linear layers, which determines the attention backend.
     """
 
     def __init__(
@@ -241,7 +241,8 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record each call of the modules inside when it returns, with the arguments themselves."""
+    """Record the calls of modules inside. A call is recorded when it returns; arguments are not
+    copied."""
     calls: list[ModuleCall] = []
 
     def record(*call: Any) -> None:

@@ -1,8 +1,8 @@
 """One attention function for transformers' own model classes, over the paged KV pool.
 
-Registered with transformers' ``AttentionInterface`` and without a mask function, so that
-transformers makes no mask. Block tables and slots, which the model does not pass, come from the
-forward context that is open around the model's call.
+The function is registered with transformers' ``AttentionInterface`` without a mask function, so
+transformers makes no mask. Models do not pass block tables and slots; the function reads them from
+the forward context, which is set during the model's call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ATTENTION_NAME = "batchinfer_paged"
 ATTENTION = "attention"
 """Key of the attention kernel in a run's table of kernels."""
 
-# Arguments that would change the result, and that this function does not implement.
+# Arguments that would change the result and are not implemented here.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
 
 
@@ -49,7 +49,7 @@ class AttentionBackend(Protocol):
     """Computes the attention of layers on one kind of device."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the step of the following calls, and its arrays on the device."""
+        """Set the step, and its arrays on the device, for the following calls of ``attend``."""
         ...
 
     def attend(
@@ -78,11 +78,11 @@ class CapturedBackend(AttentionBackend, Protocol):
 
 
 def make_backend(cache: KVCache, like: LinearKernel | None = None) -> AttentionBackend:
-    """Make the attention backend for the pool's device; on a CPU the C kernels if they can be
-    compiled.
+    """Make the attention backend for the pool's device. On a CPU, it uses C kernels if they
+    compile.
 
     Args:
-        like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device
+        like: kernel of the model's linear layers (see ``NativeAttention``). On a CUDA device,
             attention is batch-invariant if that kernel is.
     """
     if cache.pool.is_cuda:
@@ -117,8 +117,8 @@ class AttentionKernel:
 
     @classmethod
     def of(cls, cache: KVCache, like: LinearKernel | None = None) -> AttentionKernel:
-        """The kernel that ``make_backend`` chooses for these arguments. It decides the last bits of
-        a row's logits."""
+        """Return the kernel that ``make_backend`` chooses. It determines the last bits of a row's
+        logits."""
         pool = cache.pool
         if pool.is_cuda:
             return cls("Triton in a fixed order" if _is_batch_invariant(like) else "Triton")
@@ -152,7 +152,7 @@ class ForwardContext:
     tensors: Mapping[str, torch.Tensor]
     """The step's arrays on the device."""
     adapters: StepAdapters | None = None
-    """None: the step has no rows with adapters."""
+    """Adapters of the step's rows; None: no row has an adapter."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
         """Slots of each token's keys and values in a layer, [T] int64."""
@@ -168,7 +168,7 @@ current_context = _context.get
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Set the context that attention layers called inside use."""
+    """Set the context for attention layers that are called inside."""
     token = _context.set(context)
     try:
         yield
@@ -186,11 +186,10 @@ def paged_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Paged attention as transformers calls it in every layer; returns [1, T, Hq, Dv] and no
-    weights.
+    """Compute a layer's attention, as transformers calls it; returns [1, T, Hq, Dv] and no weights.
 
     Raises:
-        UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.
+        UnsupportedAttentionError: the model passes a mask, a bias or sparse attention.
     """
     _check_call(module, query, attention_mask, kwargs)
     context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]

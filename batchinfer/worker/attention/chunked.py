@@ -1,9 +1,9 @@
 """Attention within chunks, by a backend for plain causal attention.
 
 A token of Llama 4's chunked layers sees the tokens of its own chunk (``attention_chunk_size``) up
-to itself. So the step is cut: the tokens of each chunk become a separate sequence, whose context
-and block table begin with the chunk. Keys were rotated before they were stored, so that nothing
-depends on where a context begins.
+to itself. The step is therefore cut: the tokens of each chunk become a separate sequence, whose
+context and block table begin with the chunk. Nothing depends on where a context begins, because
+keys were rotated before they were stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PlainAttention = CpuAttention | NativeAttention | CudaAttention
 
 
 class ChunkedAttention:
-    """Attends over the pool's blocks, in some layers within chunks (``KVLayout.chunks``).
+    """Attends over the pool's blocks. Some layers attend only within chunks (``KVLayout.chunks``).
 
     Args:
         whole: the backend for layers without chunks.
@@ -34,7 +34,7 @@ class ChunkedAttention:
     """
 
     joins_layers = False
-    """A layer in C takes the step of its layer group, not of its chunks."""
+    """False, because C layers use the step as it is for their layer group, not cut into chunks."""
 
     def __init__(self, cache: KVCache, whole: PlainAttention, within: PlainAttention) -> None:
         self._cache, self._whole, self._within = cache, whole, within
@@ -56,7 +56,7 @@ class ChunkedAttention:
 
 
 class CapturedChunkedAttention(ChunkedAttention):
-    """The same on a CUDA device, for steps with and without a graph."""
+    """Attention within chunks on a CUDA device, for steps with and without a graph."""
 
     _whole: CudaAttention
     _within: CudaAttention
@@ -69,7 +69,7 @@ class CapturedChunkedAttention(ChunkedAttention):
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step from the device's arrays alone, as ``CudaAttention.begin_captured``.
+        """Begin a step from the device's arrays alone, like ``CudaAttention.begin_captured``.
 
         Steps for which ``crosses_chunks`` is true must not be replayed.
         """
@@ -88,7 +88,7 @@ def crosses_chunks(step: Step, chunk: int) -> bool:
 def _within_chunks(
     tensors: Mapping[str, torch.Tensor], chunk: int, block_size: int
 ) -> dict[str, torch.Tensor]:
-    """``cut_at_chunks`` on the device, for a step that crosses no chunk boundary."""
+    """Do the work of ``cut_at_chunks`` on the device, for a step that crosses no chunk boundary."""
     begin = (tensors["context_lens"] - 1).clamp(min=0) // chunk * chunk
     columns = (begin // block_size)[:, None] + torch.arange(
         chunk // block_size, device=begin.device
@@ -106,7 +106,7 @@ def _within_chunks(
 
 
 def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
-    """Return a step whose sequences see only the chunk whose tokens they compute.
+    """Return a step in which each sequence sees only the chunk of the tokens that it computes.
 
     Args:
         step: a sequence that computes tokens of several chunks is split into one for each.
@@ -140,7 +140,8 @@ def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
 
 
 def _shared_within(shared: SharedPrefixes | None, begin: np.ndarray) -> SharedPrefixes | None:
-    """The part of shared prefixes that lies in the chunks beginning at ``begin`` [S]."""
+    """Return the part of shared prefixes inside the sequences' chunks, which begin at ``begin``
+    [S]."""
     if shared is None:
         return None
     begins = begin[shared.order]

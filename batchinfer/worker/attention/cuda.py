@@ -15,7 +15,7 @@ from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
 
 _Kind = tuple[int, int, KVShape]
-"""Window, query heads and KV shape of the layers that share a work list."""
+"""Window, number of query heads and KV shape. Layers with equal values share a work list."""
 
 
 @dataclass
@@ -52,12 +52,11 @@ class CudaAttention:
         shares: bool,
         max_chunks: int,
     ) -> None:
-        """Begin a step from the device's arrays alone.
-
-        Does not read them on the host, so that the launches can be replayed with other contents.
+        """Begin a step from the device's arrays alone. The host does not read them, so the launches
+        can be replayed with other contents.
 
         Args:
-            shares: the arrays include shared prefixes.
+            shares: true if the arrays include shared prefixes.
             max_chunks: most sequences that compute several tokens.
         """
         self._begin(
@@ -105,13 +104,13 @@ class CudaAttention:
         return query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
 
     def _contexts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Block tables of a layer's group, query starts and context lengths."""
+        """Return the block tables of a layer's group, query starts and context lengths."""
         group, tensors = self._cache.group(layer), self._tensors
         tables = tensors["other_tables"][group - 1] if group else tensors["block_tables"]
         return tables, tensors["query_starts"], tensors["context_lens"]
 
     def _chunk_work(self, layer: int, query: torch.Tensor) -> Any:
-        """Work list of the step's chunks, made once for the layers of a shape."""
+        """Return the work list of the step's chunks. Layers with the same KV shape share it."""
         from batchinfer.kernels.chunk_attention import plan_chunks
 
         if self._bounds["max_query_len"] <= 1:
@@ -124,14 +123,15 @@ class CudaAttention:
         return self._chunks[kind]
 
     def _query_tile(self, layer: int, query: torch.Tensor) -> int:
-        """Query tokens of a chunk's program."""
+        """Return the number of a chunk's query tokens per program."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.chunk_attention import query_tile
 
         return query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
 
     def _decode_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Work list of the step's decodes, made once for the layers of a window and a shape."""
+        """Return the work list of the step's decodes. Layers with equal window and KV shape share
+        it."""
         from batchinfer.kernels.decode_plan import plan_decode
 
         if self._bounds["min_query_len"] > 1:
@@ -158,7 +158,7 @@ class CudaAttention:
         return window, query.shape[1], self._cache.shape(layer)
 
     def _work_of(self, layer: int, kind: _Kind, plan: Callable[[], Any]) -> Any:
-        """The work list for a kind of layer, which each layer uses once."""
+        """Return the work list for a kind of layer. Each layer uses a list once."""
         work = self._work.get(kind)
         if work is None or layer in work.layers:  # a layer that attends again needs a new list
             work = self._work[kind] = _Work(plan())
@@ -167,8 +167,8 @@ class CudaAttention:
 
 
 class BatchInvariantAttention(CudaAttention):
-    """Sums in a fixed order, so that a row's bits do not depend on its batch: one program attends
-    for decodes and chunks, and every sequence reads its own prefix."""
+    """Sums in a fixed order, so that a row's bits do not depend on its batch. Decodes and chunks
+    use the same program, and every sequence reads its own prefix."""
 
     def attend(
         self,
@@ -192,7 +192,7 @@ class BatchInvariantAttention(CudaAttention):
         return out
 
     def _batch_invariant_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
-        """Work list of the step, made once for the layers of a window and a shape."""
+        """Return the work list of the step. Layers with equal window and KV shape share it."""
         from batchinfer.kernels.attention_loop import Heads
         from batchinfer.kernels.batch_invariant_attention import (
             batch_invariant_query_tile,
@@ -218,7 +218,7 @@ class BatchInvariantAttention(CudaAttention):
 
 
 class LatentCudaAttention(CudaAttention):
-    """Attends to latents, which all heads share. Every sequence reads its own prefix."""
+    """Attends to latents, which all heads share. It does not use shared prefixes."""
 
     def attend(
         self,
@@ -226,7 +226,7 @@ class LatentCudaAttention(CudaAttention):
         query: torch.Tensor,  # [T, Hq, rank + rotary width]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Attended latents, [T, Hq, rank]."""
+        """Return the attended latents, [T, Hq, rank]."""
         from batchinfer.kernels.mla_attention import mla_attention
 
         out = self._output(layer, query)
@@ -252,7 +252,8 @@ class LatentCudaAttention(CudaAttention):
 
 
 def shares_pieces(step: Step) -> bool:
-    """True if some sequences of a step share a prefix long enough to be read once for all."""
+    """Return true if sequences of a step share a prefix that is long enough to be read only
+    once."""
     from batchinfer.kernels.decode_plan import DECODE_PIECE
 
     shared = step.shared_prefixes

@@ -1,8 +1,10 @@
-"""Gather plan of a step: the blocks its queries read, cut into rectangles for batched products.
+"""Gather plan of a step: the blocks that its queries read, cut into rectangles for batched
+products.
 
-The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of one size and
-similar contexts go into one bucket, padded to the longest; the padding is bounded, and so is the
-memory a bucket gathers. A plan is made once a step and used by all layers.
+The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of equal size and
+similar context length form a bucket and are padded to the longest context. The padding and the
+memory that a bucket gathers are bounded. A plan is made once per step, for all layers with the same
+KV shape and window.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from batchinfer.engine.step import Int32, Step
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
-# Most bytes that a bucket gathers, so that keys and values are still in the cache when used.
+# Most bytes that a bucket gathers: its keys and values must still be in the cache when they are
+# used.
 _BUCKET_BYTES = 4 << 20
-# The overhead of a bucket, in bytes gathered in the same time; less padding is not worth a bucket.
+# Overhead of a bucket, as the bytes that are gathered in the same time. Avoiding less padding than
+# this is not worth a new bucket.
 _BUCKET_OVERHEAD_BYTES = 512 << 10
 _PADDING_SHARE = 0.125
 
@@ -38,14 +42,16 @@ class Bucket:
     queries: slice  # R * Q rows of Plan.tokens
     key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
     value_rows: torch.Tensor
-    all_visible: int  # every query sees the positions before this one
-    hidden: torch.Tensor  # [R, 1, 1, Q, C - all_visible] bool: the query does not see the position
-    stale: torch.Tensor  # rows of values [R, kv_head, C] after a tile's context, in its last block
+    all_visible: int  # every query sees all positions before this one
+    # [R, 1, 1, Q, C - all_visible] bool: true where the query does not see the position.
+    hidden: torch.Tensor
+    # Rows of values [R, kv_head, C] between the end of a context and the end of its last block.
+    stale: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's buckets for one window, and its queries in the order of the buckets."""
+    """Buckets of a step for one window, and the step's queries in the order of the buckets."""
 
     buckets: tuple[Bucket, ...]
     tokens: torch.Tensor  # [queries] packed token of each query; padding repeats one
@@ -59,7 +65,7 @@ class _Tiles:
     sequence: Ints
     token: Ints  # first packed token
     length: Ints  # queries
-    position: Ints  # of the first query
+    position: Ints  # position of the first query
     first_block: Ints  # first block of the table that any query sees
     num_blocks: Ints
     size: Ints  # 1, 16 or 64
@@ -68,7 +74,7 @@ class _Tiles:
         return _Tiles(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def offsets(self) -> Ints:
-        """[R, Q] index of each query in its tile; padding repeats the first query."""
+        """Return the index of each query in its tile, [R, Q]. Padding repeats the first query."""
         queries = np.arange(self.size[0])
         return np.where(queries < self.length[:, None], queries, 0)
 
@@ -104,7 +110,8 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
 
 
 def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
-    """Cut every sequence's queries into tiles of the largest size; the rest is one tile."""
+    """Cut every sequence's queries into tiles of the largest size; the remaining queries are one
+    tile."""
     largest = _TILE_SIZES[-1]
     starts = step.query_starts.astype(np.int64)
     num_queries = np.diff(starts)
@@ -128,7 +135,7 @@ def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
 
 
 def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
-    """Cut descending block counts into runs of bounded padding and size."""
+    """Cut block counts, sorted in descending order, into runs of bounded padding and size."""
     free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
     begin = 0
     while begin < len(num_blocks):
@@ -171,7 +178,8 @@ def _bucket(
 def _gather_rows(
     tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache, shape: KVShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``cache.units`` to gather for keys and values; the null slot pads a tile's blocks."""
+    """Return the rows of ``cache.units`` to gather for keys and for values. The null slot pads
+    tiles."""
     block = np.arange(num_blocks)
     columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
     slots = tables[tiles.sequence[:, None], columns].astype(np.int64)
@@ -190,7 +198,8 @@ def _gather_rows(
 
 
 def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Rows from the end of each context to the end of its block, which may hold stale NaN."""
+    """Return the rows of values between the end of each context and the end of its last block. They
+    may hold stale NaN."""
     end = (tiles.position + tiles.length)[:, None]
     block_end = -(-end // block_size) * block_size
     tile, column = np.nonzero((columns >= end) & (columns < block_end))

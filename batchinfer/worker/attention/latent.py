@@ -1,9 +1,9 @@
 """Latent attention (MLA) by absorbed projections, over a cache of latents.
 
-DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from
-one latent of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. As ``<q_h, W_k,h c>`` is
-``<W_k,h^T q_h, c>``, queries can be projected instead, and likewise what has been attended to: the
-cache holds one latent and one rotary part of the keys for all heads.
+DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1) projects the keys and values of all heads from one
+latent ``c`` of a token: ``k_h = W_k,h c`` and ``v_h = W_v,h c``. Because ``<q_h, W_k,h c>`` equals
+``<W_k,h^T q_h, c>``, queries can be projected instead of keys, and attention's output instead of
+values. The cache then holds one latent and one rotary part of the keys for all heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchinfer.engine.kv.layout import Config, text_config
 from batchinfer.errors import ModelError
 
 _PROJECTION = "kv_b_proj"
-"""Its name in every family of transformers."""
+"""Name of the projection from latents to keys and values, in every family of transformers."""
 
 
 class LatentProjection(nn.Module):
@@ -40,10 +40,10 @@ class LatentProjection(nn.Module):
         self._num_heads, self._key_width = num_heads, key_width
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Project queries to attend to latents: [T, H, rank + rotary width].
+        """Return projected queries that can attend to latents, [T, H, rank + rotary width].
 
         Args:
-            query: [H, T, key width + rotary width], the rotary part rotated.
+            query: [H, T, key width + rotary width], with its rotary part already rotated.
         """
         plain, rotary = query[..., : self._key_width], query[..., self._key_width :]
         of_latent = torch.bmm(plain.contiguous(), self._by_head[:, : self._key_width])
@@ -52,20 +52,20 @@ class LatentProjection(nn.Module):
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attended latents [T, H, rank] to the heads' outputs, [T, H, value width]."""
         by_head = attended.transpose(0, 1).contiguous()
-        # For few tokens torch takes five times as long on a CPU with the weight transposed.
+        # For few tokens on a CPU, torch takes five times as long if the weight is transposed.
         return torch.bmm(self._by_head[:, self._key_width :], by_head.mT).permute(2, 0, 1)
 
     @property
     def _by_head(self) -> torch.Tensor:
-        """[H, key width + value width, rank]"""
+        """The weight as [H, key width + value width, rank]."""
         return self.weight.view(self._num_heads, -1, self.weight.shape[1])
 
 
 def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> None:
-    """Check that a model of a config can cache latents on a device, ``cpu`` or ``cuda``.
+    """Check that a model with this config can cache latents on a device, ``cpu`` or ``cuda``.
 
     Args:
-        adapted: names of the layers that its adapters change.
+        adapted: names of the layers that the model's adapters change.
 
     Raises:
         ModelError: the model has no latents, the device has no kernels for its rank, or an adapter
@@ -101,5 +101,5 @@ def _latent_as_key_and_value(
     latent: torch.Tensor,  # [1, 1, T, rank]
     rotary: torch.Tensor,  # [1, 1, T, rotary width]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key [1, 1, T, rank + rotary width] and value [1, 1, T, rank] of all heads."""
+    """Return the key [1, 1, T, rank + rotary width] and the value [1, 1, T, rank] for all heads."""
     return torch.cat((latent, rotary), dim=-1), latent

@@ -16,7 +16,7 @@ from batchinfer.worker.linear_kernels import LinearKernel
 
 
 def instructions_for(dtype: torch.dtype, like: LinearKernel | None) -> str:
-    """Instruction set that attends over a pool of a supported dtype (see ``NativeAttention``)."""
+    """Return the instruction set for attention over a pool of a supported dtype."""
     available = cpu_attention.available(dtype)
     if like is not None and like.kind == "own" and like.instructions in available:
         return like.instructions
@@ -27,15 +27,16 @@ class NativeAttention:
     """Attends over the pool's blocks for one step at a time.
 
     Args:
-        like: kernel of the model's linear layers. If it is one of the project's, attention uses the
-            same instructions, so that one name determines a row's bits; otherwise the fastest.
+        like: kernel of the model's linear layers. If it is a C kernel, attention uses the same
+            instructions, so that one name determines a row's bits. Otherwise, attention uses the
+            fastest instructions.
     """
 
     def __init__(self, cache: KVCache, like: LinearKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
         self.kernel = cpu_attention.kernel_of(dtype, instructions_for(dtype, like))
-        """The number of the C kernel."""
+        """Number of the C kernel."""
         self.joins_layers = dtype == cache.dtype
         """True if whole layers can run in C: the pool has the dtype that they compute in."""
 
@@ -63,9 +64,9 @@ class NativeAttention:
         query: torch.Tensor,  # [T, Hq, Dk], last dimension contiguous
         variant: AttentionVariant,
         *,
-        out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
+        out: torch.Tensor,  # [T, Hq, Dv], last two dimensions contiguous
     ) -> cpu_attention.AttentionArgs:
-        """Arguments of the C function, with the addresses of ``out`` and ``query``."""
+        """Return the C function's arguments, with the addresses of ``out`` and ``query``."""
         options = self._options(variant)
         return cpu_attention.attention_args(query, *self._context(layer), out=out, **options)
 
@@ -80,7 +81,8 @@ class NativeAttention:
         arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Keys, values, block tables, query starts and context lengths."""
+        """Return a layer's keys and values, and its group's block tables, query starts, context
+        lengths."""
         tables = self._tables[self._cache.group(layer)]
         return self._cache.key(layer), self._cache.value(layer), tables, *self._lens
 

@@ -17,9 +17,9 @@ from batchinfer.worker.kv_cache import KVCache
 class CpuAttention:
     """Attends over the pool's blocks for one step at a time.
 
-    Buffers for gathered keys, values and scores are kept from call to call, as fresh ones cost page
-    faults. Scores are masked by selection, and values that no query may see are zeroed, so that
-    stale NaN in the pool reaches no output. A float8 pool is widened after gathering.
+    Buffers for gathered keys, values and scores are kept between calls, because new buffers would
+    cost page faults. Scores are masked by selection, and values that no query may see are zeroed,
+    so that stale NaN in the pool reaches no output. A float8 pool is widened after gathering.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -64,13 +64,13 @@ class CpuAttention:
         return attended.index_select(0, plan.rows)
 
     def _keys(self, bucket: Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """[R * Hkv, C, Dk], valid until the next call."""
+        """Return keys [R * Hkv, C, Dk], valid until the next call."""
         units = self._cache.units(layer, values=False)
         gathered = self._gather("keys", units, bucket.key_rows).to(dtype)
         return gathered.view(-1, bucket.context, self._cache.shape(layer).key_width)
 
     def _values(self, bucket: Bucket, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """[R * Hkv, C, Dv] without stale NaN; may overwrite ``keys``."""
+        """Return values [R * Hkv, C, Dv] without stale NaN; may overwrite ``keys``."""
         shape = self._cache.shape(layer)
         values = keys
         if not shape.values_in_keys:
@@ -99,7 +99,7 @@ class CpuAttention:
         scores: torch.Tensor,
         values: torch.Tensor,  # [R * Hkv, C, Dv]
     ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, Dv]
-        # For 16-bit scores torch computes the softmax in float32 and rounds its result.
+        # For 16-bit scores, torch computes the softmax in float32 and rounds its result.
         weights = self._buffer("weights", scores.dtype, tuple(scores.shape))
         torch.softmax(scores, dim=-1, out=weights)
         return torch.bmm(weights, values)
@@ -109,7 +109,7 @@ class CpuAttention:
         return torch.index_select(source, 0, rows, out=out)
 
     def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A reused, uninitialized tensor of this shape."""
+        """Return an uninitialized tensor of this shape, in memory that later calls reuse."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
@@ -121,7 +121,7 @@ def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
-    """The share of the softmax that a sink (one more logit, without a value) leaves to the others.
+    """Return the share of the softmax that a sink (one more logit, without a value) leaves to keys.
 
     exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     """

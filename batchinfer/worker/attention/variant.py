@@ -15,15 +15,15 @@ class AttentionVariant:
     scale: float
     """Multiplies the scores."""
     sliding_window: int = 0
-    """Positions a token sees, its own included; 0 for all."""
+    """Number of positions that a token sees, including its own; 0: all positions."""
     softcap: float = 0.0
-    """c in c * tanh(score / c), which replaces a score; 0 for none."""
+    """If not 0, c in ``c * tanh(score / c)``, which replaces each score."""
     sinks: torch.Tensor | None = None
-    """[Hq] one more logit for each head, without a value (gpt-oss)."""
+    """[Hq] for each head, one more logit without a value (gpt-oss)."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the kernels."""
+        """Return the variant as keyword arguments of the kernels."""
         return {
             "scale": self.scale,
             "sliding_window": self.sliding_window,

@@ -1,4 +1,4 @@
-"""Steps captured once for each of a few sizes and replayed as CUDA graphs.
+"""Captures steps of a few sizes as CUDA graphs, and replays the graphs.
 
 May import: kernels, engine.runner, engine.step, worker.
 """

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_INTEGERS = {2: "<i2", 4: "<i4"}  # bytes of an element: NumPy's name, which has no bfloat16
+_INTEGERS = {2: "<i2", 4: "<i4"}  # by bytes per element, because NumPy has no name for bfloat16
 
-# Operations with results on the host, or with sizes that depend on data on the device.
+# Operations whose result is on the host, or whose result's size depends on data on the device.
 _WAITS = frozenset(
     [
         *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item", "nonzero"),
@@ -21,42 +21,42 @@ _WAITS = frozenset(
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 Capture = Callable[[Run], Run]
-"""Turns a computation into one that repeats it with the current contents of its inputs."""
+"""Captures a computation. The result repeats it with the current contents of its inputs."""
 
 
 class CudaCapture:
-    """Captures computations on the current device, and returns a call that repeats each.
+    """Captures computations on the current device, and returns functions that repeat them.
 
     All graphs use the same memory, one after the other: results are valid until the next replay.
-    After a failure that CUDA itself reports, later graphs have memory of their own.
+    After a failure that CUDA itself reports, later graphs use new memory.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
-        # torch's allocator still asks these which allocations are theirs.
+        # Graphs whose capture never ended are kept, because torch's allocator still calls them.
         self._never_ended: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Run) -> Run:
-        """Capture ``run``, which has run before.
+        """Capture ``run``, which must have run once before.
 
         Raises:
-            RuntimeError: it does something that cannot be captured.
+            RuntimeError: ``run`` does something that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        # A capture that CUDA refuses to end leaves its stream the current one.
+        # If CUDA refuses to end a capture, the capture's stream would stay the current stream.
         here = torch.cuda.stream(torch.cuda.current_stream())
-        # Other threads (tokenizing, reading files) may run meanwhile.
+        # Other threads, such as tokenizing and reading files, may run during the capture.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         try:
             with here, capturing:
                 results = [result.contiguous() for result in run()]
         except BaseException:
-            if not _has_ended(graph):  # torch considers the pool in use from now on
+            if not _has_ended(graph):  # torch now regards the pool as in use forever
                 self._pool = None
                 self._never_ended.append(graph)
             raise
-        self._pool = pool  # not earlier: torch forgets a pool without graphs
+        self._pool = pool  # only now, because torch forgets a pool without graphs
         aliases = tuple(map(_alias, results))
 
         def replay() -> tuple[torch.Tensor, ...]:
@@ -75,7 +75,8 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 class _Memory:
-    """A tensor's memory without its ownership (NumPy's CUDA array interface, version 3)."""
+    """A view of a tensor's memory that does not own it (NumPy's CUDA array interface, version
+    3)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -87,11 +88,7 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A view without ownership, so that the pool's other graphs can use the memory.
-
-    The logits of the largest batch are most of a graph's memory; with an owner each graph would
-    keep its own. The memory itself lives as long as one graph of the pool.
-    """
+    """Return a view that does not own its memory, so that other graphs of the pool can use it."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
@@ -133,8 +130,8 @@ def _comes_to_host(args: Any, result: Any) -> bool:
 
 
 def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
-    """True if a tensor is copied from pageable memory, for which CUDA waits for the stream. (Copies
-    by ``torch.tensor`` are not seen.)"""
+    """Return true if a tensor is copied from pageable memory, because CUDA then waits for the
+    stream. Copies by ``torch.tensor`` are not detected."""
     if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
         return False
     source = args[1] if name == "copy_" else args[0]

@@ -1,9 +1,10 @@
 """Sizes that steps are padded to, so that a few graphs serve all of them.
 
-Up to about 128 tokens padding costs nothing, since reading the weights takes longer; beyond, sizes
-are an eighth to a quarter apart. Sequences of a mixed step cost only their rows of logits, so their
-sizes are further apart. (Over the steps of nine simulated jobs, with 32 to 1,024 sequences, 0 to
-10 % of the tokens computed are padding, and 96 to 100 % of the steps have a size.)
+Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
+arithmetic. Larger sizes are an eighth to a quarter apart. In a mixed step, a padding sequence costs
+only a row of logits, so numbers of sequences are further apart. In nine simulated jobs with 32 to
+1,024 sequences, 0 to 10 % of the computed tokens were padding, and 96 to 100 % of the steps had a
+size.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Kind = Literal["decode", "shared decode", "mixed"]
-"""One token per sequence; the same with shared prefixes; any other step."""
+"""``decode``: one token per sequence; ``shared decode``: the same with shared prefixes; ``mixed``:
+any other step."""
 
 MAX_GRAPH_TOKENS = 8192
-"""A larger step runs longer than the host takes to launch its kernels."""
+"""Most tokens of a step with a graph. A larger step runs longer than the host takes to launch its
+kernels."""
 
-# (first number of sequences, distance between sizes).
+# Pairs of (first number of sequences, distance between sizes).
 _DECODE_STEPS = ((64, 32), (256, 64))
 _SMALL_TOKENS = (16, 32, 64, 128)
 _SIZES_PER_OCTAVE = 4
-# Between this many tokens and the largest step there is no size: such steps are rare (a scheduler
-# fills the largest while prompts wait), and the device computes longer than the host needs.
+# There is no size between this number of tokens and the largest step. Such steps are rare, because
+# the scheduler fills the largest step while prompts wait, and the device takes longer for them than
+# the host.
 _DENSE_TOKENS = 4096
 _SEQUENCES_RATIO = 4
-# In a small model, a row of logits costs about as much as a token, so few may be unused.
+# In a small model, a row of logits costs about as much as a token, so few rows may be padding.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
-# More than in any step of the simulated jobs; at most half of a launch's programs are idle.
+# More chunks than any step of the simulated jobs had. At most half of a launch's programs are idle.
 _CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
 class GraphSize(NamedTuple):
-    """A kind of step, and the numbers that it is padded to."""
+    """A kind of step, and the numbers of tokens and sequences that it is padded to."""
 
     kind: Kind
     tokens: int
@@ -42,15 +46,15 @@ class GraphSize(NamedTuple):
 
     @property
     def max_chunks(self) -> int:
-        """Most sequences of a step that compute several tokens: attention is launched for as many,
-        and each missing one costs a little."""
+        """Most sequences of a step that compute several tokens. Attention is launched for this
+        number, and each unused program costs a little time."""
         if self.kind != "mixed":
             return 0
         return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
 def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
-    """The sizes to capture, the largest first."""
+    """Return the sizes to capture, the largest first."""
     decodes = decode_sizes(min(max_num_seqs, max_tokens))
     sizes = [GraphSize("decode", size, size) for size in decodes]
     sizes += [GraphSize("shared decode", size, size) for size in decodes if size > 1]
@@ -63,7 +67,8 @@ def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two to 64, then multiples of 32 and 64; the last is ``max_num_seqs``."""
+    """Return powers of two up to 64, then multiples of 32 and of 64, and at last
+    ``max_num_seqs``."""
     sizes = [1, 2, 4, 8, 16, 32, 64]
     while sizes[-1] < max_num_seqs:
         sizes.append(sizes[-1] + max(step for start, step in _DECODE_STEPS if sizes[-1] >= start))
@@ -83,7 +88,7 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
     sizes = [max_num_seqs]
     while sizes[-1] > max(1, _SEQUENCES_RATIO * tokens // _MAX_TOKENS_PER_SEQUENCE):
         sizes.append(-(-sizes[-1] // _SEQUENCES_RATIO))
-    # Sizes with up to as many sequences as tokens.
+    # Keep sizes with at most as many sequences as tokens.
     most = min(size for size in sizes if size >= min(tokens, max_num_seqs))
     return [size for size in sizes if size <= most]
 
@@ -97,7 +102,7 @@ class GraphSizes:
             self._of_kind.setdefault(size.kind, []).append(size)
 
     def least(self, kind: Kind, tokens: int, sequences: int) -> GraphSize | None:
-        """The smallest size that holds a step; None if too much of it would be padding."""
+        """Return the smallest size that holds a step; None if too much of it would be padding."""
         sizes = self._of_kind.get(kind, [])
         for size in sizes[bisect_left(sizes, (kind, tokens, sequences)) :]:
             if size.sequences >= sequences:

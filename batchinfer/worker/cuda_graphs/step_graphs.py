@@ -1,9 +1,9 @@
-"""Steps by CUDA graphs: one launch instead of hundreds.
+"""Computes steps by CUDA graphs: one launch instead of hundreds.
 
-Steps of one size run the same kernels; only the contents of their arrays differ. So a step is
-captured once for each of a few sizes, over arrays at fixed addresses, and replayed for every step
-that fits. Values that Python passes to a kernel are frozen in the graph: they follow from the size
-and the model alone. Lengths, tables and tokens are read on the device.
+Steps of one size run the same kernels; only the contents of their arrays differ. A step of each of
+a few sizes is captured once, with arrays at fixed addresses, and replayed for every step that fits.
+A graph freezes the values that Python passes to kernels, so these depend only on the size and the
+model. Kernels read lengths, tables and tokens on the device.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class WaitsForDeviceError(Exception):
 class StepGraphs:
     """CUDA graphs of a model's steps, by size; none before ``capture_all``.
 
-    A model whose forward pass waits for the device, as some mixtures of experts do, cannot be
-    captured and has no graphs. Any other failure loses one size: its steps take the next larger
-    one, or run kernel by kernel.
+    If a model's forward pass waits for the device, as in some mixtures of experts, it cannot be
+    captured and has no graphs. After any other failure, only one size has no graph: its steps use
+    the next larger size, or launch kernels one by one.
 
     Args:
         model: called as in ``forward``.
@@ -54,7 +54,7 @@ class StepGraphs:
         max_graph_tokens: most tokens of a step with a graph.
         max_model_len: most tokens of a sequence.
         num_adapters: number of the model's adapters.
-        kernel: kernel of the model's linear layers, by which attention is chosen.
+        kernel: kernel of the model's linear layers, which determines the attention backend.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepGraphs:
         return len(self._replays)
 
     def size_for(self, step: Step) -> GraphSize | None:
-        """The size whose graph computes a step; None: no graph does."""
+        """Return the size whose graph can compute a step; None if there is no such graph."""
         if step.num_sequences == 0 or not self._inputs.holds(step):
             return None
         chunks = self._cache.layout.chunks
@@ -108,17 +108,18 @@ class StepGraphs:
         prev_token_ids: torch.Tensor | None = None,
         body_outputs: list[Any] | None = None,
     ) -> torch.Tensor:
-        """Compute a step by replay: write the KV of its tokens, attend.
+        """Compute a step by replaying a graph.
 
         Args:
-            step: after its block copies.
-            size: from ``size_for``.
-            prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
+            step: the step, whose blocks are already copied.
+            size: result of ``size_for``.
+            prev_token_ids: int64 [samples of the previous step]; ``step.previous_sample`` indexes
+                them.
             body_outputs: receives the output of the model's body.
 
         Returns:
             Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype. The next call
-            overwrites them, and the body's output.
+            overwrites the logits and the body's output.
         """
         self._inputs.load(step, size, prev_token_ids)
         logits, hidden = self._replays[size]()
@@ -132,10 +133,10 @@ class StepGraphs:
         clock: Callable[[], float] = time.monotonic,
         captured: Callable[[], None] = lambda: None,
     ) -> None:
-        """Capture every size, on steps that compute nothing.
+        """Capture a graph for every size, with empty steps.
 
         Args:
-            log: receives a line every few seconds, and one about each lost size.
+            log: receives a line every few seconds, and a line about each size that failed.
             captured: called after each size.
         """
         began = last_line = clock()
@@ -158,12 +159,12 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, size: GraphSize) -> None:
-        """Run an empty step of a size, to compile its kernels, and capture it.
+        """Run an empty step of a size to compile its kernels, then capture it.
 
         Raises:
             WaitsForDeviceError: the forward pass waits for the device.
-            OutOfMemory: the device has no memory for it; all memory is freed again.
-            RuntimeError: it cannot be captured.
+            OutOfMemory: the device has too little memory. All memory of the attempt is freed.
+            RuntimeError: the step cannot be captured.
         """
         run = partial(self._forward, size)
         self._inputs.load(_nothing(), size, None)
@@ -177,7 +178,8 @@ class StepGraphs:
         self._captured = GraphSizes(self._replays)
 
     def _forward(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [S, vocabulary] and hidden states [1, T, hidden] of the step in the inputs."""
+        """Return logits [S, vocabulary] and hidden states [1, T, hidden] of the step in the
+        inputs."""
         tensors = self._inputs.of(size)
         backend = make_cuda_backend(self._cache, self._kernel)
         backend.begin_captured(
@@ -202,7 +204,7 @@ class StepGraphs:
 
 
 def kind_of(step: Step) -> Kind:
-    """The kind of graph that a step needs."""
+    """Return the kind of graph that a step needs."""
     if not (np.diff(step.query_starts) == 1).all():
         return "mixed"
     return "shared decode" if shares_pieces(step) else "decode"
@@ -213,7 +215,7 @@ def _listed(sizes: list[GraphSize]) -> str:
 
 
 def _nothing() -> Step:
-    """A step without sequences."""
+    """Return a step without sequences."""
     none, empty = np.empty(0, dtype=np.int32), np.empty(0)
     sampling: dict[str, Any] = {entry.name: empty for entry in fields(SamplingBatch)}
     return Step(

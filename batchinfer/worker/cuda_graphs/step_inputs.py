@@ -14,7 +14,7 @@ from batchinfer.kernels.unpack_block_tables import unpack_block_tables
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
-_ALIGNMENT = 16  # bytes; Triton's kernels load this much at once from aligned addresses
+_ALIGNMENT = 16  # bytes that Triton's kernels load at once from aligned addresses
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _TORCH_DTYPES = {_INT32: torch.int32, _INT64: torch.int64}
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[np.integer[Any]]
 
 
 class _Place(NamedTuple):
-    """The place of an array among a step's bytes."""
+    """Offset, shape and dtype of an array in the buffer of a step's bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -34,18 +34,19 @@ class _Place(NamedTuple):
 
 
 class StepInputs:
-    """Memory for a step's arrays, which arrive in one copy.
+    """Device memory for a step's arrays, which one copy fills.
 
     The host writes them into one buffer, padded to a size. Padding tokens follow the step's tokens
     and write no KV (their slot mapping is -1). Padding sequences have no tokens, come last in the
-    order of shared prefixes, and share none. Block tables end the buffer, in the step's own length;
-    the captured step unpacks them to rows at fixed addresses.
+    order of shared prefixes, and share no prefix. Block tables are at the end of the buffer and are
+    as long as this step needs. The captured step unpacks them to rows at fixed addresses.
 
     Args:
-        largest: size that holds every other.
+        largest: a size at least as large as every other size.
         max_blocks: most blocks of a sequence.
-        num_groups: layer groups, each with slots and tables of its own.
-        num_adapters: number of the model's adapters; if any, every step lists the tokens of each.
+        num_groups: number of layer groups. Each has its own slots and tables.
+        num_adapters: number of the model's adapters; if not 0, every step lists the tokens of each
+            adapter.
     """
 
     def __init__(
@@ -73,14 +74,16 @@ class StepInputs:
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
-        """Copy a step's arrays in, padded to a size, and the previous samples it needs. No sync.
+        """Copy a step's arrays, padded to a size, and the previous samples that it needs. Does not
+        wait.
 
         Args:
-            prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
+            prev_token_ids: int64 [samples of the previous step]; ``step.previous_sample`` indexes
+                them.
         """
         places, tables = self._places(size), _stacked_tables(step)
         start = places["packed_tables"].offset
-        # torch hands out pinned memory again only when the copy from it is done.
+        # torch reuses pinned memory only after the copy from it is done.
         pinned = self._bytes.device.type == "cuda"
         staging = torch.empty(start + tables.nbytes, dtype=torch.uint8, pin_memory=pinned)
         host = staging.numpy()
@@ -100,7 +103,8 @@ class StepInputs:
             self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
 
     def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
-        """The arrays of a step of a size, on the device; the launches belong in the graph."""
+        """Return the arrays of a step of a size, on the device. Call it inside the capture, because
+        it launches kernels."""
         tensors = {
             name: self._bytes[place.offset : place.end]
             .view(_TORCH_DTYPES[place.dtype])
@@ -123,7 +127,8 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Places of the arrays of a step of a size; its tables have only a start."""
+        """Return the places of the arrays of a step of a size. Of the tables, only the offset is
+        known."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),
@@ -149,12 +154,12 @@ class StepInputs:
 
 
 def _num_previous(step: Step) -> int:
-    """Number of samples of the previous step, up to the last one that a step uses."""
+    """Return the number of samples of the previous step, up to the last sample that a step uses."""
     return int(step.previous_sample.max(initial=-1)) + 1
 
 
 def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of a step except its tables, each with its padding value."""
+    """Return the arrays of a step except its tables, each with its padding value."""
     count = step.num_sequences
     places = np.arange(size.sequences, dtype=np.int32)
     order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
@@ -178,7 +183,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
 
 
 def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
-    """Arrays of the tokens that adapters change, each with its padding value."""
+    """Return the arrays of the tokens that adapters change, each with its padding value."""
     adapters = step_adapters(step)
     tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     if adapters is not None:
@@ -187,7 +192,7 @@ def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
 
 
 def _stacked_tables(step: Step) -> Int32:
-    """[G, S, longest table] block tables of all layer groups, contiguous."""
+    """Return contiguous block tables [G, S, longest table] of all layer groups."""
     tables = step.block_tables[None]
     if len(step.other_tables):
         tables = np.concatenate([tables, step.other_tables])

@@ -1,8 +1,8 @@
 """Attention within each sequence of a packed row, bidirectional or causal, for encoders.
 
 The function is registered with transformers' ``AttentionInterface``, without a mask function, so
-transformers makes no mask. Neighboring sequences of equal length are one batch of torch's attention
-without padding; steps are sorted by length, so there are few such batches.
+transformers makes no mask. Neighboring sequences of equal length form one batch for torch's
+attention, without padding. Steps are sorted by length, so there are few batches.
 
 MPNet's attention adds a bias by the distance of tokens (Song et al. 2020, arXiv:2004.09297), and
 transformers' class calls no attention function, so subclasses replace its methods.
@@ -108,8 +108,8 @@ def encoder_attention_forward(
 def _band(
     length: int, width: int | None, like: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
-    """Return [length, length] to add to scores, so that tokens ``width`` or more apart do not
-    attend to each other. Returns None if all tokens are closer."""
+    """Return a bias [length, length] that keeps tokens ``width`` or more apart from attending to
+    each other. Returns None if all tokens are closer."""
     if not width or length <= width:
         return None
     positions = torch.arange(length, device=like.device)

@@ -107,9 +107,8 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
-    """Return ``wanted``, or else the length that sentence-transformers cuts texts to.
-
-    That is ``max_seq_length`` of sentence_bert_config.json, or else the smaller of the model's
+    """Return ``wanted`` if set, else the length to which sentence-transformers truncates texts:
+    ``max_seq_length`` of sentence_bert_config.json or, without it, the smaller of the model's
     positions and its tokenizer's ``model_max_length``.
 
     Raises:

@@ -40,7 +40,7 @@ from batchinfer.worker.verify import verify
 
 _ANY_KERNELS = KernelRequirements()
 _POOLER = "pooler."
-"""A layer over BERT's first token, which does not change hidden states."""
+"""Prefix of the weights of BERT's pooler, a layer that does not change hidden states."""
 _LENGTHS = (1, 2, 5, 17, 33, 64)
 _COUNT = 5
 """Lengths, and number of texts of each length, for comparing a text's bits in a batch and alone."""
@@ -57,7 +57,7 @@ class Encoder:
 
     def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
         self.body, self._offset, self.causal = body, offset, causal
-        # GPT-2 accepts segments, but has no embeddings for them, and would add token embeddings.
+        # GPT-2 has no segment embeddings: if segments were passed, it would add token embeddings.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
         self._takes_segments = (
             self._num_segments > 1
@@ -232,7 +232,7 @@ def _texts(description: EncoderDescription, *lengths: int) -> list[torch.Tensor]
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute the hidden states [T, H] of a text with transformers' attention."""
-    with quiet_transformers():  # it warns about families without an attention function
+    with quiet_transformers():  # transformers warns about families without an attention function
         body.set_attn_implementation("eager")
         try:
             states: torch.Tensor = body(input_ids=token_ids[None].to(body.device)).last_hidden_state

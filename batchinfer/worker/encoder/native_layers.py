@@ -1,7 +1,7 @@
 """Encoder layers of BERT's shape that run in one call of a C function on a CPU.
 
-In torch, attention, norms and activations take two fifths of an encoder's time at MiniLM's width,
-and threads wait for each other after each of these operations.
+In torch, attention, norms and activations take two fifths of the time of an encoder of MiniLM's
+width, and threads wait for each other after each of these operations.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class NativeEncoderLayers(nn.Module):
     def _qkv_buffer(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return an uninitialized buffer [T or more, 3 * width], reused by later steps."""
         if len(self._qkv) < len(hidden):
-            self._qkv = torch.empty(0)  # free the old buffer first: both might not fit
+            self._qkv = torch.empty(0)  # free the old buffer first, because both may not fit
             self._qkv = hidden.new_empty(len(hidden), self._width)
         return self._qkv
 

@@ -1,10 +1,10 @@
 """Replaces a model's attention, MLPs and norms by fused modules that compute the same results.
 
 Candidates are found by the names of their parts and accepted by their results. The model runs once
-on four tokens between its first and its last position. Each candidate is copied to float32, where
-rounding hides nothing, and compared with the fused module on its input from that run: unchanged,
-scaled down, and scaled up so far that a clip or clamp shows. Modules that differ stay as they are,
-so an unknown family runs as in transformers.
+on four tokens between its first and its last position. Each candidate is copied to float32, so that
+rounding does not hide differences. Its fused module must give the same results on the candidate's
+recorded input: unchanged, scaled down, and scaled up far enough to show clipping. Modules that
+differ stay as they are, so an unknown family runs as in transformers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
 _MODERATE = 1.0
-"""Largest scale at which attention's output is compared: larger inputs saturate the softmax, and
-rounding then decides between two keys."""
+"""Largest scale at which attention's outputs are compared. Larger inputs saturate the softmax, and
+rounding errors then decide which key gets the weight."""
 _TOLERANCE = 2e-5
 """Tolerance for rounding errors of float32 sums."""
 
@@ -80,7 +80,8 @@ class _ModuleFusion:
         self._variants = {call.layer: call.variant for call in attention.calls}
 
     def fuse_children(self, parent: nn.Module) -> None:
-        """Replace modules from the outside in, as a replacement includes the module's parts."""
+        """Replace modules from the outside in, because a fused module replaces all parts of a
+        module."""
         for name, child in list(parent.named_children()):
             fused = self._fused(child)
             if fused is None:
@@ -94,7 +95,7 @@ class _ModuleFusion:
         if call is None or not factories:
             return None
         if len({tensor.dtype for tensor in (*module.parameters(), *_float_tensors(call))}) > 1:
-            return None  # part of it is kept in another precision
+            return None  # a part of the module is kept in another precision
         variant = self._variants.get(getattr(module, "layer_idx", -1))
         original = copy.deepcopy(module).float()
         for make_fused in factories:
@@ -103,7 +104,7 @@ class _ModuleFusion:
                 same = all(self._agree(original, candidate, call, scale) for scale in _SCALES)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # its parameters or its calls differ from the fused module's
+            except Exception:  # the module has other parameters or is called in another way
                 continue
             if same:
                 return make_fused(module, variant)

@@ -1,6 +1,6 @@
-"""Attention, gated MLP, norms and decoder layers with fewer passes over memory than transformers'.
+"""Attention, gated MLP, norms and decoder layers that pass over memory less often.
 
-Each module replaces one of transformers' modules and is called like it. The modules do not fit all
+Each module replaces a module of transformers and is called like it. The modules do not fit all
 families, so ``fuse`` compares each with the original.
 
 A layer of Llama's shape ends its attention (or recurrence) and its MLP with
@@ -26,7 +26,8 @@ from batchinfer.worker.ops import HeadNorms, rms_norm, silu_mul
 from batchinfer.worker.verify import Probe, find_swaps, swap_verified
 
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""Tolerance of logits, by the model's dtype: fused modules round to 16 bits less often."""
+"""Tolerance of logits, by the model's dtype. Fused modules round to 16 bits less often, so their
+logits differ slightly."""
 PROBE_TOKENS = (3, 7, 5, 3)
 _MIXERS = {"self_attn": "o_proj", "linear_attn": "out_proj"}
 """Names of the modules that mix tokens, and of their last linear layers."""
@@ -40,7 +41,7 @@ class FusedAttention(nn.Module):
     Args:
         attention: module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``, and perhaps with
             both ``q_norm`` and ``k_norm``.
-        variant: arguments of the original's calls of paged attention.
+        variant: arguments with which the original module calls paged attention.
         norm_offset: number added to the weights of the norms.
     """
 
@@ -113,8 +114,8 @@ class FusedRMSNorm(nn.Module):
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """Return where ``parent``'s linear layers are in a merged layer: by name, the merged layer's
-    name and the index of the first output. ``names`` are in the order of merging."""
+    """Return the merged layer's name and the index of the first output for each of ``parent``'s
+    linear layers, by the layer's name. ``names`` are in the order of merging."""
     starts, start = {}, 0
     for name in names:
         starts[name] = (merged_name, start)
@@ -216,7 +217,7 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
 
 
 def fused_layer(layer: Any) -> FusedDecoderLayer | None:
-    """Make a layer that adds in place; None if the module does not have the parts of one."""
+    """Make a layer that adds in place; None if the module lacks parts of a decoder layer."""
     mixer = _mixer(layer)
     if mixer not in _MIXERS or not all(hasattr(layer, part) for part in _OTHER_PARTS):
         return None

@@ -42,7 +42,7 @@ class FusedGatedDeltaNet(nn.Module):
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        """Return True if a module is such a layer and its projections can be merged."""
+        """Return True if a module is a Gated DeltaNet layer whose projections can be merged."""
         family = FAMILIES.get(type(layer).__name__)
         if family is None or family.by_key_head:
             return False

@@ -1,4 +1,4 @@
-"""Decoder layers that run in one call of a C function on a CPU: a call for each, or for all."""
+"""Decoder layers that a C function runs on a CPU, in one call for each layer or for all layers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class NativeDecoderLayers(nn.Module):
-    """Consecutive layers in one call; separate calls from Python take a tenth of a decode step.
+    """Runs consecutive layers in one call. Separate calls from Python take a tenth of a decode
+    step.
 
-    The bits are the same as those of the layers. The Python layers run instead in steps with
-    adapters, which add to linear layers, and over a float8 pool, which the C layers cannot read.
+    The results have the same bits as the Python layers' results. The Python layers run in steps
+    with adapters, because adapters add to linear layers, and with a float8 pool, because the C
+    layers cannot read it.
 
     Args:
         layers: ``FusedDecoderLayer``s of fused modules with packed weights.
@@ -78,7 +80,7 @@ class NativeDecoderLayers(nn.Module):
             try:
                 self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                workspace.release()  # so that a smaller step needs less memory
+                workspace.release()  # leave as much memory as possible to a smaller step
                 raise
             self._made_for = made_for
         for group, number in self._groups.items():
@@ -100,13 +102,13 @@ class NativeDecoderLayers(nn.Module):
         self._steps = array_of_steps(steps)
 
     def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """Return a layer's arguments for whole buffers, because a tensor of one row may report a
-        wrong stride for a longer step."""
+        """Return a layer's arguments, with strides that hold for steps of any length. A tensor of
+        one row may report any stride."""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
         width, workspace = cache.shape(attention.layer).key_width, self.workspace
-        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # 1 row has any stride
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
         normed = workspace.take_padded("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
         attended = workspace.take_padded("attended", attention.o_proj.linear.in_features)
@@ -144,7 +146,7 @@ class Workspace:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
-        self._current: tuple[ForwardContext, Rotary] | None = None  # of the running step
+        self._current: tuple[ForwardContext, Rotary] | None = None  # context of the running step
         self._steps: dict[int, StepArgs] = {}  # by layer group, at fixed addresses
         self._updated: set[int] = set()  # groups already updated for this step
 
@@ -208,7 +210,7 @@ class Workspace:
 
 @torch.inference_mode()
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Replace fused layers by native layers, a call for each, if the bits stay the same.
+    """Replace each fused layer by a native layer, if the bits stay the same.
 
     Call it after ``fuse`` and ``pack_linears``.
     """
@@ -244,7 +246,8 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
 
 
 def layers_of(modules: nn.ModuleList) -> nn.ModuleList:
-    """Return a model's layers, where native layers are replaced by the layers they consist of."""
+    """Return a model's layers. Native layers are replaced by the Python layers that they were made
+    of."""
     return nn.ModuleList(
         layer
         for module in modules
