@@ -125,7 +125,7 @@ ROOMS = [
     Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
     Room(
         "worker.threads",
-        "CPU threads: how many, on which cores, and fewer while other processes compute.",
+        "Chooses CPU threads and their cores; fewer threads while other processes compute.",
         ("process", "kernels", "engine.runner", "engine.step"),
     ),
     Room(
@@ -140,19 +140,19 @@ ROOMS = [
     ),
     Room(
         "worker.model",
-        "A model's folder: config, checkpoint, weights, tokenizer; its body.",
+        "Reads a model's folder: config, checkpoint, weights, tokenizer. Finds its body.",
         ("config", "errors", "engine", "worker.attention", "worker.transfer"),
     ),
     Room(
         "worker.cuda_graphs",
-        "Steps captured once for each of a few sizes and replayed as CUDA graphs.",
+        "Captures steps of a few sizes as CUDA graphs, and replays the graphs.",
         ("kernels", "engine.runner", "engine.step", "worker"),
     ),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
     Room(
         "worker.sampling",
-        "Logits to tokens: processors, filters, draws, log-probabilities.",
+        "Draws tokens from logits: processors, filters, draws, log-probabilities.",
         ("config", "kernels", "engine.step", "worker.oom", "worker.transfer"),
     ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),

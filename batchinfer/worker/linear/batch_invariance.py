@@ -1,10 +1,11 @@
 """Checks for ``engine.deterministic`` that a loaded model is batch-invariant.
 
 On any device the model runs a few tokens alone, in a batch and in chunks, and all bits must be
-equal. On a CUDA device that is not enough: torch chooses the order of sums by the number of rows,
-and may choose another order for row numbers that were not tested. So torch's operations are also
-checked by name. Only operations whose results cannot depend on the number of rows are allowed:
-pointwise operations, copies, and reductions in which one block of threads reduces one row.
+equal. On a CUDA device, this is not enough: torch chooses the order of sums by the number of rows,
+and may choose another order for numbers of rows that were not tested. torch's operations are
+therefore also checked by name. Only operations whose results cannot depend on the number of rows
+are allowed: pointwise operations, copies, and reductions in which one block of threads reduces one
+row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from batchinfer.worker.linear_kernels import LinearKernel
 from batchinfer.worker.verify import Probe, logits_in_chunks
 
 _STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
-"""Tokens of a sequence, and numbers of equal sequences to run in one step."""
+"""Pairs of (tokens of a sequence, numbers of equal sequences to run in one step)."""
 _CHUNKS = (1, 2)
-"""Sizes of the chunks that a sequence is computed in, in tokens."""
+"""Sizes in tokens of the chunks in which a sequence is computed."""
 _COPIES = {
     *("arange", "cat", "clone", "constant_pad_nd", "copy_", "dropout", "embedding", "empty"),
     *("empty_like", "empty_strided", "expand_copy", "fill_", "full", "full_like", "gather"),
@@ -31,7 +32,8 @@ _COPIES = {
     *("zero_", "zeros", "zeros_like", "_to_copy", "to"),
 }
 _ONE_BLOCK_PER_ROW = {"layer_norm", "native_layer_norm"}
-"""Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu in torch."""
+"""Reductions in which one block of threads reduces one row. Source: torch's
+aten/src/ATen/native/cuda/layer_norm_kernel.cu."""
 _MATMULS = {"matmul", "bmm"}
 _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 
@@ -97,7 +99,8 @@ def check_operations(
 
 
 class _BatchDependentOperations(TorchDispatchMode):
-    """Records the operations called inside whose bits may depend on the number of rows."""
+    """Records operations called inside if the bits of their results may depend on the number of
+    rows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +112,8 @@ class _BatchDependentOperations(TorchDispatchMode):
             func.is_view
             or torch.Tag.pointwise in func.tags
             or name in _COPIES | _ONE_BLOCK_PER_ROW
-            or (name in _MATMULS and args[0].shape[-1] == 1)  # no sums
+            # A product with one column sums nothing.
+            or (name in _MATMULS and args[0].shape[-1] == 1)
         )
         if not is_invariant:
             self.names.add(name)

@@ -1,8 +1,8 @@
 """Linear layers with float8 e4m3fn weights in blocks of 128 x 128, on a CUDA device.
 
-A weight takes one byte instead of two. That speeds up steps of few rows, because they wait for
-weights. From compute capability 8.9 on, rows are rounded to float8 too, in groups of 128 columns,
-and multiplied twice as fast as in 16 bits (``kernels/fp8_linear.py``).
+A weight takes one byte instead of two. This speeds up steps of few rows, because their time is the
+time to read weights. From compute capability 8.9 on, rows are rounded to float8 too, in groups of
+128 columns. Tensor cores multiply float8 twice as fast as 16 bits (``kernels/fp8_linear.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Float8PackedWeight(OwnWeight):
 
 
 def fp8_kernel(*, rows_too: bool) -> LinearKernel:
-    """Return the kernel that rounds weights to float8, with each block's largest number at 448.
+    """Return the kernel for float8 weights. Each block is scaled so that its largest number is 448.
 
     Args:
         rows_too: round rows to float8 as well.

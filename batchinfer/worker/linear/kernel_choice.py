@@ -1,7 +1,7 @@
 """Chooses the GEMM kernel of a model's linear layers.
 
-The fastest kernel on one processor may be half as fast on another. So on a CPU, kernels are timed
-on the model's shapes, once for each model, processor and version, and the result is cached in the
+The fastest kernel on one processor may be half as fast on another. On a CPU, kernels are therefore
+timed on the model's shapes, once for each model, processor and version. The result is cached in the
 user's cache folder, like the compiled C kernels. A resumed job keeps the kernel that it began with.
 A deterministic job uses batch-invariant kernels only. On a CUDA device torch multiplies, except in
 a deterministic job, which uses the batch-invariant Triton kernel.
@@ -36,14 +36,15 @@ _MIN_SPEEDUP = 1.15
 """Speedup over the C kernel that another kernel must reach. The C kernel is batch-invariant and can
 run whole decoder layers in one call."""
 _MIN_TIMED_ELEMENTS = 1 << 22
-"""Elements of all weights of the smallest model that is timed; below, the choice hardly matters."""
+"""Kernels are not timed for models with fewer weights, because the choice hardly matters."""
 _SECONDS = 0.2
-"""Time limit for all measurements; shapes with more of the computation are timed first."""
+"""Time limit for all measurements. Shapes with the largest share of the computation come first."""
 _ROWS = (64, 256)
 """Rows of a typical decode step, and of a typical prompt step."""
 _ROUNDS = 3
 _MAX_TIMED_ELEMENTS = 1 << 19
-"""Elements that a larger weight is cut to, in whole outputs: 64 rows take half a millisecond."""
+"""Larger weights are cut to this number of elements, in whole outputs, before they are timed: 64
+rows then take half a millisecond."""
 _DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 
 
@@ -65,7 +66,7 @@ class KernelChoice:
     """The chosen kernel and the reason."""
 
     kernel: LinearKernel | None
-    """None if linear layers stay as they are, and torch multiplies."""
+    """The kernel; None if torch multiplies by unpacked weights."""
     why: str
     gflops: Mapping[str, float] = field(default_factory=dict)
     """Speeds of the timed kernels, by name."""
@@ -97,7 +98,7 @@ def choose_kernel(
         DeviceError: this machine has no kernel of the required kind, no batch-invariant kernel, or
             not the kernel of a deterministic job's earlier runs.
     """
-    with phase("compiling kernels"):  # the first time on this machine
+    with phase("compiling kernels"):  # compiles only the first time on a machine
         kernels = _allowed(linear_kernels(dtype), dtype, required)
     pinned = required.pinned.get(_dtype_name(dtype))
     for kernel in kernels:
@@ -146,7 +147,8 @@ def _choose(
             None,
             f"no other kernel supports {_dtype_name(dtype)}; a row's bits may depend on other rows",
         )
-    if len(kernels) == 1 or required.deterministic:  # every run takes the same
+    # A deterministic job must not depend on timings.
+    if len(kernels) == 1 or required.deterministic:
         return KernelChoice(kernels[0], _reason(required))
     weights = (child.weight for child in model.modules() if is_plain(child))
     shapes = Counter((len(w), w.shape[1]) for w in weights if w.dtype == dtype)
@@ -158,7 +160,7 @@ def _choose(
 
 
 def fastest(kernels: Iterable[LinearKernel], gflops: Mapping[str, float]) -> LinearKernel:
-    """The kernel to use: an own one unless another is faster by ``_WORTH_A_CHANGE``."""
+    """Return a C kernel, unless another kernel is at least ``_MIN_SPEEDUP`` times as fast."""
 
     def worth(kernel: LinearKernel) -> float:
         return gflops[kernel.name] * (_MIN_SPEEDUP if kernel.kind == "own" else 1.0)
@@ -210,8 +212,8 @@ def time_kernels(
 ) -> dict[str, float]:
     """Return the speed of each kernel over a model's linear layers, in GFLOP/s by kernel name.
 
-    Measures the processor time of one thread, because other processes distort wall time and times
-    of several threads: another kernel won, at a twentieth of its speed. Results are cached.
+    Measures the processor time of one thread. Wall time and times of several threads depend on
+    other processes, which once made the wrong kernel win. Results are cached.
 
     Args:
         shapes: number of linear layers of each shape.
@@ -260,7 +262,8 @@ def _time_shape(
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    for number in range(1 + _ROUNDS):  # in the first round, kernels prepare for the shape
+    # The first round does not count, because kernels prepare for the shape.
+    for number in range(1 + _ROUNDS):
         if number and time.perf_counter() > ends:
             break
         for (name, rows), shortest_s in best.items():
@@ -311,4 +314,4 @@ def _write(path: Path | None, speeds: Mapping[str, float]) -> None:
             new.write_text(json.dumps(speeds))
             os.replace(new, path)
     except OSError:
-        return  # the next run measures again
+        return  # nothing is cached, so the next run measures again

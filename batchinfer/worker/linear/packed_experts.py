@@ -32,7 +32,7 @@ class ExpertWeights:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter as [experts, out, in], a view."""
+        """Return a view of the parameter as [experts, out, in]."""
         weight: torch.Tensor = getattr(self.experts, self.name).detach()
         return weight.transpose(1, 2) if self.experts.is_transposed else weight
 
@@ -46,7 +46,7 @@ class ExpertWeights:
     def packed(
         self, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool
     ) -> Iterator[PackedWeight]:
-        """Pack each expert's matrix; if ``as_saved``, from the kept codes where there are any."""
+        """Pack each expert's matrix. If ``as_saved``, kept codes are packed as they are."""
         read = getattr(self.experts, _CODES, {}).get(self.name) if as_saved else None
         for expert, weight in enumerate(self.weight):
             codes: HostCodes | None = read and read(expert)
@@ -83,7 +83,7 @@ class PackedExperts(nn.Module):
             self._biases.append(matrix.biases)
             delattr(experts, matrix.name)
         if hasattr(experts, _CODES):
-            delattr(experts, _CODES)  # it holds the loaded weights
+            delattr(experts, _CODES)  # the kept readers of codes refer to the loaded weights
         self.experts = experts
         """transformers' module without its weights: the gate or the activation, and biases."""
 
@@ -147,7 +147,7 @@ def _is_plain(module: Any) -> bool:
 def pack_experts(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, *, as_saved: bool = False
 ) -> int:
-    """Pack the experts of a model that ``kernel`` takes, one layer after the other.
+    """Pack the experts of a model that ``kernel`` supports, one layer after the other.
 
     Args:
         dtype: dtype of the weights to pack.

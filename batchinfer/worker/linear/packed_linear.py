@@ -2,9 +2,9 @@
 
 In ``torch.nn.functional.linear``, oneDNN or BLAS rearranges the weight in every call. On a
 processor with AVX-512, oneDNN with a packed weight is 1.3 to 2.4 times as fast. This project's C
-kernel is up to 1.7 times as fast as that at 8 to 32 rows, and equally fast at 64 rows. On other
-processors the kernels are timed (``kernel_choice``). On a CUDA device most weights stay as they
-are, and only the kernel differs.
+kernel is up to 1.7 times as fast as packed oneDNN at 8 to 32 rows, and equally fast at 64 rows. On
+other processors the kernels are timed (``kernel_choice``). On a CUDA device most weights stay as
+they are, and only the kernel differs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` over a packed weight.
 
     Args:
-        linear: a layer that ``kernel`` takes.
+        linear: a layer that ``kernel`` supports.
         packed: the layer's weight, if it is already packed for ``kernel``.
     """
 
@@ -61,7 +61,8 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # For model code that asks for shape and dtype; it holds no memory if the weight is packed.
+        # Model code may read the weight's shape and dtype. The tensor takes no memory if the weight
+        # is packed.
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self.packed = packed or kernel.pack(weight)
@@ -75,7 +76,7 @@ class PackedLinear(nn.Module):
 
     @property
     def native(self) -> NativeWeight | None:
-        """The packed weight, if it is for the C kernel."""
+        """The packed weight if it is packed for the C kernel, else None."""
         return self.packed if isinstance(self.packed, NativeWeight) else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
@@ -110,7 +111,8 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:
-    """Replace a model's linear layers, one at a time, so that each frees its weight.
+    """Replace a model's linear layers one at a time. Each frees its weight before the next is
+    packed.
 
     Args:
         make: returns a layer's replacement, or None to keep the layer.
@@ -130,7 +132,7 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | No
 def pack_linears(
     model: nn.Module, kernel: LinearKernel, dtype: torch.dtype, but: nn.Module | None = None
 ) -> int:
-    """Pack the linear layers of a model that ``kernel`` takes, except the layer ``but``.
+    """Pack the linear layers of a model that ``kernel`` supports, except the layer ``but``.
 
     Returns:
         The number of packed layers.

@@ -69,15 +69,15 @@ _KEPT_OF_EXPERTS: Mapping[str, Kinds] = {
     "int4": (Int4Weight,),
     "fp8": (Float8GroupedWeight,),
 }
-"""Types of codes that are kept for experts: they have at most the bits that were asked for."""
+"""Types of codes that are kept for experts: they have at most the requested number of bits."""
 _GROUPED: Mapping[int, type[Int4Weight | Int8GroupedWeight]] = {
     4: Int4Weight,
     8: Int8GroupedWeight,
 }
-"""Types of weights whose inputs form groups, by number of bits."""
+"""Types of weights with groups of inputs, by number of bits."""
 _INT8_MAX, _UINT8_MIDDLE = 127, 128
 _FLOAT8_NAN = 0x7F  # bits of a float8 e4m3fn NaN, without the sign
-_GROUP_MULTIPLE = 8  # the inputs of a group are a multiple of this
+_GROUP_MULTIPLE = 8  # kernels need groups of a multiple of this number of inputs
 _LAYER = re.compile(r"layers\.\d+\.")
 _SEPARATE_EXPERT = re.compile(r"(layers\.\d+\.)(?:.*\.)?experts\.(\d+)\.(\w+)\.weight")
 _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -85,7 +85,7 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of the weights that an expert's matrix is made of, in the order of its outputs."""
+"""Names of the weights that make up an expert's matrix, in the order of its outputs."""
 
 _AsCodes = Callable[[Any], HostCodes | None]
 """Converts a saved weight to codes for a kernel; returns None for codes of an unwanted type."""
@@ -96,7 +96,7 @@ _SeparateExperts = dict[tuple[int, str], Quantized]
 def keep_prequantized(
     model: nn.Module, folder: Path, config: Mapping[str, Any], method: str, device_type: str
 ) -> int:
-    """Keep the codes that linear layers were saved with, if the kernels of ``method`` read them.
+    """Keep the saved codes of linear layers, if the kernels of ``method`` can read them.
 
     Call it before layers are fused. It skips layers that were saved in another way (other bits,
     groups of unequal sizes, other float8 blocks). It also skips layers whose loaded numbers differ
@@ -175,7 +175,8 @@ def _keep_experts(
 
 
 def _in_layers(name: str) -> str:
-    """Return a tensor's name from ``layers`` on, as the part before differs between classes."""
+    """Return a tensor's name from ``layers`` on, because the part before differs between
+    classes."""
     return name[max(name.find("layers."), 0) :]
 
 
@@ -222,8 +223,8 @@ def as_codes(weight: LowBitCodes) -> Codes | None:
 
 
 def _from_table(weight: TableWeight) -> Int4Weight | None:
-    """Keep the weight's table if all entries are multiples of one number. Otherwise round the table
-    to integers, with the largest entry becoming 127."""
+    """Keep the weight's table as it is if all entries are multiples of one number. Otherwise, scale
+    the table so that its largest entry is 127, and round it to integers."""
     size = weight.codes.shape[1] // weight.scales.shape[1]
     sizes = weight.table.abs()
     if not can_group(size) or not sizes.max() > 0:
@@ -260,7 +261,7 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, groups = len(weight.numbers), weight.scales.shape[1]
     numbers = weight.numbers
     zeros = torch.zeros(1, 1, dtype=torch.int8) if weight.zeros is None else weight.zeros
-    if numbers.dtype == torch.int8:  # to uint8
+    if numbers.dtype == torch.int8:  # flipping the top bit shifts int8 to uint8
         numbers, zeros = (part.view(torch.uint8) ^ _UINT8_MIDDLE for part in (numbers, zeros))
     zeros = zeros.to(torch.uint8)  # [out or 1, groups or 1]
     scales = weight.scales.float().expand(outputs, groups).contiguous()
@@ -278,7 +279,7 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
 
 def _grouping(weight: IntegerWeight) -> tuple[int, torch.Tensor | None] | None:
     """Return the number of inputs in a group, and the order that makes the inputs of each group
-    adjacent (None if they are). Returns None if groups have unequal sizes."""
+    adjacent (None if they are adjacent). Returns None if groups have unequal sizes."""
     inputs, groups = weight.numbers.shape[1], weight.scales.shape[1]
     if weight.group_of is None:
         padded = -(-inputs // _GROUP_MULTIPLE) * _GROUP_MULTIPLE

@@ -1,8 +1,8 @@
 """Quantized codes of a checkpoint, kept with linear layers until the layers are packed.
 
 A quantized checkpoint is loaded as floating-point numbers, so that any device can run it and every
-check sees numbers. If the codes are kept too, layers are packed as they were saved and need not be
-rounded again.
+check can compute with it. If the codes are kept too, layers are packed from these codes, without
+rounding again.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ HostCodes = Int8Weight | GroupedWeight | Float8GroupedWeight
 """Codes that the CPU kernels multiply by."""
 Codes = HostCodes | Float8Weight
 ReadCodes = Callable[[], Codes | None]
-"""Reads codes when a layer is packed, so that they take no memory before. It is a function because
-copies of the layer share it."""
+"""Reads codes only when a layer is packed, so that they take no memory earlier. Copies of the layer
+share the function."""
 
 
 def keep_codes(linear: nn.Linear, read: ReadCodes) -> None:

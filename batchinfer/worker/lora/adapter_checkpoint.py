@@ -57,8 +57,8 @@ class NotSupportedError(Exception):
 class LoraConfig:
     """A LoRA adapter's configuration, from the values of adapter_config.json.
 
-    Names match as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). Patterns are matched
-    with a time limit, because the folder may come from anywhere.
+    Layer names are matched as in peft (peft/tuners/tuners_utils.py, peft/utils/other.py). Patterns
+    are matched with a time limit, because the folder may come from anywhere.
 
     Raises:
         NotSupportedError: names the key.
@@ -93,7 +93,8 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
     def targets(self, linears: Collection[str], head: str) -> Iterator[str]:
-        """Yield the names of a model's linear layers that the adapter changes, by its config.
+        """Yield the names of the linear layers that the adapter changes according to its
+        configuration.
 
         Args:
             head: name of the output head, which ``all-linear`` does not include.
@@ -109,7 +110,8 @@ class LoraConfig:
                 yield name
 
     def _names(self, wanted: Any, name: str) -> bool:
-        """Return True if a pattern for whole names, or a list of ends of names, matches a layer."""
+        """Return True if ``names`` matches a layer: a pattern for the whole name, or a list of name
+        ends."""
         if isinstance(wanted, str):
             return _match_with_timeout(f"(?:{wanted})$", name) is not None
         ends = wanted if isinstance(wanted, list) else []
@@ -130,8 +132,8 @@ class LoraConfig:
         return False
 
     def _number(self, module: str, patterns: str, key: str, default: int) -> float:
-        """Return a layer's number, by the first pattern that matches the end of its name, or else
-        the number of all layers, at ``key``."""
+        """Return the number at ``key`` for a layer: the number of the first pattern that matches
+        the end of the layer's name, else the number for all layers."""
         number: Any = self._values.get(key, default)
         by_pattern = self._values.get(patterns) or {}
         if not isinstance(by_pattern, Mapping):
@@ -198,7 +200,7 @@ class Adapter:
     targets: tuple[Target, ...]
 
     def nbytes(self, element_bytes: int) -> int:
-        """Return the bytes of all factors, whose elements have ``element_bytes`` each."""
+        """Return the bytes of all factors with ``element_bytes`` bytes per element."""
         elements = (t.rank * (t.in_features + t.out_features) for t in self.targets)
         return sum(elements) * element_bytes
 
@@ -220,7 +222,7 @@ class Adapter:
 
 
 def linears_of(config: PreTrainedConfig) -> Linears:
-    """Return the linear layers that transformers' model of a config has."""
+    """Return the linear layers of the model that transformers builds for a config."""
     model, body, loaded_body = whole_on_meta(config)
     head = model.get_output_embeddings()
     shapes, head_name = {}, ""

@@ -1,8 +1,8 @@
 """Adds LoRA adapters to the linear layers of a loaded model, by forward hooks.
 
-Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes
-``x @ weight.T`` for every row of a step, in any format of the weight. Then its hook adds
-``(x @ A.T) @ B.T`` to the rows of each adapter in the step. Adapters work in fused layers too.
+Implements LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A layer computes ``x @
+weight.T`` for every row of a step, with the weight in any format. Then its hook adds ``(x @ A.T) @
+B.T`` to the rows of each adapter in the step. Adapters work in fused layers too.
 
 On a CPU, adapters are computed one after the other, each with two small matrix multiplications for
 all of its rows (the idea of SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). On a CUDA
@@ -58,7 +58,7 @@ class LoraSum(nn.Module):
         self.add_module(str(adapter), layer_factors)
 
     def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add to ``output`` [..., out], contiguous, in place; ``arguments`` are the layer's x."""
+        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold its input x."""
         context = current_context()
         if context.adapters is None:
             return
@@ -85,14 +85,15 @@ class _LayerFactors(nn.Module):
             first = last
 
     def add(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add ``(x @ A.T) @ B.T`` of ``x`` [T, in] to ``out`` [T, out], in ``rows`` [n] only."""
+        """Add ``(x @ A.T) @ B.T`` to ``out`` [T, out] for the ``rows`` [n] of ``x`` [T, in]."""
         lowered = self._down(x.index_select(0, rows))
         for up, (inner, outer) in zip(self._ups, self._slices, strict=True):
             out[:, outer].index_add_(0, rows, up(lowered[:, inner]))
 
 
 def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
-    """Return a layer without bias, packed on a CPU, so that rows do not depend on each other."""
+    """Return a layer without bias. On a CPU it is packed, so that rows do not depend on each
+    other."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -109,7 +110,7 @@ class _Slice(NamedTuple):
 
 
 class StackedLoraSum(nn.Module):
-    """Forward hook that adds the adapters of one linear layer, stacked, on a CUDA device.
+    """Forward hook that adds the stacked adapters of one linear layer, on a CUDA device.
 
     The kernels read the rows of each adapter on the device, so CUDA graphs can capture their
     launches. Adapters of lower rank, or with fewer slices, are padded with zeros.
@@ -145,14 +146,15 @@ class StackedLoraSum(nn.Module):
                 into = down[adapter - 1, self._ranks[key]][:rank], ups[key][adapter - 1, :, :rank]
                 into[0].copy_(part.down)
                 into[1].copy_(part.up)
-                factors[index] = Factors(*into, part.start)  # frees the copied tensors
+                # Replaces and frees the adapter's tensors.
+                factors[index] = Factors(*into, part.start)
         self.register_buffer("_down", down)
         for key, up in ups.items():
             self.register_buffer(f"_up_{key.start}_{key.width}", up)
         self._ups = ups
 
     def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add to ``output`` [..., out], contiguous, in place; ``arguments`` are the layer's x."""
+        """Add to the contiguous ``output`` [..., out] in place; ``arguments`` hold its input x."""
         from batchinfer.kernels.lora import lora_expand, lora_shrink, num_splits
 
         tensors = current_context().tensors
@@ -193,9 +195,9 @@ class AdapterLoader:
         config: config of the model.
         layout: layout of a pool for the model.
         numbers: numbers of the model's adapters, by name.
-        check: raises an error if the model's settings do not allow an adapter.
-        added: called with the number of adapters after each load, because captured graphs are
-            invalid then.
+        check: function that raises an error if the model's settings do not allow an adapter.
+        added: called after each load with the number of adapters, because captured graphs become
+            invalid.
         kernel: kernel for the adapters' matrices; None for torch.
     """
 
@@ -225,7 +227,7 @@ class AdapterLoader:
         """
         (adapter,) = read_adapters({name: path}, self._config)
         self._check(adapter)
-        self._last += 1  # after an error, no request uses this number
+        self._last += 1  # if an error follows, no request uses this number
         add_adapters(self._model, self._layout, [adapter], self._kernel, first=self._last)
         self.numbers[name] = self._last
         self._added(self._last)
@@ -283,7 +285,7 @@ def _add_adapter(
 
 def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
     """Return the module that now computes a linear layer of transformers' model, and the index of
-    the layer's first output in it."""
+    the layer's first output in the module's outputs."""
     module: Any = model
     for part in name.split("."):
         if isinstance(module, nn.ModuleList):

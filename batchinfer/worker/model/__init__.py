@@ -1,4 +1,4 @@
-"""A model's folder: config, checkpoint, weights, tokenizer; its body.
+"""Reads a model's folder: config, checkpoint, weights, tokenizer. Finds its body.
 
 May import: config, errors, engine, worker.attention, worker.transfer.
 """

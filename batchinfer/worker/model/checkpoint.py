@@ -27,7 +27,7 @@ def resolve_folder(
     *,
     key: str = "model.name",
 ) -> Path:
-    """Return the model's folder: ``name`` itself, or a download from the hub.
+    """Return the model's folder: ``name`` itself, or the folder of a download from the hub.
 
     Args:
         revision: revision of the hub's repository.

@@ -39,7 +39,7 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
     """Return the ``model_type`` of a folder's config.json.
 
     Raises:
-        ModelError: it is missing, or transformers does not have the family.
+        ModelError: the key is missing, or transformers does not have the family.
     """
     family = raw.get("model_type")
     if not isinstance(family, str):
@@ -56,13 +56,13 @@ def check_family(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def config_of(folder: Path) -> Any:
-    """Read transformers' config of a folder; raises errors of any type."""
+    """Read a folder's config by transformers; raises errors of any type."""
     with quiet_transformers():
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
-    """Return the folder's config, of a family that can be run.
+    """Return the folder's config, and check that its family can be run.
 
     The runner ``pooling`` also accepts a body that was saved without an output head, or with a
     classification head. Its embeddings then replace the head, whose output is not used.
@@ -98,7 +98,7 @@ def _check_filled(config: PreTrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason for an error on one line: the first sentence of a validator's report."""
+    """Return an error's reason on one line. Of a validator's report, it is the first sentence."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 

@@ -1,7 +1,8 @@
 """Checks the values of a config.json before a model is built from them.
 
-The values decide how long loops run and how much memory is allocated. So sizes have bounds here,
-far above those of any model. transformers and the shapes of the weights check the other values.
+The values decide how long loops run and how much memory is allocated. Sizes are therefore bounded
+here, far above the sizes of any model. transformers and the shapes of the weights check the other
+values.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -> None:
-    """Check numbers that follow from several values: query heads, KV layout, longest sequence.
+    """Check numbers that depend on several values: query heads, KV layout, longest sequence.
 
     Raises:
         BadValueError: names the key.
@@ -95,7 +96,7 @@ def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -
 
 
 def _is_whole(value: Any) -> bool:
-    # A list has a number for each layer; ``KVLayout`` checks it.
+    # A list has a number for each layer, which ``KVLayout`` checks.
     return all(type(number) is int for number in (value if isinstance(value, list) else [value]))
 
 
@@ -110,7 +111,7 @@ _KINDS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (_ROPE_NUMBERS, lambda value: not isinstance(value, str), "a number"),
     (_LISTS, _is_list_of_strings, "a list of strings, or null"),
 )
-"""Keys, the check of their values, and a description of valid values."""
+"""Triples of (keys, check of their values, description of valid values)."""
 
 
 def _check_kind(key: str, value: Any) -> None:

@@ -2,9 +2,9 @@
 
 A multimodal wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) has
 a language model and towers for images and sound. Text prompts do not need the towers, so the towers
-are not built or loaded. transformers' class loads the weights, because it knows all names that
-published checkpoints use, into a wrapper without towers. The language model is then taken out of
-the wrapper, and is a causal model like any other.
+are not built or loaded. transformers' class loads the weights into a wrapper without towers,
+because this class knows all names that published checkpoints use. The language model is then taken
+out of the wrapper and run like any other causal model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def is_wrapper(config: PreTrainedConfig) -> bool:
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the causal language model to run; None if the model writes no text.
 
-    For some wrappers' language models transformers has no such class. Then a class is made from the
-    body and a head, and registered with transformers.
+    For the language models of some wrappers, transformers has no causal class. Then a class is made
+    from the body and a head, and registered with transformers.
     """
     text = type(config.get_text_config()) if is_wrapper(config) else type(config)
     if is_wrapper(config) and text not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -59,8 +59,8 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
-    """Return the config key of a change that a wrapper makes to its logits, if there is one and the
-    wrapper's causal class was made here, because such classes do not change logits."""
+    """Return the config key by which a wrapper changes its logits, if its causal class was made
+    here, because classes made here do not change logits. Return None otherwise."""
     if not getattr(causal_class(config), "has_added_head", False):
         return None
     values: dict[str, Any] = config.get_text_config().to_dict()
@@ -78,8 +78,8 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def headless_names(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the tasks of transformers' classes without an output head, by class name: the body
-    alone and with a classification head. Empty for wrappers."""
+    """Return the tasks of transformers' classes without an output head, by class name: the class of
+    the body, and classes with a classification head. Empty for wrappers."""
     if is_wrapper(config):
         return {}
     tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -89,12 +89,12 @@ def headless_names(config: PreTrainedConfig) -> dict[str, str]:
 
 def language_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the causal model to build for a config."""
-    causal_class(config)  # registers a class with transformers, if it has none
+    causal_class(config)  # registers a class if transformers has none
     return config.get_text_config() if is_wrapper(config) else config
 
 
 def read_language_model(folder: Path | None, config: PreTrainedConfig, **options: Any) -> Any:
-    """Read the causal model of a wrapper; returns it and transformers' report on loading it.
+    """Read the causal model of a wrapper. Returns the model and transformers' report on loading it.
 
     Args:
         folder: the wrapper's folder; None if ``options`` have the tensors (``state_dict``).
@@ -115,7 +115,7 @@ def language_model(wrapper: PreTrainedModel) -> nn.Module:
 
 
 def whole_on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, str, str]:
-    """Build the model whose layer names checkpoints and adapters use, without its towers.
+    """Build the model, without its towers, whose layer names checkpoints and adapters use.
 
     Returns:
         The model on the ``meta`` device, the name of its body, and the name of the body in the
@@ -139,7 +139,7 @@ def _name(model: PreTrainedModel, part: nn.Module) -> str:
 
 
 def _body_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of a wrapper's language model, which transformers does not always list."""
+    """Return the class of a wrapper's language model, even if transformers does not list it."""
     listed: type[PreTrainedModel] | None = MODEL_MAPPING.get(type(config.get_text_config()), None)
     wrapper_class = saved_class(config)
     if listed is not None or wrapper_class is None:
@@ -162,15 +162,15 @@ def _extract(wrapper: PreTrainedModel) -> PreTrainedModel:
 
 
 def _without_towers(wrapper_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass that has only the language model and the head.
-
-    It keeps the name and module of the class, by which transformers finds how to rename tensors.
+    """Return a subclass that has only the language model and the head. It keeps the name and module
+    of the class, because transformers looks up the renaming of tensors by them.
     """
 
     class Wrapper(wrapper_class):  # type: ignore[misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             if not hasattr(config, "pad_token_id"):
-                config.pad_token_id = None  # Llama 4's wrapper reads it, but its config has none
+                # Llama 4's wrapper reads this attribute, but its config lacks it.
+                config.pad_token_id = None
             super().__init__(config)
             _keep(self, [language_model(self), self.get_output_embeddings()])
 

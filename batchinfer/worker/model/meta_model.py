@@ -1,6 +1,6 @@
 """Builds the model of a config.json without memory for weights, to check that it can be built.
 
-transformers' errors about unexpected values do not name the key. So a search looks for the key
+transformers' errors about unexpected values do not name the key. A search therefore looks for a key
 without which the model can be built.
 """
 
@@ -24,16 +24,18 @@ from batchinfer.worker.model.language_model import language_model_config
 from batchinfer.worker.model.quiet_transformers import quiet_transformers
 
 _PARAMETERS_PER_BYTE = 4
-"""Most parameters in a byte of a file: two of 4 bits, and a tied output head counts twice."""
+"""Most parameters per byte of a file: two of 4 bits each, doubled because a tied output head is
+counted twice."""
 _SMALL = 1 << 22
-"""Parameters of a model that always fits in memory; its shapes are compared when it is loaded."""
+"""Models with at most this number of parameters always fit in memory. Their shapes are compared
+when they are loaded."""
 _SEARCH_S = 3.0
-"""Limit of the search in processor time, which other processes do not change."""
+"""Time limit of the search, in processor seconds, which do not depend on other processes."""
 _TOKENS = 4
 
 
 def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
-    """Build transformers' causal model of a config on the ``meta`` device, without numbers."""
+    """Build the causal model of a config on the ``meta`` device, without values."""
     with quiet_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(language_model_config(config), **options)
     assert isinstance(model, nn.Module)
@@ -106,7 +108,7 @@ def _succeeds(attempt: Callable[[PreTrainedConfig], object], raw: Mapping[str, A
     try:
         with quiet_transformers():
             attempt(CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)))
-    except Exception:  # of any library
+    except Exception:  # libraries raise errors of any type
         return False
     return True
 

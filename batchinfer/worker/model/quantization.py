@@ -1,9 +1,8 @@
 """Checks the quantization of a checkpoint, and quantizes weights by torchao.
 
-torchao replaces weights and multiplies by them. The modules stay transformers' modules, so logits
-equal those of transformers' model with the same quantization. The embedding and the output head
-keep their dtype, as in transformers. Weights of other formats are dequantized when loaded
-(``quantized``).
+torchao replaces the weights of transformers' modules and multiplies by them, so the logits are the
+same as in transformers with the same quantization. The embedding and the output head keep their
+dtype, as in transformers. Weights of other formats are dequantized when loaded (``quantized``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SAVED_TYPES = (
     "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 )
-"""torchao configurations of checkpoints that can be loaded; each was tried on a CPU."""
+"""torchao configurations of checkpoints that can be loaded. Each was tested on a CPU."""
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
@@ -102,7 +101,7 @@ def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None
 
 
 def saved_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``quantization_config`` of a config or of its language model, or an empty one."""
+    """Return the ``quantization_config`` of a config or of its language model; empty if not set."""
     of_model = config.get("quantization_config")
     section: Mapping[str, Any] = of_model or text_config(config).get("quantization_config") or {}
     return section
@@ -115,7 +114,7 @@ def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantize(model: Any, method: str, device: torch.device) -> None:
-    """Quantize a model's linear layers by torchao, one after the other; not the output head.
+    """Quantize a model's linear layers, except the output head, by torchao, one after the other.
 
     Args:
         model: a model whose weights have the dtype of its computation.

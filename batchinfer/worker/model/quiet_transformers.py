@@ -1,4 +1,4 @@
-"""Silences transformers' progress bars and reports, which this package replaces by its own."""
+"""Silences transformers' progress bars and reports, because this package prints its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import logging
 def quiet_transformers(
     show_share: Callable[[float], None] = lambda share: None,
 ) -> Iterator[None]:
-    """Let transformers log only errors, and show no bars, inside.
+    """Inside, let transformers log only errors and show no progress bars.
 
     Args:
         show_share: called with the progress that the bars would show, from 0 to 1.

@@ -1,7 +1,7 @@
 """Copies the first layers of a model, with sliding windows that a few tokens exceed.
 
-A family's code treats all layers of a kind alike. So comparing the first layers of each kind is
-enough, at a hundredth of the cost.
+A family's code treats all layers of a kind alike. Comparing the first layer of each kind is
+therefore enough, at a hundredth of the cost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from batchinfer.worker.model.quantization import is_plain
 _MIN_LAYERS, _MAX_LAYERS = 2, 8
 _SHORT_WINDOW = 7
 _SHORT_CHUNK = 8
-"""A multiple of the block size in ``family_check``."""
+"""Tokens of a shortened chunk: a multiple of the block size in ``family_check``."""
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MAX_VOCAB_SIZE = 4096
-"""The vocabulary is cut because most weights of a shallow model would be embeddings."""
+"""Largest vocabulary of the copy. Otherwise, most of its weights would be embeddings."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -51,9 +51,9 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
 
     Args:
         max_model_len: longest sequence in tokens; windows of this size or more stay as they are.
-        free_bytes: free memory of the device. The copy is in float32, where rounding hides
-            nothing, if it takes at most a quarter of this and at most 2 GiB. Otherwise it shares
-            the model's weights.
+        free_bytes: free memory of the device. If the copy takes at most a quarter of this memory
+            and at most 2 GiB, it is in float32, so that rounding does not hide differences.
+            Otherwise it shares the model's weights.
 
     Raises:
         Exception: of any type, from the model's code, if the copy cannot be built.
@@ -99,7 +99,7 @@ def _keep_layers(text: Any, count: int) -> None:
         missing = [kind for kind in types if kind not in text.layer_types]
         text.layer_types = [*text.layer_types[: count - len(missing)], *missing]
     if count < whole and getattr(text, "num_kv_shared_layers", 0):
-        text.num_kv_shared_layers = 0  # only the last layers share
+        text.num_kv_shared_layers = 0  # only the last layers share KV, and the copy lacks them
     text.num_hidden_layers = count
     if shapes:
         kept = {int(layer): shape for layer, shape in shapes.items() if int(layer) < count}
@@ -152,7 +152,8 @@ def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
             for leaf, shaped in [item for item in members.items() if item[1] is not None]:
                 assert shaped is not None
                 tensor = tensors[f"{prefix}.{leaf}" if prefix else leaf]
-                if tensor.shape != shaped.shape:  # it has the whole vocabulary, or every layer
+                # The model's tensor has the whole vocabulary, or all layers.
+                if tensor.shape != shaped.shape:
                     tensor = tensor[tuple(slice(size) for size in shaped.shape)]
                 if dtype is not None and tensor.is_floating_point():
                     tensor = cast.setdefault(id(tensor), tensor.to(dtype))

@@ -47,7 +47,8 @@ def load_tokenizer(
         ModelError: the tokenizer is missing, needs its own code, or has damaged files.
     """
     folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
-    read_json(folder / "config.json")  # checked first, as transformers blames the tokenizer
+    # Checked first, because transformers would blame the tokenizer.
+    read_json(folder / "config.json")
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
@@ -179,7 +180,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 def _control_tokens(backend: Tokenizer) -> frozenset[str]:
-    """Return special tokens, and added tokens that look like markup, as some chat formats use."""
+    """Return special tokens, and added tokens that look like the markup of chat formats."""
     added = backend.get_added_tokens_decoder().values()
     return frozenset(
         token.content for token in added if token.special or _MARKUP.fullmatch(token.content)

@@ -1,4 +1,4 @@
-"""Tries a tokenizer file in a separate process, where it may loop, use memory, panic or abort.
+"""Tries a tokenizer file in a separate process, which may safely loop, run out of memory or crash.
 
 Native code reads the file's patterns and tables when it loads the tokenizer, and uses its decoder
 when it decodes tokens. Without the trial, a crash in that code would end the job without a message.
@@ -18,10 +18,10 @@ from batchinfer.errors import ModelError, one_line
 
 _CPU_S = 60
 _WALL_S = 600
-"""Limit in wall time, for a process that sleeps or gets no processor time."""
+"""Limit of wall time, in seconds, for a process that sleeps or gets no processor time."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
-# sys.path is replaced first, because it begins with the current folder, which may hold any modules.
+# sys.path is replaced first: it begins with the current folder, which may contain any modules.
 _CODE = f"""
 import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]

@@ -146,7 +146,7 @@ def load_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
         "use_safetensors": True,
         "trust_remote_code": False,
         "local_files_only": True,
-        "ignore_mismatched_sizes": True,  # ``check_loaded`` refuses them by name
+        "ignore_mismatched_sizes": True,  # ``check_loaded`` reports tensors of wrong shape by name
         "output_loading_info": True,
     }
 
@@ -170,7 +170,7 @@ def _read(
         return *read(folder, config=config, **options), set()
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)  # transformers would make layers for it
+        vars(part).pop("quantization_config", None)  # or transformers would make quantized layers
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
     model_class: Any = causal_class(config)
@@ -222,7 +222,8 @@ def check_loaded(
     unused = _misplaced(model, set(report["unexpected_keys"]) - set(optional))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(report["mismatched_keys"])
-    missing = report["missing_keys"] - {name for name, *_ in mismatched}  # in both lists
+    # Transformers lists mismatched tensors as missing too.
+    missing = report["missing_keys"] - {name for name, *_ in mismatched}
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:
@@ -251,8 +252,7 @@ def _shape(size: Collection[int]) -> str:
 
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
     """Choose the LongRoPE frequencies by ``max_model_len``, in tokens, once for all steps.
-
-    transformers chooses by the longest position in a batch, so other rows would change a row's
+    transformers chooses them by the longest position in a batch, so other rows would change a row's
     tokens. Models without LongRoPE stay as they are.
 
     Raises:
@@ -273,7 +273,8 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # A call with the last position makes transformers choose. Another rope_type keeps the choice.
+    # A call with the last position makes transformers choose. Another rope_type then keeps the
+    # choice.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
     expected = module(like, position_ids=with_last)

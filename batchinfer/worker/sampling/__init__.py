@@ -1,4 +1,4 @@
-"""Logits to tokens: processors, filters, draws, log-probabilities.
+"""Draws tokens from logits: processors, filters, draws, log-probabilities.
 
 May import: config, kernels, engine.step, worker.oom, worker.transfer.
 """

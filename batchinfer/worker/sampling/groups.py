@@ -1,7 +1,7 @@
-"""Groups of samples that one call draws.
+"""Groups of samples that are drawn in one call.
 
-D = distributions in a group: samples that draw from the same row of logits with the same
-parameters share one.
+D = distributions in a group. Samples that draw from the same row of logits with the same parameters
+share a distribution.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples in ascending order; those of one distribution are adjacent."""
+    """Samples in ascending order; samples of the same distribution are adjacent."""
 
     samples: Int64  # [k] index into the batch's K samples
-    starts: Int64  # [D + 1] where the samples of each distribution begin
+    starts: Int64  # [D + 1] start of each distribution's samples in ``samples``, then the end
 
     @property
     def heads(self) -> Int64:
-        """[D] the first sample of each distribution."""
+        """First sample of each distribution, [D]."""
         return self.samples[self.starts[:-1]]
 
     @property
     def distributions(self) -> Int64:
-        """[k] index of the distribution that each sample draws from."""
+        """Index of the distribution that each sample draws from, [k]."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
 
@@ -37,7 +37,7 @@ def group_samples(
 ) -> Iterator[SampleGroup]:
     """Split the ``chosen`` [K] samples into groups of at most ``max_distributions``.
 
-    A sample whose logits are ``edited`` [K] has a distribution of its own.
+    Samples whose logits are ``edited`` [K] do not share a distribution.
     """
     samples = np.flatnonzero(chosen)
     if len(samples) == 0:
@@ -53,6 +53,6 @@ def group_samples(
 
 
 def is_filtered(batch: SamplingBatch, vocab: int) -> Bool:
-    """[K] True where top-k or top-p leaves out any of ``vocab`` tokens."""
+    """Return [K] True where top-k or top-p excludes any of ``vocab`` tokens."""
     filtered: Bool = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
     return filtered

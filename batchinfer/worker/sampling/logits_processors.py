@@ -1,7 +1,7 @@
 """Logits processors that run before temperature: masks, biases, bans, allowed ids, penalties.
 
-Meaning and order follow vLLM's ``v1/sample/sampler.py`` and ``model_executor/layers/utils.py``. A
-ban is a bias of -inf.
+Their meaning and order follow vLLM's ``v1/sample/sampler.py`` and
+``model_executor/layers/utils.py``. A ban is a bias of -inf.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:
-    """[K] True where a processor changes the sample's logits."""
+    """Return [K] True where a processor changes the sample's logits."""
     edited = np.zeros(len(batch.logits_rows), np.bool_)
     for samples, _ in LOGITS_PROCESSORS:
         edited[samples(batch)] = True
@@ -58,8 +58,8 @@ def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
 
     Args:
         logits: float32 [D, V]; row d belongs to sample ``heads[d]``.
-        batch: parameters of all samples; those of samples not in ``heads`` are ignored.
-        heads: [D].
+        batch: parameters of all samples; samples that are not in ``heads`` are ignored.
+        heads: [D] sample of each row.
     """
     rows = np.full(len(batch.logits_rows), -1)
     rows[heads] = np.arange(len(heads))
@@ -89,7 +89,7 @@ def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
 
 
 def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Tensor]:
-    # On a GPU an index out of range crashes the whole process.
+    # On a GPU, an index out of range crashes the whole process.
     assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], "token id not in the model"
     at = to_device({"rows": rows, "ids": token_ids.astype(np.int64)}, logits.device)
     return at["rows"], at["ids"]
@@ -142,8 +142,8 @@ LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
     (lambda batch: batch.allowed_samples, _keep_allowed),
     (_penalized_samples, _penalize),
 )
-"""In order of application: the samples that each processor applies to, and the function that
-changes the logits. It gets the row of each sample, [K]; -1 = none."""
+"""In order of application, (function that returns a processor's samples, function that changes the
+logits). The second function gets the row of each sample, [K]; -1 = no row."""
 
 
 def _rewrite(
@@ -154,11 +154,12 @@ def _rewrite(
 ) -> None:
     """Replace logits by ``change(ids, logits at the ids)``, both [P, n].
 
-    A token listed twice is written twice with the same value, so the order of writes is free.
+    A token that is listed twice is written twice with the same value, so the order of writes does
+    not matter.
     """
     if token_ids.shape[1] == 0:
         return
-    # Padding repeats a token of its own row; a row of nothing but padding keeps its values.
+    # Padding repeats a token of the same row. A row of only padding keeps its values.
     stand_in = token_ids.amax(dim=1, keepdim=True)
     ids = torch.where(token_ids >= 0, token_ids, stand_in.clamp(min=0))
     at = logits[rows, ids]
@@ -169,9 +170,10 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32) -> None:
     """Set the logits of tokens that are not in their row's mask to -inf, in place, on a CPU.
 
     Args:
-        logits: [R, V] floating point. rows: [M] of the R. masks: [M, words] bit ``i % 32`` of word
-        ``i // 32`` is set if token ``i`` is allowed; tokens
-            after the last word are not.
+        logits: [R, V] floating point.
+        rows: [M] indices of rows.
+        masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set if token ``i`` is allowed;
+            tokens after the last word are not.
     """
     if cpu_attention.supports(logits.dtype):
         row_ops.apply_token_bitmask(logits, torch.from_numpy(rows), torch.from_numpy(masks))

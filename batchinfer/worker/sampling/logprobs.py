@@ -20,17 +20,18 @@ from batchinfer.worker.transfer import to_device
 class RowStats(NamedTuple):
     """Statistics of rows of logits, from one pass over them."""
 
-    maximum: Tensor  # float32 [R]; NaN or infinite where the row is not usable
+    maximum: Tensor  # float32 [R]; NaN or infinite if the row is not usable
     max_logprob: Tensor  # float32 [R] log-probability of the most likely token
 
     def logprobs(self, rows: Tensor, logits: Tensor) -> Tensor:
-        """Log-probabilities of ``logits`` [K, any], taken from ``rows`` [K]."""
+        """Return log-probabilities of ``logits`` [K, any], which are from ``rows`` [K]."""
         return (logits - self.maximum[rows][:, None]) + self.max_logprob[rows][:, None]
 
 
 def row_stats(logits: Tensor, chunk: int) -> tuple[RowStats, Tensor]:
-    """Statistics of the rows of ``logits`` [R, V], and the lowest id of their most likely tokens,
-    int64 [R]. Where torch computes them, ``chunk`` rows at a time."""
+    """Return statistics of the rows of ``logits`` [R, V], and the lowest id of each row's most
+    likely tokens, int64 [R]. torch computes them for ``chunk`` rows at a time, kernels for all
+    rows."""
     if logits.is_cuda or cpu_attention.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     compute = _row_stats_by_kernel if cpu_attention.supports(torch.float32) else _row_stats_by_torch
@@ -55,10 +56,10 @@ def _row_stats_by_kernel(logits: Tensor) -> tuple[RowStats, Tensor]:
 
 
 def empty_stats(logits: Tensor) -> RowStats:
-    """Statistics for a kernel to fill in.
+    """Return uninitialized statistics, which a kernel fills in.
 
-    Each tensor is an allocation of its own: Triton compiles another variant for an address that is
-    not aligned.
+    The tensors are separate allocations, because Triton compiles another variant for an address
+    that is not aligned.
     """
     return RowStats(*(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2)))
 
@@ -66,7 +67,8 @@ def empty_stats(logits: Tensor) -> RowStats:
 class Reported(NamedTuple):
     """Logits or log-probabilities to report for K samples, on their device."""
 
-    values: Tensor  # float32 [K, 1 + L + W] of the token itself, the most likely and the named ones
+    # Float32 [K, 1 + L + W] values of the token, the most likely tokens and the named tokens.
+    values: Tensor
     ranks: Tensor  # int64 [K] 1 = most likely; 0 for samples without log-probabilities
     top_token_ids: Tensor  # int64 [K, L] best first
 
@@ -87,10 +89,11 @@ def look_up(
         logits: [R, V].
         rows: [K] row of each sample.
         token_ids: int64 [K] on the device.
-        wanted: [K] number of most likely tokens to report; -1: not even the rank of its own token.
+        wanted: [K] number of most likely tokens to report; -1: report nothing, not even the rank of
+            the sample's token.
         named_token_ids: [K, W] below V, padded with -1, whose value is -inf.
         num_top: L, at most V.
-        chunk: rows to work on at a time.
+        chunk: number of rows to process at a time.
     """
     on = to_device({"rows": rows.astype(np.int64)}, logits.device)["rows"]
     drawn = logits[on, token_ids].float()
@@ -103,7 +106,8 @@ def look_up(
 
 
 def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chunk: int) -> Tensor:
-    """Ranks int64 [K] of tokens with the logits ``values`` [K]; 0 where ``wanted`` is negative."""
+    """Return ranks int64 [K] of tokens with the logits ``values`` [K]; 0 where ``wanted`` is
+    negative."""
     result = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     asking = np.flatnonzero(wanted >= 0)
     for low in range(0, len(asking), chunk):
@@ -115,7 +119,7 @@ def _token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chu
 
 
 def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
-    # On a GPU an index out of range crashes the whole process.
+    # On a GPU, an index out of range crashes the whole process.
     assert token_ids.max(initial=-1) < logits.shape[1], "token id not in the model"
     ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
     values = logits[rows[:, None], ids.clamp(min=0)].float()
@@ -125,8 +129,9 @@ def _named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
 def _top_logits(
     logits: Tensor, rows: Int32, wanted: Int32, num_top: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """The most likely tokens [K, L] of each sample's row, best first, lower ids first among equals,
-    and their logits; samples that want none have zeros and -inf."""
+    """Return the most likely tokens [K, L] of each sample's row, best first, and their logits.
+    Equally likely tokens are ordered by id. Samples without log-probabilities have zeros and -inf.
+    """
     ids = torch.zeros((len(rows), num_top), dtype=torch.int64, device=logits.device)
     values = torch.full(ids.shape, -torch.inf, device=logits.device)
     asking = np.flatnonzero(wanted > 0)

@@ -1,4 +1,4 @@
-"""Draws samples on a CPU: in C where it can be compiled for the logits' dtype, else by torch.
+"""Draws samples on a CPU: in C if the C code supports the logits' dtype, else by torch.
 
 D = distinct distributions among the K samples; V = vocabulary.
 """
@@ -25,8 +25,8 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 
     Args:
         logits: [R, V]; tokens that masks forbid become -inf.
-        batch: how to draw K samples.
-        chunk: distributions to work on at a time where they need a workspace.
+        batch: parameters of the K samples.
+        chunk: number of distributions to process at a time if they need a workspace.
     """
     forbid_masked(logits, batch.masked_rows, batch.masks)
     stats, argmax = row_stats(logits, chunk)
@@ -61,10 +61,10 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
 def _draw_in_workspace(
     logits: Tensor, batch: SamplingBatch, group: SampleGroup, bits: Int64
 ) -> tuple[Tensor, Tensor]:
-    """Draw a group from copies of its rows; either all or none take the most likely token.
+    """Draw a group from copies of its rows. Either all or none of its samples have temperature 0.
 
     Returns:
-        Token ids [k], and the reason why a sample has no token [k] (0 = drawn).
+        Token ids [k], and the reasons why samples have no token [k] (0 = the sample has a token).
     """
     own = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
     edit_logits(own, batch, group.heads)
@@ -81,14 +81,14 @@ def _draw_in_workspace(
 
 
 def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
-    """The reason why rows with these largest logits [R] have no token; 0 = they have one.
-    ``of_nothing`` is the reason if all logits are -inf."""
+    """Return the reasons [R] why rows with these largest logits [R] have no token; 0 = the row has
+    a token. ``of_nothing`` is the reason if all logits of a row are -inf."""
     failing = torch.where(maximum.isneginf(), of_nothing, NONFINITE)
     return failing.masked_fill_(maximum.isfinite(), 0)
 
 
 def _random_bits(batch: SamplingBatch) -> Int64:
-    """[K] uniform in [0, 2**RANDOM_BITS), the same in C and NumPy."""
+    """Return uniform numbers [K] in [0, 2**RANDOM_BITS), which are the same in C and NumPy."""
     keys = batch.seed, batch.stream, batch.sample_index, batch.position
     if not cpu_attention.supports(torch.float32):
         return random_bits(*keys)
@@ -108,10 +108,10 @@ def _draw_natively(
     group: SampleGroup,
     bits: Int64,  # [K] uniform in [0, 2**RANDOM_BITS)
 ) -> Tensor:
-    """Token ids [k], drawn in C, one row at a time.
+    """Draw token ids [k] in C, one row at a time.
 
-    They are those of ``_weights`` and ``_draw``, in a tenth of the time. ``exp`` differs in its
-    last bit, which moves one token in some millions.
+    ``_weights`` and ``_draw`` return the same tokens in ten times the time. Their ``exp`` may
+    differ in the last bit, which changes about one token in some millions.
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}
@@ -122,11 +122,13 @@ def _draw_natively(
 
 
 def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64) -> Tensor:
-    """Probabilities as integers, int64 [D, V], at temperature and with the filters applied, of
-    ``logits`` [D, V] whose ``maximum`` is [D, 1] and whose first samples are ``heads`` [D]."""
+    """Return probabilities as integers, int64 [D, V], after temperature and filters. ``logits`` are
+    [D, V], their row maxima ``maximum`` [D, 1], and ``heads`` [D] the first sample of each
+    distribution."""
     min_p = batch.min_p[heads]
     shifted = logits - maximum
-    # A row without a finite maximum is drawn from as if flat; its token is dropped later.
+    # A row without a finite maximum is drawn as if all tokens were equally likely. Its token is
+    # dropped later.
     shifted.masked_fill_(~maximum.isfinite(), 0)
     relative = shifted.div_(torch.from_numpy(batch.temperature[heads, None])).exp_()
     if min_p.any():
@@ -139,16 +141,17 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, heads: Int64
 
 
 def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
-    """The first token, in id order, whose cumulative weight is over u times the total.
+    """Return the first token in id order whose cumulative weight exceeds u times the total.
 
-    Exact in integers, so a token of weight 0 is never drawn. ``distributions`` [k] are the rows of
-    ``weights``; ``bits`` [K] are u in units of 2**-RANDOM_BITS.
+    Integers make this exact, so a token of weight 0 is never drawn. ``distributions`` [k] are rows
+    of ``weights``; ``bits`` [K] are the numbers u in units of 2**-RANDOM_BITS.
     """
     uniform = torch.from_numpy(bits[group.samples])
     place = torch.arange(len(uniform)) - torch.from_numpy(group.starts)[distributions]
     cumulative = weights.cumsum(1)
     total = cumulative[:, -1][distributions]
-    # floor(total * bits / 2**RANDOM_BITS), in halves: the product does not fit in 63 bits.
+    # Compute floor(total * bits / 2**RANDOM_BITS) in two parts, because the product does not fit in
+    # 63 bits.
     low = (total & (2**RANDOM_BITS - 1)) * uniform >> RANDOM_BITS
     targets = cumulative.new_zeros(len(weights), int(place.max()) + 1)
     targets[distributions, place] = (total >> RANDOM_BITS) * uniform + low

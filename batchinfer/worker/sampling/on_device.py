@@ -1,7 +1,7 @@
-"""Draws samples by the Triton kernels, for CUDA: one launch edits logits, one more draws tokens.
+"""Draws samples by the Triton kernels, on CUDA: one launch edits logits, another draws tokens.
 
-All parameters of a step's samples are sent in one copy. Samples whose logits are edited have a
-separate launch, or several if their rows of edited logits take too much memory.
+All parameters of a step's samples are sent in one copy. Samples with edited logits have a separate
+launch, or several launches if the copies of their logits take too much memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from batchinfer.worker.transfer import to_device
 _Arrays = dict[str, npt.NDArray[np.generic]]
 
 _EDITED_ELEMENTS = 2**26
-"""Most edited logits that memory is allocated for at a time."""
+"""Largest number of edited logits in memory at a time."""
 _ROW_BYTES, _TILE_BYTES, _MOST_FOUND_BYTES = 64, 8, 2**16
-"""The kernel's memory for a row, for each 128 of its logits, and at most for candidates."""
+"""Bytes of the kernel's workspace for each row, for each 128 logits, and at most for candidates."""
 
 
 def workspace_bytes(rows: int, vocab: int) -> int:
-    """Most bytes that drawing from ``rows`` rows of ``vocab`` logits takes on the device."""
+    """Return the most bytes that drawing from ``rows`` rows of ``vocab`` logits takes on the
+    device."""
     tiles = -(-vocab // 128)
-    # Segments of tiles are a power of two, with room for 256 values and ids each.
+    # The number of segments of tiles is a power of two. Each has space for 256 values and ids.
     found = min(_MOST_FOUND_BYTES, 2 * tiles * 256 * 8)
     edited = min(rows * vocab, max(vocab, _EDITED_ELEMENTS))
     a_bit_each = rows * 4 + edited // 8
@@ -39,11 +40,11 @@ def workspace_bytes(rows: int, vocab: int) -> int:
 
 
 def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
-    """Draw every sample, without waiting and without sizes that depend on device data.
+    """Draw every sample without waiting. No size depends on data on the device.
 
     Args:
         logits: [R, V] on a CUDA device; tokens that masks forbid become -inf.
-        batch: how to draw K samples.
+        batch: parameters of the K samples.
     """
     from batchinfer.kernels.penalties import apply_penalties
     from batchinfer.kernels.sample import sample
@@ -98,7 +99,7 @@ def _to_device_in_one(
 
 
 def _batch_arrays(batch: SamplingBatch) -> _Arrays:
-    """Arguments of ``sample`` for all K samples."""
+    """Return the arguments of ``sample`` for all K samples."""
     given = {} if batch.given_token_ids is None else {"given": batch.given_token_ids}
     return {
         "seed": batch.seed.view(np.int64),
@@ -114,7 +115,7 @@ def _mask_arrays(batch: SamplingBatch) -> _Arrays:
 
 
 def _draw_arrays(batch: SamplingBatch, group: SampleGroup) -> _Arrays:
-    """Arguments of ``sample`` for the D distributions of a group."""
+    """Return the arguments of ``sample`` for the D distributions of a group."""
     return {
         "rows": batch.logits_rows[group.heads],
         **{name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION},
@@ -124,7 +125,8 @@ def _draw_arrays(batch: SamplingBatch, group: SampleGroup) -> _Arrays:
 
 
 def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
-    """Arguments of ``apply_penalties`` for the distributions of these samples."""
+    """Return the arguments of ``apply_penalties`` for the distributions of the samples
+    ``heads``."""
     place = np.full(len(batch.logits_rows), -1)
     place[heads] = np.arange(len(heads))
     arrays: _Arrays = {
@@ -145,7 +147,7 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
     for name, (owners, token_ids) in lists.items():
         kept = owners >= 0
         ids, owners = token_ids[kept], owners[kept]
-        # On a GPU an index out of range crashes the whole process.
+        # On a GPU, an index out of range crashes the whole process.
         assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < vocab, "token id not in the model"
         arrays[f"{name}_ids"] = ids[np.argsort(owners, kind="stable")]
         ends = np.bincount(owners, minlength=len(heads)).cumsum()
@@ -154,8 +156,8 @@ def _edit_arrays(batch: SamplingBatch, heads: Int64, vocab: int) -> _Arrays:
 
 
 def _seen_tokens(batch: SamplingBatch, place: Int64, part: str) -> tuple[Int64, Int32]:
-    """The distribution (-1 = not in this group) and the id of each token in the prompts or outputs
-    that penalties apply to."""
+    """Return the distribution (-1 = not in this group) and the id of each token in the prompts or
+    in the outputs to which penalties apply."""
     if batch.penalties is None:
         return np.empty(0, np.int64), np.empty(0, np.int32)
     padded = getattr(batch.penalties, f"{part}_token_ids")

@@ -1,4 +1,4 @@
-"""A step's samples: on the device for the next step, and copied to the host."""
+"""Samples of a step: kept on the device for the next step, and copied to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from batchinfer.worker.sampling.logprobs import Reported, RowStats
 from batchinfer.worker.transfer import HostCopy
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
-"""Reasons why a sample has no token: NaN or infinite logits; bans and allowed ids exclude all."""
+"""Reasons why a sample has no token: its logits are NaN or infinite, or bans and allowed ids
+exclude all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,12 @@ class Draws:
     token_ids: Tensor  # int64 [K]
     logprobs: Tensor  # float32 [K]
     failures: Tensor  # [K] 0, or the reason for no token; then its token and log-probability are 0
-    stats: RowStats  # of the rows
+    stats: RowStats  # statistics of the rows
 
 
 class SampleHandle:
-    """Samples of a step, whose copy to the host starts here; ``result`` waits for it alone.
+    """Samples of a step. The constructor starts their copy to the host; ``result`` waits only for
+    it.
 
     Args:
         token_ids: int64 [K], on any device.
@@ -51,20 +53,20 @@ class SampleHandle:
         if reported is not None:
             self._num_top = reported.top_token_ids.shape[1]
             columns += [reported.ranks, reported.top_token_ids, reported.values[:, 1:]]
-        # One int32 matrix, float32 columns by their bits, so that there is one copy.
+        # One matrix needs only one copy. It is int32; float32 columns are stored as their bits.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
     @classmethod
     def nothing(cls, device: torch.device) -> SampleHandle:
-        """Samples of a step that draws none."""
+        """Return the handle of a step without samples."""
         none = torch.zeros(0, device=device)
         return cls(none.long(), none, none)
 
     def result(self) -> StepResult:
-        """The samples as arrays on the host.
+        """Return the samples as arrays on the host.
 
         Raises:
-            OutOfMemory: the device reports only now that it had no memory for the step.
+            OutOfMemory: the device had too little memory for the step, and reports it only now.
         """
         with raise_out_of_memory():
             packed = self._packed.wait().view(np.int32)

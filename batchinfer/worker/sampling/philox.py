@@ -1,7 +1,7 @@
-"""Counter-based random numbers: a sample's draw depends on its key alone.
+"""Counter-based random numbers: a sample's draw depends only on its key and counter.
 
-Philox-4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011): four 32-bit words of counter and two of key give four random words.
+Philox-4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
+2011): a counter of four 32-bit words and a key of two words give four random words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.engine.step import Int32, Int64, UInt64
 
 RANDOM_BITS = 24
-"""Bits in a draw: as many as a float32 in [0, 1) holds exactly."""
+"""Bits of a draw: as many as a float32 in [0, 1) can hold exactly."""
 
 _ROUNDS = 10
 _WORD = np.uint64(0xFFFFFFFF)
@@ -21,7 +21,8 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 
 
 def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
-    """Random words [4, K] for counters [4, K] and keys [2, K], each a 32-bit word in 64 bits."""
+    """Return random words [4, K] for counters [4, K] and keys [2, K]: 32-bit words, stored in 64
+    bits."""
     left, right = counter[[0, 2]], counter[[1, 3]]
     for _ in range(_ROUNDS):
         product = (left * _MULTIPLIERS)[::-1]
@@ -31,7 +32,7 @@ def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
 
 
 def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int32) -> Int64:
-    """One uniform number in [0, 2**RANDOM_BITS) for each token to be drawn.
+    """Return a uniform number in [0, 2**RANDOM_BITS) for each token to be drawn.
 
     The key is the seed, the counter is (stream low, stream high, sample index, position).
 
@@ -39,10 +40,10 @@ def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int
         seed: [K].
         stream: [K] the row's random stream.
         sample_index: [K].
-        position: [K] output tokens the sample had before this one.
+        position: [K] number of output tokens before this token.
 
     Returns:
-        [K]; divided by 2**RANDOM_BITS they are uniform in [0, 1).
+        Numbers [K]; divided by 2**RANDOM_BITS, they are uniform in [0, 1).
     """
     places = sample_index.astype(np.uint64), position.astype(np.uint64)
     counter = np.stack((stream & _WORD, stream >> _WORD_BITS, *places))

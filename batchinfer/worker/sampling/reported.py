@@ -1,6 +1,6 @@
 """Log-probabilities, ranks and alternatives of samples, before or after the logits processors.
 
-K samples of R rows of logits; L = most alternatives; V = vocabulary.
+K samples draw from R rows of logits; L = most alternatives; V = vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Re
     """Return log-probabilities of all samples, or the values that their ``LogprobsMode`` selects.
 
     Args:
-        logits: [R, V] that the samples were drawn from.
-        chunk: rows to work on at a time.
+        logits: [R, V] logits from which the samples were drawn.
+        chunk: number of rows to process at a time.
 
     Returns:
-        None if no sample requests any; 0 for samples without a token.
+        None if no sample requests log-probabilities. Samples without a token have 0.
     """
     wanted, modes = batch.num_logprobs, batch.logprobs_modes
     if wanted.max() < 0:
@@ -75,13 +75,13 @@ def _report_processed(
 
 
 def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> Tensor:
-    """Logits from which samples are drawn: edited, divided by the temperature, filtered.
+    """Return the logits from which samples are drawn: edited, divided by the temperature, filtered.
 
-    Samples that take the most likely token have no temperature and no filters.
+    For samples with temperature 0, they are only edited.
 
     Args:
-        logits: [R, V]; left as they are.
-        samples: [k] of the batch's.
+        logits: [R, V]; not changed.
+        samples: [k] indices of samples in the batch.
 
     Returns:
         float32 [k, V], -inf for excluded tokens.

@@ -1,7 +1,8 @@
-"""Top-k and top-p over integer weights, without sorting whole rows where a few candidates suffice.
+"""Top-k and top-p over integer weights. Whole rows are sorted only if a few candidates are not
+enough.
 
-The most likely tokens are a prefix of one total order: larger logits first, equal logits by
-ascending id. A filter comes down to the last token kept.
+Tokens have a total order: larger logits first, equal logits by ascending id. A filter keeps a
+prefix of this order, so it is determined by the last token kept.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ _WEIGHT_OF_MAX = 2.0**40
 
 
 def integer_weights(relative: Tensor) -> Tensor:
-    """Probabilities relative to the most likely token's as integers, int64; overwrites them."""
+    """Return probabilities relative to the most likely token's as int64. Overwrites the
+    argument."""
     return relative.mul_(_WEIGHT_OF_MAX).long()
 
 
 def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> Tensor:
-    """Tokens excluded by top-k, then by top-p, bool [D, V].
+    """Return the tokens that top-k and then top-p exclude, bool [D, V].
 
     Top-p keeps the smallest set of most likely tokens whose share of the weight after top-k
     reaches ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
 
     Args:
-        weights: int64 [D, V], not negative; tokens removed before are 0.
+        weights: int64 [D, V], not negative; 0 for tokens that were removed before.
         logits: float32 [D, V], which order the tokens.
         top_k: [D] 0 = all.
         top_p: [D].
@@ -59,30 +61,30 @@ def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> T
 def _last_kept(
     weights: Tensor, candidates: Tensor, most: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids [d, 1] of the last tokens kept, and [d] whether the ``candidates`` [d, n], the most
-    likely tokens in order, were enough."""
+    """Return ids [d, 1] of the last tokens kept, and bool [d], true if the ``candidates`` [d, n]
+    were enough. These are the n most likely tokens in order."""
     size, vocab = candidates.shape[1], weights.shape[1]
     mass = weights.gather(1, candidates).cumsum(1)
     end = (most - 1).clamp(max=size - 1)
     total = torch.where(most < vocab, mass.gather(1, end), weights.sum(1, keepdim=True))
-    # Both sides of the comparison are rounded to float64 in the same way.
+    # Both sides of the comparison are rounded in the same way to float64.
     before = (mass.double() < share * total.double()).sum(1, keepdim=True)
     enough = (before <= end) | (size == vocab)
     return candidates.gather(1, torch.minimum(before, end)), enough[:, 0]
 
 
 def most_likely(logits: Tensor, size: int) -> Tensor:
-    """Ids of the ``size`` most likely tokens, in order.
+    """Return the ids of the ``size`` most likely tokens, in order.
 
-    The vocabulary is cut into blocks. Only the ``size`` blocks with the largest maxima, lower
-    blocks first among equals, can hold one of the ``size`` most likely tokens.
+    The vocabulary is cut into blocks. Only the ``size`` blocks with the largest maxima can contain
+    one of the ``size`` most likely tokens. Among blocks with equal maxima, lower blocks come first.
 
     Args:
         logits: float32 [D, V].
         size: 0 to V.
 
     Returns:
-        int64 [D, size].
+        Token ids, int64 [D, size].
     """
     rows, vocab = logits.shape
     width = math.isqrt(vocab // max(size, 1))
@@ -100,16 +102,17 @@ def most_likely(logits: Tensor, size: int) -> Tensor:
 
 
 def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
-    """The ids of the ``size`` largest values, by descending value, then by ascending id.
+    """Return the ids of the ``size`` largest values, by descending value, then by ascending id.
 
-    One int64 holds a value as an integer of the same order above, its id's complement below, so
-    that no two are equal and any selection algorithm gives the same answer.
+    An int64 key has the value, as an integer of the same order, in its upper half and the
+    complement of the id in its lower half. No two keys are equal, so any selection algorithm gives
+    the same result.
     """
     keys = (_ascending(values).long() << 32).add_(_ID_MASK - ids)
     return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """int32 in the same order as float32 ``values``, of the same shape."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it is equal to
+    """Return int32 numbers of the same shape and the same order as float32 ``values``."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, because they are equal
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(_HIGHEST_INT32))

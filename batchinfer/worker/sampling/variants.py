@@ -1,7 +1,5 @@
-"""The variants of the sampling kernels that a job's steps may launch, as batches of one sample.
-
-Drawing these batches before the first step compiles every variant, so that no step waits for the
-compiler.
+"""Variants of the sampling kernels that a job's steps may launch, as batches of one sample. Drawing
+these batches before the first step compiles every variant, so no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.step import SamplingBatch, SamplingColumns
 
 _Unset = Mapping[str, tuple[object, ...]]
-"""Parameters, and the values with which they have no effect."""
+"""Names of parameters, and the values that have no effect."""
 _NO_EDITS: _Unset = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -27,7 +25,7 @@ _NO_EDITS: _Unset = {
 }
 """Parameters that edit the logits of every token of a sample."""
 _NO_BANS: _Unset = {"bad_words": ((),), "min_tokens": (0,)}
-"""Parameters that edit the logits of some of its tokens."""
+"""Parameters that edit the logits of some of a sample's tokens."""
 _NO_GRAMMARS: _Unset = {"structured_outputs": (None,), "max_reasoning_tokens": (None,)}
 
 
@@ -35,11 +33,11 @@ class KernelVariant(NamedTuple):
     """The variant of the kernels that one launch uses."""
 
     edited: bool
-    """Logits are edited first."""
+    """True if logits are edited before the draw."""
     draws: bool
-    """Some samples are drawn at a temperature."""
+    """True if some samples have a temperature above 0."""
     filters: bool
-    """Some of these by top-k or top-p."""
+    """True if top-k or top-p filters some of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +63,19 @@ class SamplingVariants:
         own: Collection[str] = (),
         forced_tokens: bool = False,
     ) -> SamplingVariants:
-        """The variants for steps that hold samples with any of these parameters.
+        """Return the variants for steps with samples of any of these parameters.
 
         Args:
-            vocab: tokens of the model.
+            vocab: number of tokens of the model.
             own: names of parameters that each row may override.
-            forced_tokens: every sample's token is given.
+            forced_tokens: true if every sample's token is given.
         """
         edited, draws, filters, num_logprobs = set[bool](), set[bool](), set[bool](), -1
         masked = scores = False
         for one in params:
             edited |= _are_set(one, own, _NO_EDITS)
-            edited |= {True} & _are_set(one, own, _NO_BANS)  # other tokens are drawn unedited
+            # Bans edit only some tokens, so {False} stays possible.
+            edited |= {True} & _are_set(one, own, _NO_BANS)
             draws |= _are_set(one, own, {"temperature": (0.0,)})
             if "beam_width" in own:
                 draws |= {False}
@@ -95,7 +94,8 @@ class SamplingVariants:
         )
 
     def batches(self) -> Iterator[SamplingBatch]:
-        """A batch for each variant, of one row of logits; the first has the token mask, if any."""
+        """Yield a batch with one row of logits for each variant. The first has the token mask, if
+        any."""
         masks: dict[str, Any] = {}
         if self.mask_words:
             words = np.full((1, self.mask_words), -1, np.int32)
@@ -128,7 +128,7 @@ class SamplingVariants:
 
 
 def _are_set(params: SamplingParams, own: Collection[str], unset: _Unset) -> set[bool]:
-    """True if any of the parameters has an effect in a row: {True}, {False}, or both."""
+    """Return {True} if a parameter has an effect in every row, {False} if in no row, or both."""
     fixed = {name: values for name, values in unset.items() if name not in own}
     if any(getattr(params, name) not in values for name, values in fixed.items()):
         return {True}

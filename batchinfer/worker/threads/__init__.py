@@ -1,4 +1,4 @@
-"""CPU threads: how many, on which cores, and fewer while other processes compute.
+"""Chooses CPU threads and their cores; fewer threads while other processes compute.
 
 May import: process, kernels, engine.runner, engine.step.
 """

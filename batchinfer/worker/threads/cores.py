@@ -1,9 +1,10 @@
-"""Binds each computing thread to a core of its own, if there are as many cores as threads.
+"""Binds each computing thread to a separate core, if there are as many cores as threads.
 
-Linux moves unbound threads when other processes keep the cores busy; two then share a core, and all
-others wait for them. With a busy process on each of four cores, steps took 3.55 times as long as
-alone, and 2.36 times with bound threads; with busy processes of the lowest priority 1.35 times, and
-as long as alone with bound threads (W1, float32, AVX2, 2026-11-23).
+When other processes keep the cores busy, Linux moves unbound threads. Two threads may then share a
+core, and all other threads wait for them. Measured with a busy process on each of four cores: steps
+took 3.55 times as long as on a quiet machine, with bound threads 2.36 times. If the other processes
+had the lowest priority, steps took 1.35 times as long, and with bound threads no longer (W1,
+float32, AVX2, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from batchinfer.kernels.cpu.thread_affinity import TeamCores
 
 _VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""If any of them is set, the user has chosen where threads run."""
+"""Environment variables. If any is set, the user has chosen where threads run."""
 
 Cores = Sequence[Set[int]]
 """For each thread, the logical cores that it may run on."""
@@ -28,10 +29,11 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
     Args:
         own: logical cores that the process may run on.
-        siblings: returns the logical cores that share a physical core with one.
+        siblings: returns the logical cores that share a physical core with a logical core.
 
     Returns:
-        None unless there are as many cores as threads: other processes may use the rest.
+        None if there are more or fewer cores than threads, because other processes may use the
+        others.
     """
     if count == len(own):
         return [{core} for core in sorted(own)]
@@ -40,7 +42,7 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
 
 
 def core_siblings(core: int, topology: str = "/sys/devices/system/cpu") -> Set[int]:
-    """Return the logical cores of a core's physical core; only itself if Linux does not say.
+    """Return the logical cores of a core's physical core; only the core itself if unknown.
 
     Format: "0,4" or "0-1" (the kernel's Documentation/admin-guide/cputopology.rst).
     """
@@ -56,8 +58,8 @@ class ThreadCores:
     """Binds the threads that compute for one Python thread, only while they compute.
 
     Args:
-        environ: if it has an OpenMP variable that binds threads or keeps them free, nothing is
-            bound here.
+        environ: environment. If an OpenMP variable in it controls binding, this class binds
+            nothing.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -69,9 +71,9 @@ class ThreadCores:
 
     @contextmanager
     def bound(self, count: int) -> Iterator[None]:
-        """Bind the team of ``count`` threads that this Python thread starts inside.
+        """Bind the ``count`` OpenMP threads that this Python thread starts inside.
 
-        This thread itself is free again afterwards, because what it starts inherits its cores.
+        Afterwards this Python thread is unbound, because threads that it starts inherit its cores.
         """
         if count == 1 or not self._is_ours:
             yield
@@ -80,7 +82,7 @@ class ThreadCores:
         if self._made_for != (count, own):
             cores = choose_cores(count, own, core_siblings)
             if cores is None and self._team is not None:
-                cores = [own] * count  # frees threads that were bound
+                cores = [own] * count  # unbinds threads that were bound before
             self._team = None if cores is None else TeamCores(cores)
             self._made_for = count, own
         if self._team is None:
@@ -90,5 +92,5 @@ class ThreadCores:
         try:
             yield
         finally:
-            with suppress(OSError):  # the process may have lost these cores meanwhile
+            with suppress(OSError):  # the process may have lost these cores in the meantime
                 os.sched_setaffinity(0, own)

@@ -1,11 +1,11 @@
-"""Thread governor: compute on fewer threads while other processes use the cores.
+"""Thread governor: computes on fewer threads while other processes use the cores.
 
-Every matrix product waits for its slowest thread, so one thread without a core holds up all others.
-The sign of that is the run delay: the time that threads were ready to run and did not (the second
-number of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). The
-governor measures if fewer threads are faster. Only batch-invariant kernels are
-governed: they give the same bits with any number of threads, while other kernels may split a
-row's sums among the threads.
+Every matrix product waits for its slowest thread, so a thread without a core delays all others.
+This shows in the run delay: the time that threads were ready to run but did not run (the second
+number of ``/proc/PID/schedstat``, see the kernel's Documentation/scheduler/sched-stats.rst). If the
+run delay is large, the governor measures whether fewer threads are faster. It is used only for
+batch-invariant kernels, which give the same bits with any number of threads. Other kernels may
+split a row's sums among threads.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _LOG = logging.getLogger(__name__)
 
 _WINDOW_S = 0.25
 _WINDOW_STEPS = 6
-"""A window of steps is judged once it has this many steps and this many seconds,"""
+"""A window of steps is judged when it has this number of steps and ``_WINDOW_S`` seconds."""
 _PATIENCE_S = 2.0
-"""or with fewer steps after this many seconds."""
+"""A window with fewer steps is judged after this number of seconds."""
 _SLOW = 2.0
-"""Steps must take this many times as long as on a quiet machine before fewer threads are tried."""
+"""Fewer threads are tried only if steps take this many times as long as on a quiet machine."""
 _DELAYED = 0.25
-"""Run delay per second, over all threads, above which other processes use the cores."""
+"""Run delay per second, summed over all threads, that shows that other processes use the cores."""
 _WORTH = 0.9
-"""Fewer threads are kept if steps take at most this share of the time."""
+"""Fewer threads are kept if steps take at most this share of the time on more threads."""
 _FIRST_PAUSE, _LAST_PAUSE = 4, 128
-"""Windows without a trial after all trials failed; doubled each time they fail again."""
+"""First and largest number of windows without a trial after all trials failed. The number doubles
+each time they fail again."""
 
 
 def run_delay(tasks: str = "/proc/self/task") -> float | None:
-    """Return the seconds that this process's threads were ready to run and did not.
-
-    Threads that have ended are left out. None if the kernel does not say.
+    """Return the seconds that this process's threads were ready to run but did not run. Threads
+    that have ended do not count. Return None if the kernel does not measure it.
 
     Args:
         tasks: folder with a folder for each thread.
@@ -60,7 +60,8 @@ class _Window:
         self.seconds = 0.0
         self.delay: float | None = None
         """The process's run delay when the first step began."""
-        self._paces: dict[int, list[float]] = {}  # seconds per token, by size of the step
+        # Seconds per token, by the number of bits of the step's token count.
+        self._paces: dict[int, list[float]] = {}
 
     def add(self, tokens: int, seconds: float) -> None:
         self.seconds += seconds
@@ -76,38 +77,40 @@ class _Window:
         return self.seconds >= (_WINDOW_S if steps >= _WINDOW_STEPS else _PATIENCE_S)
 
     def medians(self) -> dict[int, float]:
-        """The median pace of each size of step."""
+        """Return the median seconds per token for each size of step."""
         return {size: median(paces) for size, paces in self._paces.items()}
 
     def ratio_to(self, before: dict[int, float]) -> float | None:
-        """How many times as long steps take as ``before``; None if no sizes are the same."""
+        """Return the ratio of the times of steps to ``before``; None if no sizes are the same."""
         paces = self.medians().items()
         ratios = [pace / before[size] for size, pace in paces if before.get(size)]
         return median(ratios) if ratios else None
 
     def is_lost_to(self, before: dict[int, float]) -> bool:
-        """True if a trial is so slow that its window need not fill: steps may take a hundred times
+        """Return true if a trial is so slow that it can end early: steps may take a hundred times
         as long."""
         ratio = self.ratio_to(before)
         return ratio is not None and ratio > (1.0 if self.seconds >= _WINDOW_S else _SLOW)
 
 
 class ThreadGovernor:
-    """Chooses the number of threads from how long earlier steps took.
+    """Chooses the number of threads by the times of earlier steps.
 
     Args:
-        most: threads to begin with, and the upper bound.
-        delay: the process's run delay in seconds; while it is None fewer threads are not tried.
+        most: number of threads at the start, and largest number of threads.
+        delay: returns the process's run delay in seconds. While it is None, fewer threads are not
+            tried.
     """
 
     def __init__(self, most: int, delay: Callable[[], float | None] = run_delay) -> None:
         self.count = most
-        """Threads for the next step."""
+        """Number of threads for the next step."""
         self._most = most
         self._read_delay = delay
         # All threads, three quarters (others may use a core or two), a half, a quarter, ...
         self._counts = {most >> by for by in range(most.bit_length())} | {most - most // 4}
-        self._quiet: dict[int, float] = {}  # paces on all threads while nothing else runs
+        # Seconds per token on all threads while no other process runs.
+        self._quiet: dict[int, float] = {}
         self._num_logged = 0
         self._window = _Window()
         self._decisions = self._decide()
@@ -115,7 +118,7 @@ class ThreadGovernor:
 
     def begin(self) -> int:
         """Return the number of threads for the step that begins now."""
-        # Read here, so that delays between calls, while no step runs, do not count.
+        # Read here, so that delays between steps do not count.
         if self._most > 1 and self._window.is_empty:
             self._window.delay = self._read_delay()
         return self.count
@@ -127,7 +130,8 @@ class ThreadGovernor:
             next(self._decisions)
 
     def _decide(self) -> Generator[None, None, None]:
-        """Judge one window of steps after the other and set ``count``; resumed after each step."""
+        """Judge one window of steps after the other, and set ``count``. It resumes after each
+        step."""
         pause = _FIRST_PAUSE
         while True:
             window = yield from self._next_window()
@@ -146,14 +150,15 @@ class ThreadGovernor:
     def _next_window(
         self, baseline: dict[int, float] | None = None
     ) -> Generator[None, None, _Window]:
-        """Wait for a full window, or for one that is clearly slower than ``baseline``."""
+        """Wait until a window is full, or is clearly slower than ``baseline``."""
         self._window = window = _Window()
         while not (window.is_full or (baseline and window.is_lost_to(baseline))):
             yield
         return window
 
     def _try(self, count: int, baseline: dict[int, float]) -> Generator[None, None, bool]:
-        """Compute a window on ``count`` threads; keep them if that is faster than before."""
+        """Compute a window on ``count`` threads, and keep this number if it is faster than
+        before."""
         fallback, self.count = self.count, count
         ratio = (yield from self._next_window(baseline)).ratio_to(baseline)
         if ratio is not None and ratio <= (_WORTH if count < fallback else 1.0):
@@ -162,11 +167,11 @@ class ThreadGovernor:
         return False
 
     def _worth_trying(self, window: _Window) -> list[int]:
-        """Numbers of threads to try; none while all threads compute and have enough cores.
+        """Return numbers of threads to try; none while all threads compute and have enough cores.
 
-        Fewer threads wait less for each other; more get a larger share of cores that all processes
-        share. Waiting costs at most the share of time that threads were delayed, so numbers low
-        enough to cost more than that are left out.
+        Fewer threads wait less for each other; more threads get a larger share of the machine's
+        cores. Waiting costs at most the share of time that threads were delayed, so numbers of
+        threads that would lose more than this share are not tried.
         """
         share = self._delayed_share(window)
         delayed = share is not None and share >= _DELAYED
@@ -182,15 +187,16 @@ class ThreadGovernor:
         return sorted(fewer, reverse=True) + sorted(c for c in self._counts if c > self.count)
 
     def _delayed_share(self, window: _Window) -> float | None:
-        """Run delay per second of a window; None if unknown, for example without open files
-        left."""
+        """Return the run delay per second of a window; None if unknown, for example if no more
+        files can be opened."""
         before, after = window.delay, self._read_delay()
         if before is None or after is None:
             return None
-        return max(0.0, after - before) / window.seconds  # the delay of ended threads is lost
+        # Not negative: the delay of ended threads is lost.
+        return max(0.0, after - before) / window.seconds
 
     def _log_change(self) -> None:
-        """Log the first time that threads step down, and the first time that all are back."""
+        """Log the first decrease of threads, and the first return to all threads."""
         if self.count < self._most and self._num_logged == 0:
             self._num_logged = 1
             _LOG.warning(

@@ -1,4 +1,4 @@
-"""Threads that compute on the CPU: how many and why, and steps that run on them.
+"""Threads that compute on the CPU: chooses their number, and runs steps on them.
 
 torch and the C kernels share one OpenMP runtime, and both ask ``torch.get_num_threads()``.
 """
@@ -22,7 +22,7 @@ from batchinfer.worker.threads.cores import ThreadCores
 from batchinfer.worker.threads.governor import ThreadGovernor
 
 _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""torch takes its number of threads from the first of these that is set."""
+"""torch takes its number of threads from the first of these variables that is set."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ThreadCount:
     count: int
     why: str
     pinned: bool = False
-    """True if the user set it, so that it never changes."""
+    """True if the user set the number, so that it never changes."""
 
     def line(self) -> str:
-        """The count and its reason, for the log."""
+        """Return the count and its reason, for the log."""
         return f"{self.count} {'thread' if self.count == 1 else 'threads'}: {self.why}"
 
 
@@ -47,15 +47,15 @@ def choose_threads(
     Args:
         asked: ``engine.num_threads``, which has priority.
         limits: cores that the process may use.
-        torch_count: torch's own choice: the physical cores, or what its caller set.
-        environ: a number of threads set here has priority over ``limits``.
+        torch_count: torch's choice: the number of physical cores, or the number that a caller set.
+        environ: environment. A number of threads in it has priority over ``limits``.
     """
     if asked is not None:
         return ThreadCount(asked, "engine.num_threads", pinned=True)
     for name in _VARIABLES:
         found = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
         if found is not None:
-            # torch has fewer where its caller set them since, or where there are fewer cores
+            # torch has fewer threads if a caller set fewer, or if there are fewer cores
             if torch_count < int(found[1]):
                 return ThreadCount(torch_count, f"as torch has; {name} is {found[1]}", pinned=True)
             return ThreadCount(int(found[1]), name, pinned=True)
@@ -70,25 +70,26 @@ def choose_threads(
 
 
 class TorchThreads:
-    """torch's number of threads, which outlives an engine: the caller's number and the one set
-    here."""
+    """Sets torch's number of threads, and remembers the number that the caller of engines had
+    set."""
 
     def __init__(self) -> None:
         self._found = 0
         self._last = 0
-        """Set last by any engine, in any Python thread; later Python threads inherit it."""
+        """Number that an engine set last, in any Python thread. Later Python threads inherit it."""
         self._here = threading.local()
-        """For each Python thread, the number set last and the cores of its team."""
+        """For each Python thread, the number set last and the cores of its OpenMP threads."""
 
     def found(self) -> int:
-        """The number of threads as it would be without engines."""
+        """Return the number of threads that torch would have without engines."""
         count = torch.get_num_threads()
         if count != getattr(self._here, "last", self._last):
             self._found = count
         return self._found
 
     def set(self, count: int) -> None:
-        """Compute on ``count`` threads from here on, in this Python thread and in later ones."""
+        """Let torch compute on ``count`` threads from now on, in this Python thread and in later
+        ones."""
         self.found()
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -97,7 +98,8 @@ class TorchThreads:
 
     @contextmanager
     def team(self, count: int) -> Iterator[None]:
-        """``set``, and give each thread a core of its own inside if there are as many."""
+        """Set the number of threads. Inside, bind each thread to a core if there are as many
+        cores."""
         self.set(count)
         if not hasattr(self._here, "cores"):
             self._here.cores = ThreadCores()
@@ -106,19 +108,20 @@ class TorchThreads:
 
 
 TORCH_THREADS = TorchThreads()
-"""The threads of this process."""
+"""torch's threads in this process."""
 
 
 class StepThreads:
-    """The threads that compute steps: always ``count``, or as many as a governor says.
+    """Threads that compute steps: always ``count``, or the number that a governor chooses.
 
     torch keeps one number per Python thread, and other engines of the process may use another
     number, so it is set again for each step.
 
     Args:
-        governed: let a governor choose, up to ``count``; for batch-invariant kernels, whose results
-            do not depend on the number of threads. Not if the user set the number.
-        clock: seconds.
+        governed: true to let a governor choose up to ``count`` threads. Only for batch-invariant
+            kernels, whose results do not depend on the number of threads, and only if the user did
+            not set the number.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class StepThreads:
 
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Compute a step of ``num_tokens`` inside."""
+        """Set the threads for a step of ``num_tokens`` tokens, which is computed inside."""
         count = self._count if self.governor is None else self.governor.begin()
         began = self._clock()
         with TORCH_THREADS.team(count):
@@ -145,16 +148,17 @@ class StepThreads:
 
 
 class ThreadedRunner:
-    """Runs the steps of another runner, which computes when a step is submitted, on ``threads``."""
+    """Runs the steps of another runner on ``threads``. That runner must compute a step in
+    ``submit``."""
 
     def __init__(self, runner: Runner, threads: StepThreads) -> None:
         self._runner, self._threads = runner, threads
 
     def submit(self, step: Step) -> Pending:
-        """Compute one step.
+        """Compute a step on the threads.
 
         Raises:
-            OutOfMemory: there is too little memory for it.
+            OutOfMemory: there is too little memory for the step.
         """
         with self._threads.step(step.num_tokens):
             return self._runner.submit(step)

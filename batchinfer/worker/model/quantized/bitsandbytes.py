@@ -1,9 +1,9 @@
-"""The format of bitsandbytes: 4 bits (NF4, FP4, with nested scales or not) and 8 (LLM.int8()).
+"""The format of bitsandbytes: 4 bits (NF4 or FP4, perhaps with nested scales), 8 (LLM.int8()).
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``, ``dequantize_4bit``,
-``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes with two codes each, the upper
-half first. Codes are indices into a table, and ``blocksize`` consecutive numbers share a scale.
-Sizes are JSON in a tensor.
+``int8_vectorwise_dequant``). A 4-bit weight is a flat array of bytes. Each byte has two codes, with
+the first code in its upper half. Codes are indices into a table, and ``blocksize`` consecutive
+numbers share a scale. A tensor holds the sizes as JSON text.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from batchinfer.worker.model.quantized.stored_tensors import (
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _NESTED = (".nested_absmax", ".nested_quant_map")
-_ONE_127TH = 7.874015718698502e-3  # the library's constant
+_ONE_127TH = 7.874015718698502e-3  # bitsandbytes' constant
 
 
 class BitsAndBytes:
-    """Both layouts; the names of a weight's tensors decide which layout it has."""
+    """The layouts with 4 and 8 bits; the names of a weight's tensors decide which layout it has."""
 
     name = "bitsandbytes"
     ends: Mapping[str, str] = {
@@ -111,7 +111,8 @@ def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
 
 def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
     """Return the bytes with two codes each, the first code in the upper half."""
-    codes = tensors[""].contiguous().view(torch.uint8).flatten()  # bfloat16 in some files
+    # Some files store bytes as bfloat16.
+    codes = tensors[""].contiguous().view(torch.uint8).flatten()
     if 2 * len(codes) < state.size:
         raise ModelError(
             f"{name}: {len(codes)} bytes cannot hold the {state.size} numbers of its quant_state; "

@@ -1,4 +1,4 @@
-"""The format compressed-tensors of llm-compressor: integers, packed or not, and float8.
+"""The format compressed-tensors of llm-compressor: packed or unpacked integers, and float8.
 
 Source: the library's ``compressors/pack_quantized``, ``compressors/naive_quantized`` and
 ``quantization/lifecycle/forward_helpers.py``. Layers form groups (``config_groups``) with different
@@ -56,7 +56,8 @@ class _Scheme:
     has_zeros: bool
 
     def rank(self, module: str) -> int:
-        """Rank the group's match of a module: 0 by name, 1 by pattern, 2 by class, 3 for no match.
+        """Return how the group matches a module: 0 by name, 1 by pattern, 2 by class, 3 for no
+        match.
 
         Classes are not compared, because only linear layers are saved quantized.
         """
@@ -200,7 +201,7 @@ def _packed_integers(name: str, bits: int, width: int, tensors: Tensors) -> Inte
     else:
         zeros = unpack(zeros.T, bits).T[: len(numbers)]
     group_of = tensors.get(_GROUP_OF)
-    if group_of is None or bool((group_of == -1).all()):  # groups follow each other
+    if group_of is None or bool((group_of == -1).all()):  # groups are consecutive inputs
         return IntegerWeight(bits, numbers, scales, zeros)
     check_groups(name, group_of, scales.shape[1])
     return IntegerWeight(bits, numbers, scales, zeros, group_of)

@@ -1,8 +1,8 @@
 """Formats of float8 weights: ``fp8`` (Qwen, DeepSeek, Mistral; AutoFP8), ModelOpt, FBGEMM.
 
-A weight is codes * scales, with one scale for the weight, each output or each block, as in
-transformers' ``integrations/finegrained_fp8.py``. Scales of activations are ignored: activations
-keep the model's dtype.
+A weight is codes * scales. One scale belongs to the whole weight, to each output or to each block,
+as in transformers' ``integrations/finegrained_fp8.py``. Scales of activations are ignored:
+activations keep the model's dtype.
 """
 
 from __future__ import annotations

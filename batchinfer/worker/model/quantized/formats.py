@@ -30,15 +30,16 @@ class Format(Protocol):
     @property
     def ends(self) -> Mapping[str, str]:
         """Suffixes of the names of tensors that belong to a weight. Replacing a suffix by its value
-        results in the weight's name."""
+        gives the weight's name."""
         ...
 
     def weight(self, name: str, parts: Mapping[str, Stored]) -> Quantized | None:
-        """Return the quantized weight that tensors represent; None if they represent none.
+        """Return the quantized weight that these tensors represent; None if they are no quantized
+        weight.
 
         Args:
             name: name of the weight.
-            parts: the weight's tensors by suffix, and by "" if a tensor has the weight's name.
+            parts: the weight's tensors by suffix, and under "" if a tensor has the weight's name.
 
         Raises:
             ModelError: a tensor is missing, or its shape or dtype contradicts other tensors or
@@ -48,7 +49,7 @@ class Format(Protocol):
 
 
 def _block_float8(saved: Mapping[str, Any]) -> Format:
-    ends = "_scale_inv", "_scale"  # the second is AutoFP8's
+    ends = "_scale_inv", "_scale"  # AutoFP8 uses the second suffix
     return Float8("fp8", ends, block_of(saved, "weight_block_size"))
 
 
@@ -90,7 +91,8 @@ _ACTIVATION_SCALES = (
     *(".output_scale", ".output_zero_point", "activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
 )
-"""Suffixes of scales for activations or KV, which keep their dtype here."""
+"""Suffixes of scales for activations or KV. They are ignored, because activations and KV keep their
+dtype."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Dequantized:
 
     weight: Quantized
     dtype: torch.dtype
-    """The dtype that the weight is loaded in."""
+    """Dtype in which the weight is loaded."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.weight.read(self.dtype)[index]
@@ -113,7 +115,7 @@ def dequantized_tensors(
     Headers are read and checked now, numbers are read when a tensor is indexed.
 
     Args:
-        dtype: the dtype that the weights are loaded in.
+        dtype: dtype in which the weights are loaded.
 
     Raises:
         ModelError: tensors of a weight are missing or do not match.

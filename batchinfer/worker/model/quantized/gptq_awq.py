@@ -1,13 +1,13 @@
 """The formats GPTQ (2, 4 or 8 bits) and AWQ (4 bits): integers packed into 32-bit words.
 
 GPTQ (source: GPTQModel's ``nn_modules/qlinear/torch.py`` and ``utils/model.py``): a word of
-``qweight`` has neighboring inputs, and a word of ``qzeros`` neighboring outputs, lowest bits first.
+``qweight`` holds neighboring inputs, a word of ``qzeros`` neighboring outputs, lowest bits first.
 The first version of the format (``checkpoint_format: gptq``; newer tools call the key ``format``)
-saves zero points less one; the second version (``gptq_v2``) saves zero points.
+saves each zero point minus one; the second version (``gptq_v2``) saves the zero points themselves.
 
 AWQ (source: AutoAWQ's ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``): a word
-has eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension is inputs for
-numbers, and groups of inputs for zero points and scales.
+holds eight neighboring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. The first dimension of numbers
+is the inputs; the first dimension of zero points and scales is the groups of inputs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Gptq:
     def _integers(self, name: str, tensors: Tensors) -> IntegerWeight:
         scales, words = tensors[".scales"].T, tensors[".qzeros"]
         if self._zeros_less_one:
-            # GPTQModel adds and subtracts ones on whole words too, with carries.
+            # GPTQModel also adds and subtracts the ones on whole words, with carries between
+            # numbers.
             ones = sum(1 << shift for shift in range(0, WORD_BITS, self._bits))
             words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         zeros = unpack(words, self._bits).T[: len(scales)]

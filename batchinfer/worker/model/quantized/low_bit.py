@@ -19,7 +19,7 @@ def words_for(count: int, bits: int) -> int:
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack int32 words [..., n] of 2, 4 or 8 ``bits``, lowest bits first, to uint8
     [..., n * 32 / bits]."""
-    # torch runs on little-endian hosts only.
+    # torch runs only on little-endian hosts.
     data = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
     if bits == 8:
         return data
@@ -49,7 +49,7 @@ class IntegerWeight:
     bits: int
     numbers: torch.Tensor  # [out, in] int8 or uint8
     scales: torch.Tensor  # [out or 1, groups]
-    zeros: torch.Tensor | None = None  # shape of scales, range of numbers; None for 0
+    zeros: torch.Tensor | None = None  # same shape as scales, same range as numbers; None: all 0
     group_of: torch.Tensor | None = None  # [in]; None if each group is a range of equal size
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class BlockWeight:
     def dequantize(self) -> torch.Tensor:
         """Return the weight [out, in] in float32."""
         height, width = self.codes.shape
-        # A table is four times as fast as torch's conversion on a CPU.
+        # On a CPU, a table is four times as fast as torch's conversion.
         every = torch.arange(256, dtype=torch.uint8).view(self.codes.dtype).float()
         values = every.index_select(0, self.codes.view(torch.uint8).flatten().int())
         values = values.view(height, width)

@@ -1,4 +1,4 @@
-"""The format MXFP4 of gpt-oss's experts: pairs of 4-bit floats, with a scale for each 32 numbers.
+"""The format MXFP4 of gpt-oss's experts: pairs of 4-bit floats, with a scale for every 32 numbers.
 
 Source: the OCP Microscaling Formats specification, and transformers' ``integrations/mxfp4.py`` for
 the layout. The lower half of a byte comes first. A scale is a power of two, saved as its exponent

@@ -50,7 +50,7 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized weight that consists of several tensors, whose headers were checked."""
+    """A quantized weight that consists of several tensors. Their headers were checked."""
 
     shape: tuple[int, ...]
     """Shape of the weight: [out, in], or [experts, out, in]."""
