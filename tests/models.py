@@ -126,11 +126,50 @@ _GATED_DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+_MAMBA2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_MAMBA2_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA2, "attn_layer_indices": [2]},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "layer_types": _MAMBA2_LAYERS,
+        "shared_intermediate_size": 48,
+        "num_local_experts": 4,
+        "embedding_multiplier": 2.0,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "conv_kernel": 4,
+    },
     "olmo_hybrid": {**_GATED_DELTA, "linear_num_value_heads": 2},
     "qwen3_5_moe_text": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": {**_GATED_DELTA, "initializer_range": 0.2},  # wider: badly conditioned
     "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "n_mamba_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+        "mamba_headdim": 16,
+    },
 }
 _LATENT_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _FAMILIES["deepseek_v3"],

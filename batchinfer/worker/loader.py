@@ -51,7 +51,7 @@ from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_m
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
-from batchinfer.worker.recurrent.gated_delta_net import page_recurrent_state
+from batchinfer.worker.recurrent.page_state import page_recurrent_state
 from batchinfer.worker.verify import probe_block_size
 
 _ANY_KERNELS = KernelRequirements()

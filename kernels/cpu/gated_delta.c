@@ -9,65 +9,23 @@
    Four passes over the step, each split over the threads, with float32 between them: the
    convolution; unit queries and keys, and gates; the recurrence; the gated norm. */
 
-#include <math.h>
-#include <stdlib.h>
-
-#include "simd.h"
+#include "recurrent_state.h"
 
 typedef struct {
-    const void *qkv, *gate, *decay, *beta; /* [T, channels], [T, Hv * Dv], [T, Hv], [T, Hv] */
+    paged_states states;
+    convolution conv; /* of queries, keys and values; its output is a workspace */
+    const void *gate, *decay, *beta;       /* [T, Hv * Dv], [T, Hv], [T, Hv] */
     void *out;                             /* [T, Hv * Dv], contiguous */
-    const float *conv;                     /* [conv_width, channels] */
     const float *decay_rate, *dt_bias;     /* [Hv] */
     const float *norm;                     /* [Dv] */
-    float *mixed, *gates, *read;           /* workspace: [T, channels], [T, 2, Hv], [T, Hv * Dv] */
-    float *states;                         /* [slot, elements of a slot] */
-    const int32_t *state_tables;           /* [S, table_width] */
-    const int32_t *query_starts;           /* [S + 1] */
-    const int32_t *context_lens;           /* [S] */
-    int64_t qkv_stride, gate_stride, decay_stride, beta_stride; /* in elements */
-    int64_t slot_stride, table_width, num_tokens, num_sequences, num_channels, conv_width;
-    int64_t num_key_heads, num_heads, key_width, value_width;
-    int64_t columns, per_slot, first;      /* place of the state: kernels/gated_delta.py */
-    int64_t channels, conv_per_slot, conv_first, conv_slot;
+    float *gates, *read;                   /* workspace: [T, 2, Hv], [T, Hv * Dv] */
+    int64_t gate_stride, decay_stride, beta_stride; /* in elements */
+    int64_t num_tokens, num_key_heads, num_heads, key_width, value_width;
     int32_t num_threads;
     float norm_eps, max_beta;
 } gated_delta_args;
 
-#define MAX_VECTORS 8   /* vectors of a piece's row that are computed at a time */
-#define CHANNEL_BLOCK 64 /* channels of a task of the convolution */
-#define WORTH_A_TEAM 4096 /* elements; below it, waking a thread costs more than it saves */
-
-static inline float sigmoid(float x) {
-    const float e = exp_negative(x < 0.0f ? x : -x);
-    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-
-typedef struct {
-    int64_t first, count; /* its tokens in the packed row */
-    int is_new;           /* whether it has no state yet */
-} span;
-
-static inline span span_of(const gated_delta_args *a, int64_t sequence) {
-    const int64_t first = a->query_starts[sequence];
-    const int64_t count = a->query_starts[sequence + 1] - first;
-    return (span){first, count, a->context_lens[sequence] == count};
-}
-
-static inline float *piece_of(
-    const gated_delta_args *a, int64_t sequence, int64_t slot, int64_t piece, int64_t per_slot,
-    int64_t elements) {
-    const int32_t *slots = a->state_tables + sequence * a->table_width + slot;
-    return a->states + slots[piece / per_slot] * a->slot_stride + piece % per_slot * elements;
-}
-
-static inline float sum_of_squares(const float *x, int64_t width) {
-    float sums[16] = {0};
-    for (int64_t i = 0; i < width; i++) sums[i % 16] = FMA(x[i], x[i], sums[i % 16]);
-    for (int half = 8; half; half /= 2)
-        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
-    return sums[0];
-}
+#define MAX_VECTORS 8 /* vectors of a piece's row that are computed at a time */
 
 /* 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {
@@ -79,7 +37,7 @@ static void units_and_gates(const gated_delta_args *a) {
     const float scale = 1.0f / sqrtf((float)width);
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a->num_tokens; t++) {
-        float *mixed = a->mixed + t * a->num_channels;
+        float *mixed = a->conv.output + t * a->conv.num_channels;
         for (int64_t h = 0; h < 2 * a->num_key_heads; h++) {
             float *x = mixed + h * width;
             const float factor = inverse_length(x, width) * (h < a->num_key_heads ? scale : 1.0f);
@@ -88,8 +46,7 @@ static void units_and_gates(const gated_delta_args *a) {
         float *kept = a->gates + 2 * t * heads, *strength = kept + heads;
         for (int64_t h = 0; h < heads; h++) {
             const float x = kept[h] + a->dt_bias[h];
-            const float step = x > 20.0f ? x : log1pf(expf(x)); /* softplus, as torch cuts it off */
-            kept[h] = expf(-a->decay_rate[h] * step);
+            kept[h] = expf(-a->decay_rate[h] * softplus(x));
             strength[h] = sigmoid(strength[h]) * a->max_beta;
         }
     }
@@ -180,19 +137,17 @@ static inline void recur_row(
 }
 
 static void recurrence(const gated_delta_args *a) {
-    const int64_t rows = a->key_width, columns = a->columns, values = a->num_heads * a->value_width;
-    const int64_t pieces = values / columns, per_key = a->num_heads / a->num_key_heads;
-    const int64_t keys = a->num_key_heads * rows;
+    const int64_t rows = a->key_width, columns = a->states.columns;
+    const int64_t values = a->num_heads * a->value_width, pieces = values / columns;
+    const int64_t per_key = a->num_heads / a->num_key_heads, keys = a->num_key_heads * rows;
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t task = 0; task < a->num_sequences * pieces; task++) {
+    for (int64_t task = 0; task < a->states.num_sequences * pieces; task++) {
         const int64_t sequence = task / pieces, number = task % pieces, column = number * columns;
         const int64_t head = column / a->value_width, key_head = head / per_key;
-        const span s = span_of(a, sequence);
-        float *piece
-            = piece_of(a, sequence, 0, a->first + number, a->per_slot, rows * columns);
-        if (s.is_new) memset(piece, 0, rows * columns * sizeof(float));
+        const span s = span_of(&a->states, sequence);
+        float *piece = matrix_piece(&a->states, sequence, number, rows);
         for (int64_t t = s.first; t < s.first + s.count; t++) {
-            const float *mixed = a->mixed + t * a->num_channels;
+            const float *mixed = a->conv.output + t * a->conv.num_channels;
             const float *gates = a->gates + 2 * t * a->num_heads;
             recur_row(
                 piece, columns, rows, mixed + key_head * rows, mixed + keys + key_head * rows,
@@ -206,6 +161,7 @@ static void recurrence(const gated_delta_args *a) {
 #define NAME(function) function##_f32
 #define LOAD(x) (x)
 #define STORE(x) (x)
+#include "causal_conv.inc"
 #include "gated_delta.inc"
 #undef ELEMENT
 #undef NAME
@@ -216,4 +172,5 @@ static void recurrence(const gated_delta_args *a) {
 #define NAME(function) function##_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
+#include "causal_conv.inc"
 #include "gated_delta.inc"

@@ -14,12 +14,8 @@ from batchinfer.engine.kv.layer_groups import (
     layer_windows,
     most_slots,
 )
-from batchinfer.engine.kv.state_layout import (
-    StateLayout,
-    min_slot_bytes,
-    recurrent_layers,
-    state_layout,
-)
+from batchinfer.engine.kv.recurrent_families import is_recurrent, layers_without_kv
+from batchinfer.engine.kv.state_layout import StateLayout, min_slot_bytes, state_layout
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element by dtype name."""
@@ -36,8 +32,6 @@ _MAX_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_le
 _RECURRENT_FAMILIES = frozenset(
     [
         "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
         "falcon_mamba",
         "jamba",
         "kimi_linear",
@@ -46,12 +40,10 @@ _RECURRENT_FAMILIES = frozenset(
         "mamba",
         "mamba2",
         "minimax",
-        "nemotron_h",
         "recurrent_gemma",
         "rwkv",
         "xlstm",
         "zamba",
-        "zamba2",
     ]
 )
 _RECURRENT_LAYERS = frozenset(
@@ -66,7 +58,9 @@ _RECURRENT_LAYERS = frozenset(
         "recurrent",
     ]
 )
-_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_OTHER_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
+)
 # Keys of configs that give layers different KV shapes.
 _PER_LAYER_KEYS = (
     "block_configs",
@@ -107,8 +101,8 @@ class KVLayout:
     """True if the pool stores latents and the rotary part of keys, once for all heads (MLA)."""
     min_slot_bytes: int = 0
     """Smallest size of a pool slot. Slots with fewer bytes of KV are padded to it."""
-    recurrent: tuple[int, ...] = ()
-    """Layers with recurrent state, which have no KV."""
+    without_kv: tuple[int, ...] = ()
+    """Layers that do not attend."""
     state: StateLayout | None = None
     """Layout of a sequence's recurrent state; None: all layers attend."""
     chunks: tuple[int, ...] = ()
@@ -152,9 +146,10 @@ class KVLayout:
             value_width = _number(text, ("v_head_dim",))
         else:
             num_kv_heads = _num_kv_heads(text, num_heads)
-            key_width = text.get("head_dim") or _number(text, _HIDDEN_SIZE) // num_heads
+            head_width = text.get("head_dim") or text.get("attention_head_dim")
+            key_width = head_width or _number(text, _HIDDEN_SIZE) // num_heads
             value_width = text.get("v_head_dim") or key_width
-        num_layers = _number(text, _NUM_LAYERS)
+        num_layers = _num_layers(text)
         common = KVShape(num_kv_heads, key_width, value_width, latent)
         layout = cls(
             num_layers=num_layers,
@@ -169,8 +164,8 @@ class KVLayout:
             latent=latent,
             chunks=_chunks(text, num_layers, block_size, max_model_len),
         )
-        if recurrent_layers(text):
-            if len(recurrent_layers(text)) == num_layers:
+        if is_recurrent(text):
+            if len(layers_without_kv(text)) == num_layers:
                 raise ValueError(
                     "all layers in layer_types are recurrent; models without a layer of "
                     "full_attention cannot be run"
@@ -181,7 +176,7 @@ class KVLayout:
                     "be run yet"
                 )
             layout = replace(
-                layout, recurrent=recurrent_layers(text), min_slot_bytes=min_slot_bytes(text)
+                layout, without_kv=layers_without_kv(text), min_slot_bytes=min_slot_bytes(text)
             )
             layout = replace(layout, state=state_layout(text, layout.bytes_per_block))
         if max_model_len is None:
@@ -191,7 +186,7 @@ class KVLayout:
     @property
     def attention_layers(self) -> list[int]:
         """Numbers of the layers that attend."""
-        return [layer for layer in range(self.num_layers) if layer not in self.recurrent]
+        return [layer for layer in range(self.num_layers) if layer not in self.without_kv]
 
     @property
     def slots_per_state(self) -> int:
@@ -222,7 +217,7 @@ class KVLayout:
     def stored_elements(self) -> list[int]:
         """Elements per token that each layer stores; 0 if it uses another layer's KV."""
         own = [
-            self.owner(layer) == layer and layer not in self.recurrent
+            self.owner(layer) == layer and layer not in self.without_kv
             for layer in range(self.num_layers)
         ]
         return [self.shape(layer).elements * own[layer] for layer in range(self.num_layers)]
@@ -258,7 +253,7 @@ class KVLayout:
         """Elements of one pool slot."""
         stored = self.stored_elements
         kv = self.block_size * max(sum(stored[at] for at in group) for group in self._members)
-        if not self.recurrent:
+        if not self.min_slot_bytes:
             return kv
         # A slot must hold a whole number of float32 elements of state, and divide into equal parts.
         unit = 4 * self.parts_per_slot
@@ -341,9 +336,9 @@ def _unsupported(config: Config, family: str) -> str | None:
     if config.get("alibi"):
         return "it uses ALiBi position biases (alibi)"
     layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
-    if layer_types & _RECURRENT_LAYERS and not recurrent_layers(config):
+    if layer_types & _RECURRENT_LAYERS and not is_recurrent(config):
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
-    others = layer_types - _PLAIN_LAYERS - _RECURRENT_LAYERS
+    others = layer_types - _OTHER_LAYERS - _RECURRENT_LAYERS
     if others:
         names = ", ".join(sorted(others))
         return f"it has layers (layer_types) of the type {names}"
@@ -401,6 +396,12 @@ def _num_kv_heads(config: Config, num_heads: int) -> int:
         if config.get(key) is not None:
             return int(config[key])
     return num_heads
+
+
+def _num_layers(config: Config) -> int:
+    """Return the number of layers, which the family of nemotron_h gives as their kinds alone."""
+    kinds = config.get("layers_block_type")
+    return len(kinds) if kinds else _number(config, _NUM_LAYERS)
 
 
 def _number(config: Config, names: tuple[str, ...]) -> int:

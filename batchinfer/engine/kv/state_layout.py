@@ -12,31 +12,17 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from batchinfer.engine.kv.recurrent_families import (
+    RecurrentShape,
+    is_recurrent,
+    recurrent_layers,
+    recurrent_shape,
+)
+
 STATE_BYTES = 4
 """Bytes per element of state. It is float32 for every dtype of the model."""
 _LANES = 16
 """Elements in the widest vector of a CPU. Narrower pieces of a head would waste lanes."""
-_GATED_DELTA = frozenset(
-    {
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-    }
-)
-"""Families whose recurrent layers are Gated DeltaNet (Yang et al. 2024,
-https://arxiv.org/abs/2412.06464)."""
-_LEAST = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
-    "linear_key_head_dim": 1,
-    "linear_value_head_dim": 1,
-    "linear_conv_kernel_dim": 2,
-}
-"""Least values of a config's numbers, in the order of ``GatedDeltaShape``. A convolution of one
-token would have no state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +43,10 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaShape:
-    """Heads and widths of a Gated DeltaNet layer."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_width: int
-    value_width: int
-    conv_width: int
-    """Number of tokens that the convolution sees, including the current token."""
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of the convolution: queries, keys and values of all heads."""
-        return 2 * self.num_key_heads * self.key_width + self.num_values
-
-    @property
-    def num_values(self) -> int:
-        """Elements of the values of all heads."""
-        return self.num_value_heads * self.value_width
-
-    @property
-    def num_projected(self) -> int:
-        """Outputs of the input projections (queries, keys, values, gates and decays) plus inputs of
-        the output projection."""
-        return self.num_channels + 2 * self.num_values + 2 * self.num_value_heads
-
-
-@dataclass(frozen=True, slots=True)
 class StateLayout:
     """Layout of the recurrent state of one sequence in its slots.
 
-    The state of a value head is a matrix [key width, value width]. It is cut by columns, which do
+    The state of a head is a matrix [key width, value width]. It is cut by columns, which do
     not depend on each other, into pieces [key width, columns]. The state of a convolution is the
     last inputs of each channel, cut into pieces [conv_width - 1, channels]. The slots hold the
     pieces of all layers' matrices, and then, from a new slot on, the pieces of all convolutions.
@@ -96,7 +54,7 @@ class StateLayout:
 
     layers: tuple[int, ...]
     """The recurrent layers."""
-    shape: GatedDeltaShape
+    shape: RecurrentShape
     slot_bytes: int
     matrices: StatePart
     convolutions: StatePart
@@ -119,21 +77,12 @@ class StateLayout:
         return STATE_BYTES * len(self.layers) * elements
 
 
-def recurrent_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of a language model's recurrent layers, if batchinfer supports them."""
-    if text.get("model_type") not in _GATED_DELTA:
-        return ()
-    kinds = text.get("layer_types") or ()
-    return tuple(at for at, kind in enumerate(kinds) if kind == "linear_attention")
-
-
 def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None:
     """Return the layout of a model's state in slots of ``slot_bytes``, at least ``min_slot_bytes``;
     None without recurrent layers."""
-    layers = recurrent_layers(text)
-    if not layers:
+    if not is_recurrent(text):
         return None
-    shape = _shape(text)
+    layers, shape = recurrent_layers(text), recurrent_shape(text)
     return StateLayout(
         layers=layers,
         shape=shape,
@@ -146,39 +95,20 @@ def state_layout(text: Mapping[str, Any], slot_bytes: int) -> StateLayout | None
 def min_slot_bytes(text: Mapping[str, Any]) -> int:
     """Return the bytes of the smallest slot that can hold a piece of a model's state; 0 without
     recurrent layers."""
-    if not recurrent_layers(text):
+    if not is_recurrent(text):
         return 0
-    shape = _shape(text)
+    shape = recurrent_shape(text)
     ways = (_matrix_cuts(shape), _convolution_cuts(shape))
     return STATE_BYTES * max(min(part.piece_elements for part in parts) for parts in ways)
 
 
-def _shape(text: Mapping[str, Any]) -> GatedDeltaShape:
-    key_heads, value_heads, key_width, value_width, conv_width = (
-        _number(text, key, least) for key, least in _LEAST.items()
-    )
-    if value_heads % key_heads:
-        raise ValueError(
-            f"linear_num_value_heads is {value_heads}; it must be a multiple of "
-            f"linear_num_key_heads, which is {key_heads}"
-        )
-    return GatedDeltaShape(key_heads, value_heads, key_width, value_width, conv_width)
-
-
-def _number(text: Mapping[str, Any], key: str, least: int) -> int:
-    number = int(text[key])
-    if number < least:
-        raise ValueError(f"{key} is {number}; it must be {least} or more")
-    return number
-
-
-def _matrix_cuts(shape: GatedDeltaShape) -> list[StatePart]:
+def _matrix_cuts(shape: RecurrentShape) -> list[StatePart]:
     """Return the ways to cut a layer's matrices into pieces of whole CPU vectors."""
     columns = [n for n in _divisors(shape.value_width) if n % _LANES == 0] or [shape.value_width]
     return [StatePart(shape.num_values // n, shape.key_width * n) for n in columns]
 
 
-def _convolution_cuts(shape: GatedDeltaShape) -> list[StatePart]:
+def _convolution_cuts(shape: RecurrentShape) -> list[StatePart]:
     """Return the ways to cut the state of a layer's convolution into pieces."""
     channels = _divisors(shape.num_channels)
     return [StatePart(shape.num_channels // n, (shape.conv_width - 1) * n) for n in channels]

@@ -109,6 +109,7 @@ class ModelCost:
         queries = heads * _mean(shape.key_width for shape in shapes)
         keys = sum(layout.stored_elements) / len(attending)
         attention_share = len(attending) / layout.num_layers
+        recurrent_share = len(state.layers) / layout.num_layers if state else 0.0
         attention = _latent_parameters(text, hidden, heads) or hidden * (heads * width + keys)
         recurrent = hidden * state.shape.num_projected if state else 0
         return cls(
@@ -116,7 +117,7 @@ class ModelCost:
             hidden=hidden,
             heads=heads,
             attention_width=width * attention_share,
-            attention_parameters=attention * attention_share + recurrent * (1 - attention_share),
+            attention_parameters=attention * attention_share + recurrent * recurrent_share,
             mlp_parameters=(2 if text.get("model_type") in _UNGATED_MLP else 3) * hidden * inner,
             experts=experts,
             experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token"),

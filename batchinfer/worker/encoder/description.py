@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from batchinfer.config import ModelConfig, attends_both_ways, longest_text, position_offset
 from batchinfer.engine.kv.layout import text_config
-from batchinfer.engine.kv.state_layout import recurrent_layers
+from batchinfer.engine.kv.recurrent_families import is_recurrent
 from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import (
     ALL_FILES,
@@ -72,7 +72,7 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     for key in ("adapters", "quantization"):
         if getattr(model, key):
             raise ModelError(f"not yet: model.{key} with an encoder model; remove the key")
-    if recurrent_layers(text_config(values)):
+    if is_recurrent(text_config(values)):
         raise ModelError(
             f"{folder}/config.json: models of the family {pretrained.model_type!r} have recurrent "
             "layers, which cannot compute texts whole",

@@ -90,7 +90,8 @@ def _keep_layers(text: Any, count: int) -> None:
     type stays, unless the types have different shapes."""
     whole, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
-    types = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    listed = {"layer_types", "layers_block_type"} & values.keys()  # else derived from other keys
+    types = list(dict.fromkeys(text.layer_types or ())) if listed else []
     count = min(max(count, len(types)), whole)
     for key, value in values.items():
         if isinstance(value, list) and len(value) == whole:

@@ -1,23 +1,16 @@
-"""Runs transformers' Gated DeltaNet layers on packed rows, with their state in the KV pool.
-
-transformers' own forward pass ignores where sequences begin in a packed row. Only that method is
-replaced: the layer keeps its projections, which other code quantizes, packs and adapts.
-"""
+"""Runs transformers' Gated DeltaNet layers on packed rows, with their state in the KV pool."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from batchinfer.engine.kv.state_layout import StateLayout
 from batchinfer.kernels.cpu import gated_delta as native
-from batchinfer.kernels.gated_delta import GatedDeltaWeights, StatePlaces, gated_delta
-from batchinfer.worker.attention.attention import current_context
+from batchinfer.kernels.cpu.recurrent_state import supports
+from batchinfer.kernels.gated_delta import GatedDeltaWeights, gated_delta
+from batchinfer.worker.recurrent.paged_states import paged_states
 
 
 class LayerInputs(NamedTuple):
@@ -80,14 +73,7 @@ FAMILIES = {
 """Families by the name of transformers' class of their layers."""
 
 
-def page_recurrent_state(model: nn.Module) -> None:
-    """Let a model's recurrent layers keep their state in the pool of the forward context."""
-    for module in model.modules():
-        if type(module).__name__ in FAMILIES:
-            module.forward = MethodType(_forward, module)
-
-
-def _forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
     family = FAMILIES[type(self).__name__]
     if (weights := getattr(self, "_paged_weights", None)) is None:
@@ -103,22 +89,9 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
     Args:
         layer: number of the layer in the model.
     """
-    context = current_context()
-    layout = context.cache.layout.state
-    assert layout is not None
     out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
-    is_native = native.supports(out.dtype, len(weights.conv))
-    compute = native.gated_delta if is_native else gated_delta
-    compute(
-        *inputs,
-        weights=weights,
-        states=context.cache.states,
-        places=places_of(layout, layout.layers.index(layer)),
-        state_tables=context.tensors["state_tables"],
-        query_starts=context.tensors["query_starts"],
-        context_lens=context.tensors["context_lens"],
-        out=out,
-    )
+    compute = native.gated_delta if supports(out.dtype, len(weights.conv)) else gated_delta
+    compute(*inputs, weights=weights, states=paged_states(layer), out=out)
     return out
 
 
@@ -134,19 +107,4 @@ def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
         max_beta=2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
         num_key_heads=layer.num_k_heads,
         key_width=layer.head_k_dim,
-    )
-
-
-@functools.cache
-def places_of(layout: StateLayout, number: int) -> StatePlaces:
-    """The place of the state of recurrent layer ``number``."""
-    shape, matrices, convolutions = layout.shape, layout.matrices, layout.convolutions
-    return StatePlaces(
-        columns=matrices.piece_elements // shape.key_width,
-        per_slot=matrices.per_slot(layout.slot_bytes),
-        first=number * matrices.num_pieces,
-        channels=convolutions.piece_elements // (shape.conv_width - 1),
-        conv_per_slot=convolutions.per_slot(layout.slot_bytes),
-        conv_first=number * convolutions.num_pieces,
-        conv_slot=layout.first_conv_slot,
     )

@@ -1,4 +1,4 @@
-"""Configs of models with recurrent layers alone, for tests of their state."""
+"""Configs of models whose layers are all recurrent, for tests of their state."""
 
 from __future__ import annotations
 
@@ -23,4 +23,19 @@ def gated_delta_config(
         "linear_key_head_dim": key_width,
         "linear_value_head_dim": value_width,
         "linear_conv_kernel_dim": conv_width,
+    }
+
+
+def mamba2_config(
+    *, num_layers: int, heads: int, width: int, groups: int, state_size: int, conv_width: int
+) -> dict[str, Any]:
+    """Return the keys of a Nemotron-H config from which the layout of the state follows."""
+    return {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention"] * num_layers,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": width,
+        "n_groups": groups,
+        "ssm_state_size": state_size,
+        "conv_kernel": conv_width,
     }

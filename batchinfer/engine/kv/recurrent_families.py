@@ -1,0 +1,159 @@
+"""Layers with recurrent state, and the shape of that state, from the configs of model families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """Shape of a layer's recurrent state: a matrix for each head, and the last inputs of a causal
+    convolution."""
+
+    num_heads: int
+    """Heads with a matrix; 0: the convolution has the only state."""
+    key_width: int
+    """Rows of a head's matrix."""
+    value_width: int
+    """Columns of a head's matrix, which do not depend on each other."""
+    num_channels: int
+    """Channels of the convolution."""
+    conv_width: int
+    """Number of tokens that the convolution sees, including the current token."""
+    num_projected: int
+    """Outputs of the input projections plus inputs of the output projection."""
+
+    @property
+    def num_values(self) -> int:
+        """Columns of the matrices of all heads."""
+        return self.num_heads * self.value_width
+
+
+_ATTENDING = frozenset({"attention", "full_attention", "hybrid", "sliding_attention"})
+_RECURRENT = frozenset({"conv", "hybrid", "linear_attention", "mamba"})
+
+
+def is_recurrent(text: Config) -> bool:
+    """Return True if a language model has recurrent layers that batchinfer supports."""
+    return bool(recurrent_layers(text))
+
+
+def recurrent_layers(text: Config) -> tuple[int, ...]:
+    """Return the numbers of a language model's recurrent layers, if batchinfer supports them."""
+    if text.get("model_type") not in _SHAPES:
+        return ()
+    return tuple(at for at, kind in enumerate(_layer_types(text)) if kind in _RECURRENT)
+
+
+def layers_without_kv(text: Config) -> tuple[int, ...]:
+    """Return the numbers of the layers of a recurrent model that do not attend."""
+    if not is_recurrent(text):
+        return ()
+    return tuple(at for at, kind in enumerate(_layer_types(text)) if kind not in _ATTENDING)
+
+
+def recurrent_shape(text: Config) -> RecurrentShape:
+    """Return the shape of the state of a model's recurrent layers.
+
+    Raises:
+        ValueError: a size in the config is impossible.
+    """
+    return _SHAPES[text["model_type"]](text)
+
+
+def _layer_types(text: Config) -> list[str]:
+    """Return the kind of each layer. Some families write it in other keys than ``layer_types``."""
+    types = text.get("layer_types") or text.get("layers_block_type")
+    if types:
+        return list(types)
+    num_layers = text.get("num_hidden_layers") or 0
+    if text["model_type"] == "falcon_h1":
+        return ["hybrid"] * num_layers
+    if text["model_type"] == "bamba":
+        attending = set(text.get("attn_layer_indices") or ())
+        return ["attention" if at in attending else "mamba" for at in range(num_layers)]
+    return []
+
+
+def _gated_delta(text: Config) -> RecurrentShape:
+    """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464)."""
+    key_heads, value_heads = (
+        _number(text, f"linear_num_{part}_heads") for part in ("key", "value")
+    )
+    key_width, value_width = (_number(text, f"linear_{part}_head_dim") for part in ("key", "value"))
+    if value_heads % key_heads:
+        raise ValueError(
+            f"linear_num_value_heads is {value_heads}; it must be a multiple of "
+            f"linear_num_key_heads, which is {key_heads}"
+        )
+    values = value_heads * value_width
+    channels = 2 * key_heads * key_width + values
+    return RecurrentShape(
+        num_heads=value_heads,
+        key_width=key_width,
+        value_width=value_width,
+        num_channels=channels,
+        conv_width=_number(text, "linear_conv_kernel_dim", least=2),
+        num_projected=channels + 2 * values + 2 * value_heads,
+    )
+
+
+def _mamba2(
+    heads: str, width: str, groups: str, state: str, conv: str
+) -> Callable[[Config], RecurrentShape]:
+    """Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), by the config's keys."""
+
+    def shape(text: Config) -> RecurrentShape:
+        num_heads, head_width, num_groups, state_size = (
+            _number(text, key) for key in (heads, width, groups, state)
+        )
+        if num_heads % num_groups:
+            raise ValueError(
+                f"{heads} is {num_heads}; it must be a multiple of {groups}, which is {num_groups}"
+            )
+        values = num_heads * head_width
+        channels = values + 2 * num_groups * state_size
+        return RecurrentShape(
+            num_heads=num_heads,
+            key_width=state_size,
+            value_width=head_width,
+            num_channels=channels,
+            conv_width=_number(text, conv, least=2),
+            num_projected=channels + 2 * values + num_heads,
+        )
+
+    return shape
+
+
+def _number(text: Config, key: str, least: int = 1) -> int:
+    number = int(text[key])
+    if number < least:
+        raise ValueError(f"{key} is {number}; it must be {least} or more")
+    return number
+
+
+_MAMBA2 = _mamba2(
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
+)
+_SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
+    "bamba": _MAMBA2,
+    "falcon_h1": _MAMBA2,
+    "granitemoehybrid": _MAMBA2,
+    "nemotron_h": _mamba2(
+        "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
+    ),
+    "olmo_hybrid": _gated_delta,
+    "qwen3_5": _gated_delta,
+    "qwen3_5_moe": _gated_delta,
+    "qwen3_5_moe_text": _gated_delta,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_next": _gated_delta,
+    "zamba2": _mamba2(
+        "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"
+    ),
+}
+"""Readers of a family's config by its ``model_type``."""

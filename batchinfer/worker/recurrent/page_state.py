@@ -1,0 +1,38 @@
+"""Lets a model's recurrent layers keep their state in the KV pool.
+
+transformers' own forward pass of a recurrent layer ignores where sequences begin in a packed row.
+Only that method is replaced: the layer keeps its projections, which other code quantizes, packs and
+adapts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.worker.recurrent import gated_delta_net, mamba2
+
+_FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys(gated_delta_net.FAMILIES, gated_delta_net.forward),
+    **dict.fromkeys(mamba2.LAYERS, mamba2.forward),
+}
+"""Forward passes by the name of transformers' class. They take and return [1, T, H]."""
+
+
+def page_recurrent_state(model: nn.Module) -> None:
+    """Let a model's recurrent layers keep their state in the pool of the forward context."""
+    for module in model.modules():
+        layer: Any = module
+        if forward := _FORWARDS.get(type(layer).__name__):
+            layer.forward = MethodType(forward, layer)
+        if type(layer).__name__ == "Zamba2Attention":
+            layer.register_forward_pre_hook(_name_layer, with_kwargs=True)
+
+
+def _name_layer(attention: Any, _: Any, options: dict[str, Any]) -> None:
+    """Tell an attention module that several layers share which layer runs."""
+    attention.layer_idx = options["layer_idx"]

@@ -1,0 +1,42 @@
+"""Gives the kernels of recurrent layers their states of the current step."""
+
+from __future__ import annotations
+
+import functools
+
+from batchinfer.engine.kv.state_layout import StateLayout
+from batchinfer.kernels.recurrent_state import PagedStates, StatePlaces
+from batchinfer.worker.attention.attention import current_context
+
+
+def paged_states(layer: int) -> PagedStates:
+    """Return the states of the current step's sequences.
+
+    Args:
+        layer: number of the layer in the model.
+    """
+    context = current_context()
+    layout = context.cache.layout.state
+    assert layout is not None
+    return PagedStates(
+        slots=context.cache.states,
+        places=places_of(layout, layout.layers.index(layer)),
+        tables=context.tensors["state_tables"],
+        query_starts=context.tensors["query_starts"],
+        context_lens=context.tensors["context_lens"],
+    )
+
+
+@functools.cache
+def places_of(layout: StateLayout, number: int) -> StatePlaces:
+    """Return the place of the state of recurrent layer ``number``."""
+    shape, matrices, convolutions = layout.shape, layout.matrices, layout.convolutions
+    return StatePlaces(
+        columns=matrices.piece_elements // shape.key_width,
+        per_slot=matrices.per_slot(layout.slot_bytes),
+        first=number * matrices.num_pieces,
+        channels=convolutions.piece_elements // (shape.conv_width - 1),
+        conv_per_slot=convolutions.per_slot(layout.slot_bytes),
+        conv_first=number * convolutions.num_pieces,
+        conv_slot=layout.first_conv_slot,
+    )

@@ -1,0 +1,79 @@
+/* Recurrent states in pool slots: arguments and addresses that all recurrent kernels share. See
+   kernels/recurrent_state.py for the layout. */
+
+#ifndef BATCHINFER_RECURRENT_STATE_H
+#define BATCHINFER_RECURRENT_STATE_H
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "simd.h"
+
+/* The states of one layer for the packed sequences of a step. */
+typedef struct {
+    float *slots;                /* [slot, elements of a slot] */
+    const int32_t *tables;       /* [S, table_width] */
+    const int32_t *query_starts; /* [S + 1] */
+    const int32_t *context_lens; /* [S] */
+    int64_t slot_stride, table_width, num_sequences;
+    int64_t columns, per_slot, first; /* place of the matrices */
+    int64_t channels, conv_per_slot, conv_first, conv_slot; /* place of the convolution's state */
+} paged_states;
+
+/* A causal convolution of each channel, over all packed tokens. */
+typedef struct {
+    const void *input;         /* [T, num_channels] */
+    const float *weight, *bias; /* [width, num_channels], [num_channels] or NULL */
+    float *output;             /* [T, num_channels] */
+    int64_t input_stride, num_channels, width;
+} convolution;
+
+#define CHANNEL_BLOCK 64 /* channels of a task of the convolution */
+#define MAX_CONV_WIDTH 16
+#define WORTH_A_TEAM 4096 /* elements; below it, waking a thread costs more than it saves */
+
+typedef struct {
+    int64_t first, count; /* the sequence's tokens among the packed tokens */
+    int is_new;           /* the sequence has no state yet */
+} span;
+
+static inline span span_of(const paged_states *p, int64_t sequence) {
+    const int64_t first = p->query_starts[sequence];
+    const int64_t count = p->query_starts[sequence + 1] - first;
+    return (span){first, count, p->context_lens[sequence] == count};
+}
+
+static inline float *piece_of(
+    const paged_states *p, int64_t sequence, int64_t slot, int64_t piece, int64_t per_slot,
+    int64_t elements) {
+    const int32_t *slots = p->tables + sequence * p->table_width + slot;
+    return p->slots + slots[piece / per_slot] * p->slot_stride + piece % per_slot * elements;
+}
+
+/* Piece `number` of a sequence's matrices, which have `rows` rows; zeros if the sequence is new. */
+static inline float *matrix_piece(
+    const paged_states *p, int64_t sequence, int64_t number, int64_t rows) {
+    const int64_t elements = rows * p->columns;
+    float *piece = piece_of(p, sequence, 0, p->first + number, p->per_slot, elements);
+    if (span_of(p, sequence).is_new) memset(piece, 0, elements * sizeof(float));
+    return piece;
+}
+
+static inline float sigmoid(float x) {
+    const float e = exp_negative(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+static inline float softplus(float x) { /* linear above 20, as in torch */
+    return x > 20.0f ? x : log1pf(expf(x));
+}
+
+static inline float sum_of_squares(const float *x, int64_t width) {
+    float sums[16] = {0};
+    for (int64_t i = 0; i < width; i++) sums[i % 16] = FMA(x[i], x[i], sums[i % 16]);
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+    return sums[0];
+}
+
+#endif

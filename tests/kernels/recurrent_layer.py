@@ -1,0 +1,115 @@
+"""A recurrent layer with random inputs and states in a shuffled pool, for tests of its kernels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from batchinfer.engine.kv.state_layout import min_slot_bytes, state_layout
+from batchinfer.kernels.recurrent_state import PagedStates
+from batchinfer.worker.recurrent.paged_states import places_of
+
+Cuts = list[list[int]]
+"""Ends of the steps of each sequence, after a first 0."""
+
+cuts_of_sequences = st.lists(
+    st.sets(st.integers(1, 40), min_size=1, max_size=6).map(lambda ends: [0, *sorted(ends)]),
+    min_size=1,
+    max_size=4,
+)
+
+
+def at_once(lengths: list[int]) -> Cuts:
+    """Compute each sequence in one step."""
+    return [[0, length] for length in lengths]
+
+
+class RecurrentLayer:
+    """The middle one of three layers, and the inputs of some sequences.
+
+    Args:
+        text: config whose layers are all recurrent.
+        lengths: tokens of each sequence.
+        slot_bytes: size of a slot, at least.
+    """
+
+    def __init__(
+        self,
+        text: dict[str, Any],
+        lengths: list[int],
+        *,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        slot_bytes = max(slot_bytes, min_slot_bytes(text))
+        layout = state_layout(text, slot_bytes)
+        assert layout is not None
+        self.layout, self.shape = layout, layout.shape
+        self.lengths, self.dtype = lengths, dtype
+        self.random = torch.Generator().manual_seed(seed)
+        num_slots = layout.num_slots * len(lengths)
+        self.slots = torch.full((num_slots, slot_bytes // 4), torch.nan)
+        order = torch.randperm(num_slots, generator=self.random).int()
+        self.tables = order.view(len(lengths), layout.num_slots)
+        self.inputs: list[torch.Tensor] = []
+        self.weights: Any = None
+        self.output_width = self.shape.num_values
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Return random numbers in the model's dtype."""
+        return torch.randn(*shape, generator=self.random).to(self.dtype)
+
+    def draw_inputs(self, *widths: int) -> None:
+        """Draw the inputs of all tokens, [T, width] each."""
+        self.inputs = [self.draw(sum(self.lengths), width) for width in widths]
+
+    def run(self, kernel: Any, cuts: Cuts | None = None) -> torch.Tensor:
+        """Return the outputs [T, width], with each sequence computed in steps that end at its
+        ``cuts``."""
+        cuts = cuts or at_once(self.lengths)
+        starts = [sum(self.lengths[:at]) for at in range(len(self.lengths))]
+        out = torch.empty(sum(self.lengths), self.output_width, dtype=self.dtype)
+        slots = self.slots.clone()
+        for step in range(max(map(len, cuts)) - 1):
+            spans = {
+                at: (ends[step], ends[step + 1])
+                for at, ends in enumerate(cuts)
+                if step + 1 < len(ends)
+            }
+            rows = torch.cat(
+                [torch.arange(starts[at] + a, starts[at] + b) for at, (a, b) in spans.items()]
+            )
+            counts = torch.tensor([0, *(b - a for a, b in spans.values())])
+            states = PagedStates(
+                slots=slots,
+                places=places_of(self.layout, 1),
+                tables=self.tables[list(spans)].contiguous(),
+                query_starts=counts.cumsum(0).int(),
+                context_lens=torch.tensor([b for _, b in spans.values()]).int(),
+            )
+            step_out = torch.empty(len(rows), self.output_width, dtype=self.dtype)
+            inputs = (part[rows] for part in self.inputs)
+            kernel(*inputs, weights=self.weights, states=states, out=step_out)
+            out[rows] = step_out
+        return out
+
+    def assert_equal(self, native: Any, reference: Any) -> None:
+        """Compare a C kernel with its reference."""
+        expected, actual = self.run(reference).float(), self.run(native).float()
+        tolerance = 1e-4 if self.dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+    def assert_same_bits(self, native: Any, cuts: Cuts) -> None:
+        """Compare all sequences at once with sequences in steps, and with each sequence alone."""
+        whole = self.run(native)
+        assert torch.equal(self.run(native, cuts), whole)
+        inputs, lengths, tables = self.inputs, self.lengths, self.tables
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        for at, (start, stop) in enumerate(pairwise(starts)):
+            self.inputs = [part[start:stop] for part in inputs]
+            self.lengths, self.tables = [lengths[at]], tables[at : at + 1]
+            assert torch.equal(self.run(native), whole[start:stop])
