@@ -4,9 +4,8 @@ One program computes a tile of rows over a range of positions by online softmax 
 `README.md`). Rows are query tokens times the query heads of one KV head. The heads of a token are
 adjacent, so that each key is loaded once for all of them.
 
-Keys and values are loaded from slots that are themselves loaded from the block table. Triton
-divides its pipeline stages among such a chain of loads: 5 stages fetch two tiles ahead, 3 stages
-fetch one.
+Loading keys and values needs the slots, which are loaded from the block table first. Triton divides
+its pipeline stages among such a chain of loads: 5 stages fetch two tiles ahead, 3 stages fetch one.
 """
 
 import math
@@ -22,7 +21,7 @@ from batchinfer.kernels.fp8_to_16_bits import widen_cache
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
-# Shared memory that keys and values of one tile may take, per pipeline stage.
+# Bytes of shared memory for the keys and values of one tile, per pipeline stage.
 _TILE_BYTES = 32 * 2**10
 _INT32_ROWS = 2**31
 
@@ -35,14 +34,14 @@ class Heads:
     """
 
     group: int  # query heads per KV head
-    widths: int  # padded elements of a key plus those of a value
+    widths: int  # padded width of a key plus padded width of a value
     query_bytes: int  # bytes per element
     cache_bytes: int  # bytes per element
     capability: int  # compute capability; 90 means 9.0
 
     @classmethod
     def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Self:
-        """Return the properties for these arguments of `paged_attention`."""
+        """Return the properties for the arguments of `paged_attention`."""
         return cls(
             query.shape[1] // key_cache.shape[1],
             padded(key_cache.shape[3]) + padded(value_cache.shape[3]),
@@ -131,13 +130,13 @@ class Cache(NamedTuple):
 def load_tokens(
     ptr,  # the KV head's first element
     rows,  # [TILE] int32 or int64
-    live,  # [TILE, 1] bool: which tokens to load; None: all
+    live,  # [TILE, 1] bool: true for tokens to load; None: all tokens
     width_stride,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):  # [TILE, WIDTH_BLOCK]
-    # Columns are added first, which leaves one multiply-add per token and tile.
+    # Add columns first, so that a tile needs only one multiply-add per token.
     columns = tl.arange(0, WIDTH_BLOCK)
     ptrs = (ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
     mask = columns[None, :] < WIDTH
@@ -153,7 +152,8 @@ def _load_transposed(
     slots,  # [TILE] int32 or int64
     offsets,  # [TILE] int32: position of each token in its block
 ):  # [VALUE_BLOCK, TILE]
-    # Adjacent tokens of a block are adjacent in memory, which Triton cannot infer from a table.
+    # Tell Triton that adjacent tokens of a block are adjacent in memory, because it cannot infer
+    # this from a table.
     tile: tl.constexpr = slots.shape[0]
     if tile // cache.BLOCK_SIZE * cache.BLOCK_SIZE == tile:
         slots = tl.max_constancy(slots, cache.BLOCK_SIZE)
@@ -199,12 +199,14 @@ def attend(
     cap,  # float32, or None
     window,  # or None
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # false: the range has whole tiles, and every row sees all of them
+    # False: the range consists of whole tiles, and every row sees all positions.
+    MASKED: tl.constexpr,
 ):  # the new row_max, row_sum and acc
     key_ptr = cache.key_ptr + kv_head * cache.key_head_stride
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = tl.arange(0, TILE)
-    # Tiles begin at multiples of TILE even if the range does not, so that a tile has whole blocks.
+    # Tiles begin at multiples of TILE even if the range does not, so that tiles consist of whole
+    # blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
         tokens = tile + places
         if TILE // cache.BLOCK_SIZE * cache.BLOCK_SIZE == TILE:  # (tl.constexpr has no __rmod__)
@@ -247,7 +249,7 @@ def attend(
             tile_max *= scales
             scores *= scales[:, None]
         if cache.TRANSPOSED and query.dtype == tl.float16:
-            # Scale weights, and with them the sum, up to 2^15: float16 ends at 2^-24.
+            # Scale weights (and their sum) up to 2^15, because the smallest float16 is 2^-24.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
         # If a row has seen no token yet, -inf - -inf would be NaN.
@@ -280,7 +282,7 @@ def initial_state(
     holds_sinks,  # [ROWS] bool
     ROWS: tl.constexpr,
 ):  # row_max and row_sum
-    # A sink acts like the score of a token before the first one that has no value.
+    # A sink acts like the score of a token without a value, before the first token.
     if sinks_ptr is None:
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)

@@ -1,24 +1,24 @@
-"""Batch-invariant paged attention: a token's bits depend on its own context alone.
+"""Batch-invariant paged attention: a token's bits depend only on its own context.
 
-It computes the formula of `paged_attention`. There, decodes and chunks run in different programs
-and give the same token different bits. Here one program, compiled once, computes all tokens: in a
-chunk of any size, as a decode, after a cached prefix or after preemption, with any other sequences
-in the batch. Each token is summed in this order:
+It computes the formula of `paged_attention`. In `paged_attention`, decodes and chunks run in
+different programs and give the same token different bits. Here, one program, compiled once,
+computes all tokens: in a chunk of any size, as a decode, after a cached prefix or after preemption,
+with any other sequences in the batch. Each token is summed in this order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.
-2. Each piece starts an online softmax over its tiles. A tile of which a token sees nothing leaves
-   the token's maximum, sum and output exactly as they are.
+2. Each piece starts an online softmax over its tiles. A tile that a token does not see leaves the
+   token's maximum, sum and output exactly as they are.
 3. Pieces are joined from first to last, starting from the sinks. Either one program joins all
    pieces of its tile, or programs store the states of their pieces and `merge_partials` joins them
-   with the same operations. Both write out their fused multiply-adds.
+   with the same operations. Fused multiply-adds are explicit in both.
 
 The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
 decode is one item with all its pieces, or one item per piece: the sums are the same. The list is
 made on the device, once for all layers with the same window, so that a captured step can be
 replayed with other lengths. Every sequence reads a shared prefix separately.
 
-Sources: split sizes that are fixed, instead of a fixed number of splits, and one order for prefill
+Sources: splits of a fixed size instead of a fixed number of splits, and the same order for prefill
 and decode, are from "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab
 2025). vLLM's `VLLM_BATCH_INVARIANT` has one split; SGLang's deterministic mode has splits of a
 fixed size.
@@ -57,17 +57,18 @@ from batchinfer.kernels.split_kv import (
     store_partials,
 )
 
-# Positions; a multiple of every tile. Joining pieces of this length costs a long context little,
-# and several programs can compute one sequence that is longer than a piece.
+# Positions per piece; a multiple of every tile. For long contexts, joining pieces of this length
+# costs little, and several programs can compute a sequence that is longer than a piece.
 ALIGNED_PIECE = 2048
 
 
 @dataclass(frozen=True)
 class BatchInvariantWork:
-    """A step's work list for one window, and memory for the results of decodes' pieces."""
+    """Work list of a step for one window, and memory for the results of the pieces of decodes."""
 
     items: torch.Tensor  # [N, 2] int32: sequence; tile of query tokens, or piece of a decode
-    counters: torch.Tensor  # [1 + num_launches] int32: N, then the items each launch has taken
+    # [1 + num_launches] int32: N, then the number of items that each launch has taken.
+    counters: torch.Tensor
     partials: Partials
     max_pieces: int  # 1: each decode is one item
     piece: int  # positions per piece
@@ -98,8 +99,8 @@ def plan_batch_invariant(
         max_chunks: upper bound on the number of chunks.
         max_context_len: upper bound on `context_lens`.
         num_launches: number of attention layers that use the list, each once.
-        piece: positions per piece (default: `ALIGNED_PIECE`); results' bits depend on it.
-        splits: allow one item per piece of a decode, if the results fit the workspace.
+        piece: positions per piece (default: `ALIGNED_PIECE`). The bits of results depend on it.
+        splits: true to allow one item per piece of a decode, if the results fit the workspace.
     """
     num_sequences, device = len(context_lens), context_lens.device
     piece = piece or ALIGNED_PIECE
@@ -141,8 +142,8 @@ def plan_batch_invariant(
 def batch_invariant_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: at least 64 rows, the fewest that a Hopper warp group multiplies.
 
-    A decode leaves most rows empty, which costs nothing: reading its context takes longer than
-    multiplying. Tiles are as long as the registers allow.
+    In a decode, most rows are empty. This costs nothing, because reading the context takes longer
+    than multiplying. Tiles are as long as the registers allow.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -179,7 +180,7 @@ def batch_invariant_attention(
 ) -> None:
     """Compute attention into `out`. The cache already holds this step's keys and values.
 
-    Rows of `query` from query_starts[S] on are not read, and those of `out` not written.
+    Rows of `query` and `out` from query_starts[S] on are not read or written.
 
     Args:
         work: from `plan_batch_invariant` for the same lengths and window.
@@ -273,7 +274,8 @@ def _batch_invariant_kernel(
         number = tl.load(items_ptr + 2 * item + 1)
         query_start = tl.load(query_starts_ptr + sequence)
         query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-        computed = tl.load(context_lens_ptr + sequence) - query_len  # by earlier steps
+        # Tokens that earlier steps computed.
+        computed = tl.load(context_lens_ptr + sequence) - query_len
         first = tl.where(query_len == 1, 0, number * TOKENS)
 
         query_tokens = first + rows // GROUP
@@ -320,8 +322,8 @@ def _batch_invariant_kernel(
                 total_max, total_sum, decay, weight = join_sums(
                     total_max, total_sum, piece_max, piece_sum
                 )
-                # Registers cannot hold two such sums, so they are added through memory, 16 columns
-                # at a time.
+                # Registers cannot hold both sums, so they are added through memory, 16 columns at a
+                # time.
                 at = totals_ptr + tl.program_id(0) * (2 * ROWS * cache.VALUE_BLOCK)
                 at += rows[:, None] * cache.VALUE_BLOCK
                 piece_at = at + ROWS * cache.VALUE_BLOCK

@@ -4,8 +4,8 @@ Formula, for every pair c:
 
     pool[pairs[c, 1], ...] = pool[pairs[c, 0], ...]
 
-Layout: a block is one contiguous row of elements with the keys and values of all layers, or one
-such row per layer. The kernel copies bits.
+Layout: a block is a contiguous row with the keys and values of all layers, or a row per layer. The
+kernel copies bits.
 
 Source: copy-on-write of shared blocks in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
@@ -17,8 +17,8 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements that one program copies. A block of a real model has 10^5 to 10^7 elements, so even one
-# pair occupies every multiprocessor.
+# Elements that one program copies. A block of a real model has 10^5 to 10^7 elements, so even a
+# single pair occupies all multiprocessors.
 _CHUNK = 4096
 
 

@@ -1,9 +1,9 @@
 """Attention for prefill chunks: sequences that compute several tokens in this step.
 
-One program computes a tile of a sequence's query tokens over all positions that they see, without
-masks up to the diagonal. The list of tiles is made on the device, once for all layers, from the
-lengths in device memory, so that a captured step can be replayed with other lengths. The list has
-no tiles for decodes, so the size of a launch depends on its chunks alone.
+One program computes a tile of a sequence's query tokens over all positions that they see. Tiles
+that all rows see completely need no masks. The list of tiles is made on the device, once for all
+layers, from the lengths in device memory, so that a captured step can be replayed with other
+lengths. The list has no tiles for decodes, so the size of a launch depends only on its chunks.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from batchinfer.kernels.launch import OPTIONS
 class ChunkWork:
     """A step's list of tiles of query tokens."""
 
-    items: torch.Tensor  # [N, 2] int32: sequence, and the tile's first query token within it
+    items: torch.Tensor  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items: torch.Tensor  # [1] int32
     tokens: int  # most query tokens of a tile
 
@@ -96,11 +96,11 @@ def _plan_chunks_kernel(
 def chunk_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: 128 rows, or the heads of one token if a group has more.
 
-    With 128 rows each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s an
-    H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups
+    With 128 rows, each loaded element of keys and values is multiplied 128 times. At 350 TFLOP/s,
+    an H200 then reads 2.7 TB/s from its L2 cache; with 64 rows it would read 5.4 TB/s. Warp groups
     (compute capability 9.0 and later) multiply from shared memory, which leaves registers for long
-    tiles, and long tiles spread the cost per row and tile over more keys. float8 is converted in
-    registers, which takes some of them; float32 has no tensor cores.
+    tiles. Long tiles spread the cost per row and tile over more keys. Tiles are shorter for float8,
+    because its conversion takes registers, and for float32, which has no tensor cores.
     """
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
@@ -126,7 +126,7 @@ def query_tile(heads: Heads) -> int:
 
 
 def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None:
-    """Compute attention for all chunks; `shared` comes from `shared_arguments`."""
+    """Compute attention for all chunks; `shared` is the result of `shared_arguments`."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
@@ -154,7 +154,7 @@ def _chunk_kernel(
     out_ptr,  # [T, Hq, Dv]
     out_strides,
     sinks_ptr,  # [Hq] or None
-    items_ptr,  # [N, 2] int32: sequence, and the tile's first query token within it
+    items_ptr,  # [N, 2] int32: sequence, and index of the tile's first query token in it
     num_items_ptr,  # [1] int32
     score_scale,
     cap,  # or None

@@ -1,9 +1,9 @@
 """Attention for decodes: sequences that compute one token in this step.
 
-Each program repeatedly takes a piece of a context and a KV head from the work list.
+Each program repeatedly takes an item, a piece of a context and a KV head, from the work list.
 `merge_partials` merges the pieces of a context; a context of one piece is written directly. The
-result does not depend on which program computes a piece, nor on the order. `shared_attention.py`
-first computes the pieces that several sequences share.
+result does not depend on the program that computes a piece or on the order of pieces.
+`shared_attention.py` first computes the pieces that several sequences share.
 """
 
 from typing import Any
@@ -37,9 +37,9 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
     Rows are the heads of a group, at least 16 for `tl.dot`. Split queries (float8 GEMMs) have 4 or
     8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries) or 32 KB,
-    whichever is less, and two more are being loaded. So the cost per tile is spread over the same
-    number of bytes for narrow heads and narrow dtypes. Four warps leave registers for three such
-    programs per multiprocessor.
+    whichever is less. Two more tiles are loaded meanwhile. The cost per tile is thus spread over
+    the same number of bytes for narrow heads and narrow dtypes. With four warps, the registers of a
+    multiprocessor hold three such programs.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)
@@ -148,8 +148,8 @@ def _decode_kernel(
         query_ptrs = query_ptr + query_row * query_strides[0] + heads[:, None] * query_strides[1]
         query_ptrs += key_columns[None, :] * query_strides[2]
         query_mask = row_live[:, None] & (key_columns[None, :] < cache.KEY_WIDTH)
-        # With several pieces, the merge starts from the sinks instead. (Triton's interpreter would
-        # turn the simpler `row_live & (count == 1)` into integers.)
+        # If there are several pieces, the merge starts from the sinks instead. (Triton's
+        # interpreter would turn the simpler `row_live & (count == 1)` into integers.)
         holds_sinks = rows < tl.where(count == 1, GROUP, 0)
         row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
         table = table_ptr + sequence * table_stride

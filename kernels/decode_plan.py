@@ -1,17 +1,17 @@
 """The work list of a step's decodes: the pieces of their contexts.
 
-A context is cut into pieces of `DECODE_PIECE` tokens. The length is a constant, so that the order
-in which a row is summed does not depend on the rest of the step. Only if the partial results would
-take more than `MAX_WORKSPACE_BYTES`, the longest contexts get longer pieces. The list is made on
-the device, once for all layers with the same window, from the lengths in device memory, so that a
+A context is cut into pieces of `DECODE_PIECE` tokens. The length is constant, so that the order of
+a row's sums does not depend on other rows of the step. Only if the partial results would take more
+than `MAX_WORKSPACE_BYTES` do the longest contexts get longer pieces. The list is made on the
+device, once for all layers with the same window, from the lengths in device memory, so that a
 captured step can be replayed with other lengths.
 
 If several sequences have a whole piece in the same blocks, the list has one shared item per tile of
 sequences (`shared_attention.py`) instead of one item per sequence. Sequences that share a prefix
-are adjacent in `order`, so a shared piece belongs to a run of it: sequences i and i + 1 of `order`
-share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence that does
-not decode, or whose pieces have another length. Shared items follow the single ones. They always
-fit, because each shared item replaces at least one single item.
+are adjacent in `order`, so a shared piece belongs to a run of sequences: sequences i and i + 1 of
+`order` share piece p if shared_lens[i + 1] reaches the end of the piece. A run ends at a sequence
+that does not decode, or whose pieces have another length. Shared items come after single items.
+They always fit, because each shared item replaces at least one single item.
 """
 
 import math
@@ -27,12 +27,12 @@ from batchinfer.kernels.split_kv import MAX_WORKSPACE_BYTES, Partials, pieces
 
 DECODE_PIECE = 512  # tokens; a multiple of every tile
 SEQUENCES_AT_ONCE = 1024  # sequences that a planning program processes at a time
-_SHARED_ROWS = 64  # rows of a shared piece's tile: the fewest that a Hopper warp group multiplies
+_SHARED_ROWS = 64  # rows of a shared piece's tile, the fewest that a Hopper warp group multiplies
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A step's work list for one window, and memory for the results of its pieces."""
+    """Work list of a step for one window, and memory for the results of its pieces."""
 
     items: torch.Tensor  # [S * max_pieces, 2] int32: sequence (of a shared item: the index in
     # `order` of its first sequence), and piece
@@ -43,7 +43,7 @@ class DecodeWork:
     piece: int  # tokens per piece
     window: int
     order: torch.Tensor | None  # [S] int32; None: no prefixes are shared
-    decode_shared: torch.Tensor | None  # [S] int32: shared_lens between decodes, else 0
+    decode_shared: torch.Tensor | None  # [S] int32: shared_lens if both sequences decode, else 0
     tile_sequences: int  # most sequences of a shared item
 
 
@@ -172,7 +172,7 @@ def _lengths(
     PIECE: tl.constexpr,
 ):
     """Return the sequences at these places, their numbers of pieces (0 if a sequence does not
-    decode), and whether the pieces have PIECE tokens."""
+    decode), and a mask of sequences whose pieces have PIECE tokens."""
     in_range = (places >= 0) & (places < num_sequences)
     sequences = places
     if order_ptr is not None:
@@ -211,8 +211,8 @@ def _list_shared(
 ):
     """Append the shared pieces, and return the new number of items.
 
-    Each run of sequences that share a piece is cut into tiles. An item is the place of a tile's
-    first sequence, and the piece.
+    Each run of sequences that share a piece is cut into tiles. An item consists of the place of a
+    tile's first sequence, and the piece.
     """
     longest = tl.full([], 0, tl.int32)
     for start in range(0, num_sequences, SEQUENCES):
@@ -268,7 +268,7 @@ def _plan_kernel(
             shared = tl.load(shared_lens_ptr + places, mask=in_range, other=0)
             shared = tl.where(usual & usual_before, shared, 0)
             tl.store(decode_shared_ptr + places, shared, mask=in_range)
-        tl.debug_barrier()  # below, threads read values that other threads have written
+        tl.debug_barrier()  # threads now read values that other threads have written
 
     num_single = tl.full([], 0, tl.int32)
     max_items = num_sequences * max_pieces

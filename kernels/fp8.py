@@ -40,7 +40,8 @@ def is_transposed(values: torch.Tensor) -> bool:
 
 @functools.cache
 def converts_fp8(device: torch.device) -> bool:
-    """True if Triton can convert float8 e4m3fn there. Its interpreter rounds it wrongly (3.9.0)."""
+    """Return true if Triton can convert float8 e4m3fn on the device. Its interpreter rounds wrongly
+    (version 3.9.0)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -57,7 +58,7 @@ def narrow(
         # Drop 20 of the 23 mantissa bits, rounding half to even, and change the exponent's bias
         # from 127 to 7.
         normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6, float8 numbers are 2^-9 apart, as float32 numbers above 2^14 are.
+        # Below 2^-6, float8 numbers are 2^-9 apart, like float32 numbers from 2^14 on.
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, small, normal)
         code = tl.where(x != x, 0x7F, code)
@@ -85,7 +86,7 @@ def widen(
 
 @triton.jit
 def without_nan(
-    key,  # [HEADS, WIDTH] of a token
+    key,  # [HEADS, WIDTH] keys of a token
     value,  # [HEADS, WIDTH] float
 ):
     # Tensor cores multiply the stored values of unused tokens by a weight of 0, and 0 * NaN is NaN.
@@ -97,7 +98,7 @@ def without_nan(
 
 @triton.jit
 def in_float16(
-    x,  # [ROWS, WIDTH] float32, of bfloat16
+    x,  # [ROWS, WIDTH] float32, converted from bfloat16
 ):  # [ROWS, WIDTH] float16 and [ROWS] float32, whose product is x
     # float16 has all mantissa bits of bfloat16 but not its range. Multiply each row by a power of
     # two so that its largest number is at least 2^14. Rounding errors are then below 2^-24

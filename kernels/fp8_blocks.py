@@ -2,7 +2,7 @@
 
 This is the format of DeepSeek-V3's and Qwen3's FP8 checkpoints (`weight_scale_inv`,
 `weight_block_size` [128, 128], `activation_scheme: dynamic`): DeepSeek-AI 2024, arXiv:2412.19437,
-section 3.3.2. The lower bound of scales is that of vLLM's `per_token_group_quant_fp8`.
+section 3.3.2. The lower bound of scales is the same as in vLLM's `per_token_group_quant_fp8`.
 
 Weights are quantized once, in torch. Rows are quantized in every step, by a Triton kernel. Formula,
 for a row's group g of 128 columns (the last group may be shorter):
@@ -27,7 +27,7 @@ MOST = 448.0
 """The largest float8 e4m3fn number."""
 LEAST = 1e-10
 """Lower bound for a block's largest number, so that its scale is not zero."""
-_GROUPS = 8  # groups of a row per program: two loads of 16 bytes per thread
+_GROUPS = 8  # groups of a row that a program quantizes: two loads of 16 bytes per thread
 
 
 def num_blocks(size: int) -> int:
@@ -64,7 +64,7 @@ def scales_of(
     """Return the scales for the largest numbers of blocks or groups, and their inverses."""
     largest = largest.clamp_min(LEAST)
     largest = largest.where(largest.isfinite(), torch.nan)
-    # Torch divides by a tensor, but multiplies by the reciprocal of a Python number.
+    # Divide by a tensor: to divide by a Python number, torch multiplies by its reciprocal.
     most = torch.full_like(largest, MOST)
     return largest / most, most / largest
 

@@ -1,19 +1,19 @@
 """Decode attention with bfloat16 queries that multiplies a float8 cache as it is stored.
 
-A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so a query is the sum of two float8
-terms, upper and lower; so is a softmax weight. Both GEMMs are transposed: keys times queries, and
-values times weights. The cache is their first operand, of which a warp group takes 64 rows (tokens,
-or columns of values) from shared memory. The terms of up to 8 heads fill the 16 columns of the
-second operand. The cache is never converted.
+A bfloat16 has 8 bits of significand and a float8 e4m3 has 4, so a query is the sum of two float8
+terms, upper and lower. A softmax weight is also the sum of two terms. Both GEMMs are transposed:
+keys times queries, and values times weights. The cache is their first operand. A warp group takes
+64 of its rows (tokens, or columns of values) from shared memory. The terms of up to 8 heads fill
+the 16 columns of the second operand. The cache is never converted.
 
-Tensor cores of an H100 keep some 14 bits of a float8 sum, so each tile is summed separately, and
-tiles are added in float32. Two float8 terms end 2^-18 below the largest weight, so weights are
-relative to the largest weight of their own tile: `m` of `README.md` here is the maximum of the last
-tile, or 2^-64 of the largest before it, whichever is larger.
+Tensor cores of an H100 keep about 14 bits of a float8 sum, so each tile is summed separately, and
+tiles are added in float32. Two float8 terms represent weights down to 2^-18 of the largest weight,
+so weights are relative to the largest weight of their own tile. `m` of `README.md` is here the
+maximum of the last tile, or 2^-64 of the largest maximum before it, whichever is larger.
 
 Blocks store values transposed, because float8 GEMMs need tokens, the dimension that they sum over,
 to be contiguous in both operands. Values are never NaN (`without_nan`), so a weight of 0 is enough
-to mask unused ones.
+to mask unused values.
 """
 
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import narrow, widen
 
 MAX_HEADS = 8
-"""Most query heads of a KV head whose terms fit the 16 columns."""
+"""Most query heads per KV head whose terms fit into 16 columns."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def load_split(
 def attend_split(
     query,  # [KEY_BLOCK, 16], from `load_split`
     begin,  # first position to read
-    end,  # one past the last position to read, which is the query token's
+    end,  # one past the last position to read, the query token's position
     row_max,  # [HEADS] float32: initial state
     row_sum,  # [HEADS] float32
     cache,  # Cache
@@ -74,7 +74,7 @@ def attend_split(
     value_ptr = cache.value_ptr + kv_head * cache.value_head_stride
     places = _by_rows(tl.arange(0, TILE))
     largest = row_max
-    # Until the end, each thread sums its own tokens.
+    # Each thread sums its own tokens. The threads' sums are added at the end.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
     acc = tl.zeros([cache.VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
@@ -117,7 +117,7 @@ def attend_split(
 
 
 # A tile is cut into runs of adjacent tokens of one block. A thread copies parts of few runs, so it
-# computes few addresses; the other addresses differ from these by constants.
+# computes few addresses. Other addresses differ from them by constants.
 @triton.jit
 def _runs(
     table_ptr,
@@ -179,9 +179,9 @@ def _load_values(
     return values
 
 
-# Of each 64 rows of a GEMM, a thread holds two that are 8 apart. Keys are read in an order that
-# makes a thread's rows adjacent tokens, so that their weights can be stored together for the second
-# GEMM, which sums over tokens.
+# Of each 64 rows of a GEMM, a thread holds two rows that are 8 apart. Keys are read in an order
+# that makes a thread's rows adjacent tokens, so that their weights can be stored together for the
+# second GEMM, which sums over tokens.
 @triton.jit
 def _by_rows(tokens):  # [TILE] in the order of tokens -> in the order of rows
     tile: tl.constexpr = tokens.shape[0]
@@ -203,7 +203,8 @@ def _by_tokens(rows):  # [TILE, N] in the order of rows -> in the order of token
 
 @triton.jit
 def _split(x, CACHE_TYPE: tl.constexpr):  # float32 up to 448 -> two float8 codes
-    # Through float16, which has the bits of both terms: one instruction converts two numbers.
+    # Convert through float16, which has enough bits for both terms: one instruction converts two
+    # numbers.
     x = x.to(tl.float16)
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float16), CACHE_TYPE)
@@ -226,7 +227,7 @@ def _as_columns(upper, lower, CACHE_TYPE: tl.constexpr):  # [N, HEADS] codes -> 
     if width < 16:
         columns = tl.join(columns, tl.zeros([rows, width], tl.uint8))
         columns = tl.reshape(tl.permute(columns, [0, 2, 1]), [rows, 2 * width])
-    # Convert codes to float8 last, else Triton would have to find a layout for joined float8.
+    # Convert codes to float8 last. Otherwise, Triton would have to find a layout for joined float8.
     return _operand(columns.to(CACHE_TYPE, bitcast=True))
 
 

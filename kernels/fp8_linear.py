@@ -9,13 +9,14 @@ x is float8 with a scale for every row and group (`quantize_groups`), or 16 or 3
 scales. In the latter case, weights are converted to the dtype of x in registers, which is exact.
 
 Accumulation: tensor cores sum each group from zero. Group sums are scaled and added in float32, in
-order. (An H100 keeps some 14 bits of a float8 sum, so longer sums would lose more.) If there are
-few tiles, the groups are cut into pieces, and a second kernel adds the sums of pieces in order. So
-the same call always gives the same bits. The number of pieces is the same for 1 to 64 rows.
+order. (An H100 keeps about 14 bits of a float8 sum, so longer sums would lose more bits.) If there
+are few tiles, the groups are cut into pieces, and a second kernel adds the sums of pieces in order,
+so the same call always gives the same bits. The number of pieces is the same for 1 to 64 rows.
 
-Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is that of DeepGEMM
-(deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and of vLLM's `w8a8_block_fp8_matmul`
-(vllm/model_executor/layers/quantization/utils/fp8_utils.py), with operands exchanged for few rows.
+Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is the same as in DeepGEMM
+(deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and in vLLM's `w8a8_block_fp8_matmul`
+(vllm/model_executor/layers/quantization/utils/fp8_utils.py), but operands are exchanged for few
+rows.
 """
 
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ from batchinfer.kernels.launch import (
     num_multiprocessors,
 )
 
-_GROUPED = 8  # tiles of rows that read a weight's tile one after the other, from the L2 cache
-_FEW_ROWS = 64  # up to this number of rows, reading the weights takes most of the time
-_PIECE_GROUPS = 2  # fewest groups of a piece
+_GROUPED = 8  # tiles of rows that read the same tile of a weight in succession, from the L2 cache
+_FEW_ROWS = 64  # with at most this number of rows, reading the weights takes most of the time
+_PIECE_GROUPS = 2  # fewest groups per piece
 _SUMMED = 1024  # outputs per program that adds pieces
-_STAGES = 5  # most pipeline stages: with few rows, 40 KiB are being loaded per program
+_STAGES = 5  # most pipeline stages: with few rows, each program has 40 KiB of loads in flight
 # Bytes of a multiprocessor's shared memory that operands may take, by compute capability.
 _SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
 _LITTLE_SHARED_MEMORY = (86, 89, 120)
@@ -58,8 +59,8 @@ class _Tile:
     num_warps: int
     num_stages: int
     weight_first: bool
-    """Weights are the first operand of the GEMM, of which a warp group has 64 rows and which can be
-    converted in registers. If false, x is the first operand."""
+    """True if weights are the first operand of the GEMM, false if x is. A warp group takes 64 rows
+    of the first operand, which can be converted in registers."""
 
 
 def fp8_linear(
@@ -77,7 +78,7 @@ def fp8_linear(
 
     Args:
         adds: add the product to `out`, and round once.
-        pieces: most pieces that the groups are cut into; None: enough to keep the device busy.
+        pieces: largest number of pieces; None: enough to keep the device busy.
 
     Raises:
         ValueError: shapes or dtypes do not match.
@@ -152,13 +153,13 @@ def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int
     """Return the default number of pieces."""
     tile = _tile(rows, 1, compute_capability(device))
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    # A program with few rows occupies a fraction of a multiprocessor.
+    # A program with few rows occupies only a part of a multiprocessor.
     wanted = num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
     return _even_pieces(num_blocks(width), wanted)
 
 
 def _even_pieces(groups: int, wanted: int) -> int:
-    """Return the largest number of pieces up to `wanted` such that no piece is empty."""
+    """Return the largest number of pieces, at most `wanted`, such that no piece is empty."""
     most = max(1, min(wanted, groups // _PIECE_GROUPS))
     return int(triton.cdiv(groups, triton.cdiv(groups, most)))
 
@@ -178,7 +179,8 @@ def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
 
 
 def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
-    """Return the operands' dtype: that of x, or float16 if the device cannot multiply float8."""
+    """Return the operands' dtype: the dtype of x, or float16 if the device cannot multiply
+    float8."""
     if x.dtype == FP8:
         return tl.float8e4nv if readable.dtype == FP8 else tl.float16
     return _TRITON_DTYPES[x.dtype]
@@ -197,14 +199,14 @@ def _fp8_linear_kernel(
     piece_groups,  # groups per piece
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the operands
+    DTYPE: tl.constexpr,  # dtype of the operands
     BY_WORDS: tl.constexpr,  # convert float8 with `widen_words`
     WEIGHT_FIRST: tl.constexpr,
     ADDS: tl.constexpr,
     IN_PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile
-    OUTPUTS_BLOCK: tl.constexpr,  # of a tile; divides BLOCK
+    ROWS: tl.constexpr,  # rows of a tile
+    OUTPUTS_BLOCK: tl.constexpr,  # outputs of a tile; divides BLOCK
     GROUPED: tl.constexpr,
 ):
     row_tile, output_tile = _place(num_rows, OUTPUTS, ROWS, OUTPUTS_BLOCK, GROUPED)
@@ -234,7 +236,7 @@ def _fp8_linear_kernel(
             in_range = columns[None, :] < WIDTH - group * BLOCK
             x = tl.load(x_ptrs, mask=in_range, other=0.0)
             weight = tl.load(weight_ptrs, mask=in_range, other=0.0)
-        # Scales are read one iteration ahead; Triton's pipeline loads the operands only.
+        # Read scales one iteration ahead, because Triton's pipeline loads only the operands.
         is_last = group + 1 == last
         weight_scales_ptr += tl.where(is_last, 0, 1)
         next_weight_scale = tl.load(weight_scales_ptr)

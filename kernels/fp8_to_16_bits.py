@@ -9,7 +9,7 @@ import triton.language as tl
 
 from batchinfer.kernels.fp8 import widen
 
-# Triton's interpreter has no instructions of a device.
+# Triton's interpreter cannot run a device's instructions.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -40,8 +40,8 @@ def widen_cache(
             pack=4,
         )
         if NANS:
-            # Adding one unit of the mantissa carries into the highest exponent bit for 0x7F (NaN)
-            # alone.
+            # Adding one unit of the mantissa carries into the highest exponent bit only for 0x7F
+            # (NaN).
             wide = tl.inline_asm_elementwise(
                 """
                 {

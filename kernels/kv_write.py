@@ -17,7 +17,7 @@ import triton.language as tl
 from batchinfer.kernels.fp8 import as_bytes, is_transposed, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-# Elements of keys (and of values) that one program writes: 16-byte accesses by 128 threads.
+# Elements of keys, and of values, that one program writes: accesses of 16 bytes by 128 threads.
 _TILE_ELEMENTS = 2048
 
 

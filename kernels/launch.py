@@ -15,7 +15,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
 
 _PERSISTENT_EACH = 4  # programs per multiprocessor
-_INTERPRETED = 2  # programs in the interpreter, which runs them one after the other
+_INTERPRETED = 2  # number of programs in the interpreter, which runs them one after the other
 
 
 def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
@@ -39,7 +39,7 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def num_persistent(device: torch.device, most: int) -> int:
     """Return the number of programs for a launch whose programs take items from a work list.
 
-    The number is at most `most`. Four programs per multiprocessor are at least as many as its
+    The number is at most `most`. A multiprocessor gets four programs, at least as many as its
     registers allow. Programs that start when the list is empty return at once.
     """
     if device.type != "cuda":
@@ -49,19 +49,19 @@ def num_persistent(device: torch.device, most: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a device's number of multiprocessors; without a CUDA device, that of an H100."""
+    """Return a device's number of multiprocessors, or an H100's if there is no CUDA device."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def warps_for(elements: int) -> int:
-    """Return the warps for a program with a tile of `elements`: at least 8 elements per thread."""
+    """Return the number of warps for a tile of `elements`, with at least 8 elements per thread."""
     return min(16, max(1, elements // 256))
 
 
 def compute_capability(device: torch.device) -> int:
-    """Return the compute capability to compile for; 90 means 9.0, also in the interpreter."""
+    """Return the compute capability to compile for; 90 means 9.0. In the interpreter, it is 90."""
     if device.type == "cuda":
         return _capability_of(device)
     # Without a CUDA device, kernels may still be compiled for a target.

@@ -13,8 +13,8 @@ Accumulation: float32, in pieces of `SPLIT` elements of x that are added in orde
 rounded to the dtype of x between the two GEMMs. The result is added to `out` in float32 and rounded
 once. Pieces and tiles have constant sizes, so a row's bits do not depend on other rows.
 
-Sources: Hu et al. 2021 (arXiv:2106.09685); the segmented gather is that of Punica's SGMV (Chen et
-al. 2023, arXiv:2310.18547).
+Sources: Hu et al. 2021 (arXiv:2106.09685); the segmented gather is from Punica's SGMV (Chen et al.
+2023, arXiv:2310.18547).
 """
 
 import torch
@@ -25,9 +25,9 @@ from batchinfer.kernels.attention_loop import padded
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 SPLIT = 1024
-"""Elements of x that one program of `lora_shrink` sums."""
+"""Number of elements of x that one program of `lora_shrink` sums."""
 
-_TOKENS = 32  # per tile
+_TOKENS = 32  # rows per tile
 _RANKS = 64  # most ranks per tile
 _WIDTH = 64  # columns per tile
 
@@ -125,12 +125,12 @@ def _num_tiles(rows: torch.Tensor, adapters: int) -> int:
 @triton.jit
 def _rows_of_tile(
     starts_ptr,  # [A + 1] int32
-    index,  # of the tile
+    index,  # index of the tile
     num_adapters,
     TOKENS: tl.constexpr,
 ):  # the tile's adapter, its rows' indices into `rows`, and a mask of used indices
-    # Adapter a owns the tiles from starts[a] // TOKENS + a on, which are enough for its rows. So a
-    # tile's rows follow from `starts` alone.
+    # Adapter a owns the tiles from starts[a] // TOKENS + a on. They are enough for its rows, so
+    # `starts` determines the rows of every tile.
     low = tl.full([], 0, tl.int32)
     high = num_adapters - 1
     while low < high:

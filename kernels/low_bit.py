@@ -1,8 +1,8 @@
-"""Weights with 8 or 4 bits for the C kernels, and a reference of their int8 GEMMs in torch.
+"""Weights with 8 or 4 bits for the C kernels, and a reference of the int8 GEMMs in torch.
 
 A GEMM by int8 or 4-bit codes rounds each row of x to int8: its largest number becomes 127. Sums of
 products are integers, so they are the same on every processor and in any order. The few float
-operations that follow have a fixed order, each rounded to float32.
+operations after them have a fixed order and are each rounded to float32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from batchinfer.kernels.fp8_blocks import BLOCK, quantize_blocks
 _INT8_MOST = 127.0
 _INT4_MOST = 15
 _STEP = 8  # codes that the kernels read together; divides the size of a group
-_MOST = 1 << 16  # columns of a group: sums of more products of 255 * 127 could exceed 32 bits
+_MOST = 1 << 16  # most columns per group: sums of more products of 255 * 127 could exceed 32 bits
 _SMALLEST = _INT8_MOST * torch.finfo(torch.float32).tiny  # the inverse of smaller scales overflows
 _CLIPS = (1.0, 0.92, 0.84)
-"""Shares of a group's range to try; numbers outside are clipped."""
+"""Shares of a group's range to try. Numbers outside of the smaller range are clipped."""
 _ELEMENTS_AT_ONCE = 1 << 20  # a few float tensors of this size fit into a last-level cache
 
 
@@ -49,7 +49,7 @@ class Int8Weight:
         )
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32."""
+        """Return the weight [out, in] in float32."""
         return self.codes * self.scales[:, None]
 
 
@@ -65,7 +65,7 @@ class GroupedWeight:
     zeros: torch.Tensor
     """[out, groups] uint8."""
     group_size: int
-    """Columns of a group, a multiple of 8, up to 65,536; the last may have fewer."""
+    """Columns per group: a multiple of 8, at most 65,536. The last group may have fewer."""
     order: torch.Tensor | None = None
     """[in] int32, contiguous: the weight's column for each column of codes; None: not permuted."""
 
@@ -105,15 +105,15 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Group size and order; weights with equal layouts can be joined."""
+        """Group size and order. Weights with equal layouts can be joined."""
         return self.group_size, _bytes(self.order)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16 numbers of the codes, without zeros and scales."""
+        """Return the numbers of the codes, without zeros and scales, [out, in] int16."""
         return self.codes.short()
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32."""
+        """Return the weight [out, in] in float32."""
         width = self.codes.shape[1]
         spread = [
             t.repeat_interleave(self.group_size, 1)[:, :width] for t in (self.scales, self.zeros)
@@ -137,7 +137,7 @@ class Int4Weight(GroupedWeight):
     scales``."""
 
     table: torch.Tensor | None = None
-    """[16] int8, from -127 to 127: the number for each code; None: the code."""
+    """[16] int8 number for each code, from -127 to 127; None: the code itself."""
 
     bits = 4
 
@@ -161,7 +161,7 @@ class Int4Weight(GroupedWeight):
         return *super().layout, _bytes(self.table)
 
     def values(self) -> torch.Tensor:
-        """[out, in] int16 numbers of the codes, without zeros and scales."""
+        """Return the numbers of the codes, without zeros and scales, [out, in] int16."""
         return super().values() if self.table is None else self.table[self.codes.int()].short()
 
 
@@ -227,7 +227,7 @@ class Float8GroupedWeight:
         return cls(codes, scales, sizes.pop())
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32; GEMMs with bfloat16 rows round it to bfloat16."""
+        """Return the weight [out, in] in float32. GEMMs with bfloat16 rows round it to bfloat16."""
         spread = self.scales.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
         return self.codes.float() * spread
 
@@ -251,7 +251,7 @@ def _is_permutation(order: torch.Tensor, count: int) -> bool:
 
 
 def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, ...]:
-    """Quantize a weight [out, in]: codes [out, in], scales and zeros [out, groups]."""
+    """Quantize a weight [out, in]; return codes [out, in], scales and zeros [out, groups]."""
     outputs, width = weight.shape
     groups = -(-width // group_size)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * group_size - width))
@@ -263,7 +263,7 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
         inverse, zeros = _grid(low * clip, high * clip)
         exact = values * inverse
         wrong = exact.round().clamp_(-zeros, _INT4_MOST - zeros).sub_(exact).square_()
-        # Sum in float64, so that the choice does not depend on the processor's order of summation.
+        # Sum in float64, so that the choice does not depend on the order of summation.
         error = wrong.sum(-1, keepdim=True, dtype=torch.float64)
         error *= (high.double() - low).mul_(clip).square_()
         clips = torch.where(error < least, clip, clips)
@@ -276,7 +276,8 @@ def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inverse scales and zeros for groups from ``low`` to ``high``; 0 if both are equal."""
+    """Return inverse scales and zeros for groups with numbers from ``low`` to ``high``; 0 if
+    equal."""
     span = high - low
     inverse = torch.where(span > 0, _INT4_MOST / span, 0)
     return inverse, (-low * inverse).round_()
@@ -291,7 +292,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     most = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
     usable = most.isfinite() & (most > _SMALLEST)
-    # Torch computes number / tensor as number * (1 / tensor), which would round twice.
+    # torch computes number / tensor as number * (1 / tensor), which would round twice.
     inverse = torch.where(usable, most.new_tensor(_INT8_MOST).div(most), 0)
     codes = torch.where(usable[:, None], x * inverse[:, None], 0).round_().to(torch.int8)
     return codes, torch.where(most.isfinite(), most * (1 / _INT8_MOST), torch.nan)

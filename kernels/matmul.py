@@ -4,16 +4,16 @@ Formula, for every row t and output n:
 
     out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (with `adds`, and + out[t, n])
 
-cuBLAS chooses tiles and split-K by the number of rows. Here the launch shape depends only on the
-weight, and a program sums each output from the first k to the last. The price: a tile with few rows
-takes as long as a full one.
+cuBLAS chooses tiles and split-K by the number of rows. Here, the launch shape depends only on the
+weight, and a program sums each output from the first k to the last. The price is that a tile with
+few rows takes as long as a full tile.
 
 Accumulation: float32, rounded to the dtype of `out` once; float32 inputs are multiplied in full
 float32 (no TF32).
 
 Sources: batch_invariant_ops (He and Thinking Machines Lab 2025, "Defeating Nondeterminism in LLM
 Inference") and vLLM's `VLLM_BATCH_INVARIANT` also use one configuration for all numbers of rows;
-the order of tiles is that of Triton's matmul tutorial.
+the order of tiles is from Triton's matmul tutorial.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ import triton.language as tl
 
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
-_ROW_TILES = 8  # tiles of rows that read a tile of weights while it is in the L2 cache
-_MANY_OUTPUTS = 6144  # from here on, wide tiles of 256 rows occupy all multiprocessors of an H100
+_ROW_TILES = 8  # tiles of rows that read the same tile of weights while it is in the L2 cache
+# With this number of outputs, wide tiles of 256 rows occupy all multiprocessors of an H100.
+_MANY_OUTPUTS = 6144
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ProductConfig:
 
 
 def product_config(weight: torch.Tensor) -> ProductConfig:
-    """Return the launch shape for a weight [N, K], which must not depend on the rows.
+    """Return the launch shape for a weight [N, K]. It must not depend on the rows.
 
     A tile has 128 rows, 64 for each of two warp groups. Weights with few outputs have narrow tiles,
     to occupy more multiprocessors. float32 has no tensor cores.
@@ -117,7 +118,8 @@ def _matmul_kernel(
     rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
 
-    # Rows and outputs past the end read the last one again instead of a mask: no sum mixes rows.
+    # Rows and outputs past the end read the last row or output again. No mask is needed, because no
+    # sum mixes rows.
     x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
     weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride

@@ -1,17 +1,17 @@
 """Multi-head latent attention (MLA) with absorbed projections: one latent per token for all heads.
 
-The formula is that of `paged_attention` with one KV head whose values are the first elements of its
-keys, so a tile of the cache is loaded once and multiplied twice. A key has rank + rotary elements,
-512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would be padded
-to 1024.
+It computes the formula of `paged_attention` with one KV head whose values are the first elements of
+its keys. A tile of the cache is therefore loaded once and multiplied twice. A key has rank + rotary
+elements, 512 + 64 in DeepSeek's models. The two parts are multiplied separately, because 576 would
+be padded to 1024.
 
 The rows of a program are query heads of a token, limited by the outputs that its registers can
 hold. Programs for other heads of the token read the context again, usually from the L2 cache,
-because programs for the same piece run at the same time. The work lists are those of
-`paged_attention`, with such groups of heads in place of KV heads.
+because programs for the same piece run at the same time. The work lists are the same as for
+`paged_attention`, with these groups of query heads in place of KV heads.
 
-Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). Keeping a latent in shared memory for
-both GEMMs is from FlashMLA (DeepSeek 2025).
+Sources: DeepSeek-V2 (2024, arXiv:2405.04434, section 2.1). FlashMLA (DeepSeek 2025) also keeps a
+latent in shared memory for both GEMMs.
 """
 
 import math
@@ -32,8 +32,8 @@ from batchinfer.kernels.launch import (
 )
 from batchinfer.kernels.split_kv import merge_partials, pieces
 
-_MOST_HEADS = 32  # per program: registers cannot hold the outputs of more
-_MERGED_HEADS = 16  # per program that merges pieces, for the same reason
+_MOST_HEADS = 32  # query heads per program: registers cannot hold the outputs of more heads
+_MERGED_HEADS = 16  # query heads per program that merges pieces, for the same reason
 
 
 def head_tile(num_heads: int, most: int = _MOST_HEADS) -> int:
@@ -70,7 +70,7 @@ def mla_attention(
 ) -> None:
     """Compute attention into `out`. The cache already holds this step's latents.
 
-    Rows of `query` from query_starts[S] on are not read, and those of `out` not written.
+    Rows of `query` and `out` from query_starts[S] on are not read or written.
 
     Args:
         work: from `plan_decode` for the same lengths and Hq / `head_tile(Hq)` KV heads; None if the
@@ -193,7 +193,7 @@ def _attend_latents(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # maximum and sum [ROWS] float32, and the output's halves [ROWS, RANK / 2] float32 before the
-    # division by the sum. Two halves stay in registers until the end, a whole output would not.
+    # division by the sum. Two halves stay in registers until the end; a whole output would not.
     places = tl.arange(0, TILE)
     columns, rotary = tl.arange(0, RANK // 2), tl.arange(0, ROTARY_BLOCK)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -295,7 +295,7 @@ def _mla_decode_kernel(
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
         _, first, length, count = pieces(context_len, None, max_pieces, PIECE)
-        # Offsets of rows and columns are int32, which leaves registers for the outputs.
+        # Offsets of rows and columns are int32, so that more registers remain for the outputs.
         query_low, query_high, query_rotated = _load_queries(
             query_ptr + query_row * query_row_stride + first_head * query_head_stride,
             rows * query_head_stride,
@@ -362,7 +362,8 @@ def _mla_chunk_kernel(
     first = tl.load(items_ptr + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-    computed = tl.load(context_lens_ptr + sequence) - query_len  # by earlier steps
+    # Tokens that earlier steps computed.
+    computed = tl.load(context_lens_ptr + sequence) - query_len
     rows = tl.arange(0, ROWS)
     live = (rows < TOKENS * GROUP) & (first + rows // GROUP < query_len)
     first_row = (query_start + first).to(tl.int64)

@@ -15,7 +15,7 @@ device, so that a captured launch can be replayed with other lengths, as long as
 tensors stay the same.
 
 Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
-the query's dtype for the GEMM with V. With a float8 cache they are rounded to float16, or stay
+the query's dtype for the GEMM with V. With a float8 cache, they are rounded to float16, or stay
 float32 if queries are float32 (`README.md`). float32 inputs are multiplied in full float32 (no
 TF32). Exponentials have base 2, with log2(e) multiplied into the scale.
 
@@ -55,8 +55,8 @@ def paged_attention(
 ) -> None:
     """Compute attention into `out`. The cache already holds this step's keys and values.
 
-    Rows of `query` from query_starts[S] on are not read, and those of `out` not written. A sequence
-    may have no query token; a sequence with one query token and a context of 0 gets zeros.
+    Rows of `query` and `out` from query_starts[S] on are not read or written. A sequence may have
+    no query token; a sequence with one query token and a context of 0 gets zeros.
 
     Args:
         work: from `plan_decode` for the same lengths and window; None if the step has no decodes.
@@ -94,7 +94,7 @@ def shared_arguments(
     sliding_window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Check the tensors, and return the arguments that all attention kernels share, by name."""
+    """Check the tensors; return the arguments that all attention kernels share, by name."""
     num_kv_heads = key_cache.shape[1]
     assert scale > 0, "the scale must be positive"
     assert query.shape[2] == key_cache.shape[3], "query and key differ in width"

@@ -7,10 +7,10 @@ For the logit x of a token, in this order, each operation rounded to float32:
     x / repetition, or x * repetition    (if x <= 0), if the token is in the prompt or output
     x - frequency * count - presence     if the token occurs `count` times in the output
 
-Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are those of the
+Repetition penalty: Keskar et al. 2019, arXiv:1909.05858. The other parameters are defined as in the
 OpenAI API, and the order is vLLM's (v1/sample/sampler.py). The model's logits are not changed. The
-kernel writes float32 values for edited tokens only, and one bit per token that marks edited tokens.
-So reading an edited row takes an eighth of a byte more per logit.
+kernel writes float32 values only for edited tokens, and one bit per token that marks edited tokens.
+Reading an edited row therefore takes only an eighth of a byte more per logit.
 
 One program computes one distribution. A token may be listed several times: all new values are
 computed before any of them is written, and occurrences are first counted in the memory of the
@@ -124,7 +124,7 @@ def _penalties_kernel(
     _put(logits_ptr, values_ptr, present_ptr, bias_ids_ptr, bias, bias_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, prompt_ids_ptr, prompt, prompt_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, output_ids_ptr, output, output_end, restricted, BLOCK)
-    tl.debug_barrier()  # here and below, threads read values that other threads have written
+    tl.debug_barrier()  # from here on, threads read values that other threads have written
     _put(logits_ptr, values_ptr, present_ptr, allowed_ids_ptr, allowed, allowed_end, False, BLOCK)
     tl.debug_barrier()
     for start in range(bias, bias_end, BLOCK):

@@ -1,7 +1,7 @@
 """Reference implementations of the kernels in plain torch, which define the correct results.
 
-They are simple instead of fast: loops over sequences, arithmetic in float64. They run on any device
-and, like the kernels, never read stale slots or table entries after a sequence's last block.
+They are simple instead of fast: they loop over sequences and compute in float64. They run on any
+device and, like the kernels, never read stale slots or table entries after a sequence's last block.
 """
 
 import torch
@@ -24,7 +24,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
 ) -> None:
-    """Causal attention over a paged KV cache, one sequence after the other."""
+    """Compute causal attention over a paged KV cache, one sequence after the other."""
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -63,7 +63,8 @@ def visible(
     key_positions: torch.Tensor,  # [K]
     sliding_window: int,
 ) -> torch.Tensor:  # [Q, K] bool
-    """Return the mask of causal attention: position p sees [0, p], with a window w (p - w, p]."""
+    """Return the mask of causal attention: position p sees [0, p], or (p - w, p] with a window
+    w."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0
     return mask & (distance < sliding_window) if sliding_window else mask
@@ -79,7 +80,8 @@ def attention(
     softcap: float,
     sinks: torch.Tensor | None,  # [Hq]
 ) -> torch.Tensor:  # [Q, Hq, Dv] float64
-    """Masked softmax attention in float64. A sink is an additional logit without a value."""
+    """Compute masked softmax attention in float64. A sink is an additional logit without a
+    value."""
     group = query.shape[1] // key.shape[1]
     key = key.double().repeat_interleave(group, dim=1)
     value = value.double().repeat_interleave(group, dim=1)
@@ -123,14 +125,14 @@ def unpack_block_tables(
     shape: torch.Tensor,  # [2] int32
     tables: torch.Tensor,  # [G, S, max_blocks] int32
 ) -> None:
-    """Copy packed block tables of every group to the beginnings of the tables' rows."""
+    """Copy the packed block tables of every group to the start of each row of the tables."""
     count, width = shape.tolist()
     blocks = packed[: len(tables) * count * width].view(len(tables), count, width)
     tables[:, :count, :width] = blocks
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert values to the cache's dtype; float8 saturates, which old torch versions do not do."""
+    """Convert values to the cache's dtype. float8 saturates, unlike in old versions of torch."""
     if dtype == FP8:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)
@@ -164,7 +166,7 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W]
 ) -> None:
-    """Compute silu(gate) * up for rows that hold gate, then up."""
+    """Compute silu(gate) * up. Rows consist of gate, then up."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     out.copy_(gate * gate.sigmoid() * up)
 
@@ -291,7 +293,7 @@ def fp8_linear(
     pieces: int | None = None,
 ) -> None:
     """Write the product of the dequantized x and weight to `out`, or add it to `out`."""
-    del pieces  # affects the kernel's launch only
+    del pieces  # affects only the kernel's launch
     rows = x.double()
     if x_scales is not None:
         rows = rows * x_scales.T.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

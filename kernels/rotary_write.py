@@ -109,7 +109,8 @@ def _rotary_write_kernel(
     is_query = heads < NUM_HEADS
     mask = (heads < NUM_HEADS + NUM_KV_HEADS) & (columns < WIDTH)
 
-    # The element that each element is rotated with; beyond the rotary width, cos is 1 and sin 0.
+    # Load the element that each element is rotated with. Beyond the rotary width, cos is 1 and sin
+    # 0.
     half: tl.constexpr = ROTARY_WIDTH // 2
     is_low = columns < half
     turns = columns < ROTARY_WIDTH

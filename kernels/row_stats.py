@@ -6,7 +6,7 @@ Formula, for every row x:
     max_logprob = -log sum_i exp(x_i - maximum)
 
 in float32, by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867). Every lane of a program
-has its own maximum and sum, which are merged at the end. One program reads one row, so a row's bits
+has its own maximum and sum. They are merged at the end. One program reads one row, so a row's bits
 do not depend on other rows. If a row has NaN or +inf, or only -inf, its maximum is not finite and
 its other statistics are undefined.
 """
@@ -80,7 +80,8 @@ def add_logits(
     total,  # [...] float32, 0 in the first call
 ):
     """Update each lane's maximum, its column and the sum with another logit."""
-    # The smaller one of the old maximum and x is scaled by this factor. (-inf - -inf would be NaN.)
+    # The term of the smaller of the old maximum and x is scaled by this factor. (-inf - -inf would
+    # be NaN.)
     seen = tl.where(x == float("-inf"), 0.0, x)
     factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
     factor = tl.where(x == float("-inf"), 0.0, factor)

@@ -7,14 +7,14 @@ One program computes one distribution (a row of logits, and parameters that its 
    for candidates for the last kept token (`top_k_top_p.py`);
 3. one draw per sample, which reads one tile.
 
-So the kernel reads 4 bytes per 16-bit logit, or 2 for greedy rows. A second launch searches flat
-rows, whose last kept token was not among the candidates. Weights are integers, whose sums are exact
-in any order, so no bit depends on other rows.
+The kernel thus reads 4 bytes per 16-bit logit, or 2 for greedy rows. A second launch searches flat
+rows, whose last kept token was not among the candidates. Weights are integers, so their sums are
+exact in any order, and no bit depends on other rows.
 
 A draw returns the first token, by id, whose cumulative weight exceeds floor(u times the sum of kept
-weights). The sums of tiles tell which tile has it. u has 24 bits of Philox-4x32-10 (Salmon et al.
-2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and (stream, sample index,
-position) as counter.
+weights). The sums of tiles show the tile that has this token. u has 24 bits of Philox-4x32-10
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and
+(stream, sample index, position) as counter.
 """
 
 from typing import NamedTuple
@@ -43,13 +43,13 @@ from batchinfer.kernels.top_k_top_p import (
 )
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
-"""Reasons why a sample has no token: its logits hold NaN or infinity, or its edits forbid all
+"""Reasons why a sample has no token: its logits contain NaN or infinity, or its edits forbid all
 tokens."""
 
 # Fuse only explicit fused multiply-adds, so that tokens are the same as on a CPU.
 _OPTIONS = {"enable_fp_fusion": False}
-# The search and edited logits need the registers of more warps. Programs for edited logits process
-# half the logits at a time.
+# The search and edited logits need more registers, so more warps. Programs for edited logits
+# process half the logits at a time.
 _WARPS, _FEWER_WARPS = 16, 8
 _LOGITS_AT_A_TIME = 4096
 _SUMS_AT_A_TIME = tl.constexpr(1024)
@@ -113,8 +113,8 @@ def sample(
     position: torch.Tensor,  # [K] int32
     given: torch.Tensor | None = None,  # [K] int32, token to use instead of drawing; negative: draw
     edits: EditedLogits | None = None,
-    draws: bool = True,  # some distribution has a temperature over 0
-    filters: bool = True,  # some distribution has top-k or top-p
+    draws: bool = True,  # true if a distribution has a temperature above 0
+    filters: bool = True,  # true if a distribution has top-k or top-p
     maximum: torch.Tensor,  # [R] float32, as in `row_stats`
     max_logprob: torch.Tensor,  # [R] float32
     token_ids: torch.Tensor,  # [K] int64; 0 after a failure
@@ -188,7 +188,7 @@ def _unused_bits(dtype: torch.dtype) -> int:
 @triton.jit
 def _scale_of(distribution, top, draws, distributions):
     """Return the argument `scale` of `weigh` for a distribution."""
-    # Temperatures below 1e-30 have the same effect, but their reciprocals are infinite.
+    # Use at least 1e-30: lower temperatures have the same effect, but an infinite reciprocal.
     temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
     inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
@@ -236,7 +236,7 @@ def _statistics(row, shape, STAGES: tl.constexpr):
         raw, x = load_logits(row, columns, shape)
         raw_best, raw_at, total = add_logits(raw, columns, raw_best, raw_at, total)
         if row[1] is not None:
-            x = tl.where(x != x, float("inf"), x)  # NaN and infinity both fail as NONFINITE
+            x = tl.where(x != x, float("inf"), x)  # both NaN and infinity count as NONFINITE
             larger = x > best
             best, best_at = tl.where(larger, x, best), tl.where(larger, columns, best_at)
     maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, shape.VOCAB)
@@ -269,7 +269,7 @@ def _draw(row, scale, cut, last, bits, tile_sums_ptr, shape):
     every = tl.full([], 0, tl.int64)
     for start in range(0, num_tiles, _SUMS_AT_A_TIME):
         in_range = start + lanes < num_tiles
-        # Bypass the L1 cache, which atomic additions do not update.
+        # Bypass the L1 cache, because atomic additions do not update it.
         every += tl.sum(
             tl.load(tile_sums_ptr + start + lanes, mask=in_range, other=0, cache_modifier=".cg")
         )
@@ -300,7 +300,7 @@ def _write_samples(
     scale,
     cut,
     last,
-    draws,  # draw tokens, instead of using `likeliest`
+    draws,  # true: draw tokens; false: use `likeliest`
     likeliest,
     failure,  # int32, for all samples
     maximum,  # of the model's logits

@@ -77,7 +77,7 @@ def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """Return float32 a * b + c, rounded once except in one of 2^29 cases."""
+    """Return float32 a * b + c, rounded once except in one case of 2^29."""
     factor = b.double() if isinstance(b, torch.Tensor) else float(torch.tensor(b))
     term = c.double() if isinstance(c, torch.Tensor) else float(torch.tensor(c))
     return (a.double() * factor + term).float()

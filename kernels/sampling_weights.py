@@ -9,8 +9,8 @@ Weight of a logit x in a row with largest logit m, at temperature t:
 
 The division is rounded as in IEEE 754 (Markstein 1990, IBM Journal of Research and Development
 34:1: multiply by the rounded reciprocal, then correct once). exp is the polynomial of
-`cpu/element_types.h`, with the fused multiply-adds that compilers make of it: the same logits give
-the same bits.
+`cpu/element_types.h`, with the fused multiply-adds that C compilers use, so that the same logits
+give the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Smaller than all keys, including the key of -inf.
+# Smaller than every key, including the key of -inf.
 LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31))
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.44269504)
@@ -44,7 +44,7 @@ def load_logits(row, columns, shape):
     """Return the model's and the edited logits, float32; -inf outside the row.
 
     A row is a tuple: logits [VOCAB]; edited logits [VOCAB] float32, or None; bits of edited tokens
-    [VOCAB / 32] int32, or None; whether tokens that are not edited are forbidden.
+    [VOCAB / 32] int32, or None; not 0 if tokens that are not edited are forbidden.
     """
     logits_ptr, values_ptr, present_ptr, restricted = row
     raw = tl.load(logits_ptr + columns, mask=columns < shape.READABLE, other=float("-inf"))
@@ -62,7 +62,7 @@ def load_logits(row, columns, shape):
 
 @triton.jit
 def sort_keys(x, SHIFT: tl.constexpr):
-    """Return int32 keys in the order of float32 `x`, without the SHIFT low bits."""
+    """Return int32 keys in the same order as float32 `x`, without the SHIFT low bits."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # turns -0.0 into 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -93,15 +93,14 @@ def weigh(x, scale):
 
 @triton.jit
 def is_kept(keys, columns, cut, last):
-    """Return a mask of tokens up to and including the one with key `cut` and id `last`."""
+    """Return a mask of tokens up to and including the token with key `cut` and id `last`."""
     return (keys > cut) | ((keys == cut) & (columns <= last))
 
 
 @triton.jit
 def last_reaching(keys, measures, goal, low, high):
-    """Return the largest key in [low, high] such that tokens from that key up reach the goal.
-
-    The caller ensures that tokens from `low` up reach it.
+    """Return the largest key in [low, high] such that the tokens with this key or larger keys reach
+    the goal. The caller ensures that this is true for `low`.
     """
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)

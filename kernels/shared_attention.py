@@ -1,12 +1,12 @@
-"""Attention of decodes to pieces of context that several sequences have in the same blocks.
+"""Attention of decodes to pieces of context whose blocks several sequences share.
 
 One program computes a tile of rows (sequences that share the piece, times the query heads of one KV
 head) and reads the piece once for all rows. Each row's partial state is then merged with the states
 of its other pieces.
 
 Sources: Hydragen (Juravsky et al. 2024, arXiv:2402.05099) computes attention to a shared prefix for
-all sequences at once and joins it with their own parts by log-sum-exp; FlashInfer's cascade (Ye et
-al. 2025, arXiv:2501.01005) does this for a tree of prefixes.
+all sequences at once and joins it with attention to the sequences' own parts by log-sum-exp;
+FlashInfer's cascade (Ye et al. 2025, arXiv:2501.01005) does this for a tree of prefixes.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ from batchinfer.kernels.split_kv import store_partials
 def shared_config(heads: Heads) -> LaunchConfig:
     """Return the launch shape: 64 rows, or the heads of one token if a group has more.
 
-    If few sequences share a piece, it then takes little more time than reading the piece. If many
-    do, each tile reads the piece from the L2 cache. Sums of wide heads take most registers, and so
-    does converting float8: these cases have short tiles, one of which is fetched ahead.
+    If few sequences share a piece, computing it takes little more time than reading it. If many
+    sequences share it, each tile reads the piece from the L2 cache. Sums of wide heads and the
+    conversion of float8 take many registers, so tiles are then short, and one is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
@@ -80,7 +80,7 @@ def attend_shared(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch
 def _sequences_of_tile(
     decode_shared_ptr,  # [S] int32
     place,  # index of the first sequence in the order
-    end,  # of the piece
+    end,  # end of the piece
     num_sequences,
     SEQUENCES: tl.constexpr,  # most sequences of a tile
     ROWS: tl.constexpr,
@@ -123,10 +123,10 @@ def _shared_kernel(
 ):
     rows = tl.arange(0, ROWS)
     key_columns = tl.arange(0, cache.KEY_BLOCK)
-    # Counters are read again for each item, to save registers.
+    # Read counters again for each item to save registers.
     ticket = tl.atomic_add(counters_ptr + num_counters + 1 + launch, 1)
     while ticket < tl.load(counters_ptr + num_counters) * NUM_KV_HEADS:
-        # Single items come first in the list.
+        # Skip the single items, which come first in the list.
         item = (tl.load(counters_ptr) + ticket // NUM_KV_HEADS).to(tl.int64)
         kv_head = ticket % NUM_KV_HEADS  # int32, like the offsets of heads in a slot
         place = tl.load(items_ptr + 2 * item)

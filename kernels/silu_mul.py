@@ -1,6 +1,6 @@
 """The activation of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
 
-Formula, for rows that hold gate, then up:
+Formula, for rows that consist of gate, then up:
 
     out = gate * sigmoid(gate) * up
 

@@ -51,7 +51,7 @@ def merge_partials(
     head_groups: int,
     aligned: bool = False,
 ) -> None:
-    """Merge the pieces of every context that has several.
+    """Merge the pieces of every context that has several pieces.
 
     Args:
         piece: tokens per piece.
@@ -111,11 +111,11 @@ def aligned_pieces(
     return first, tl.maximum(tl.cdiv(end, PIECE) - first, 1)
 
 
-# Fused multiply-adds are explicit, so that the compiler rounds alike in all kernels. Joining an
-# empty state changes no bit.
+# Fused multiply-adds are explicit, so that the compiler rounds in the same way in all kernels.
+# Joining an empty state changes no bit.
 @triton.jit
 def join_sums(
-    total_max,  # [ROWS] float32: of the previous pieces
+    total_max,  # [ROWS] float32: maximum of the previous pieces
     total_sum,  # [ROWS] float32
     piece_max,  # [ROWS] float32
     piece_sum,  # [ROWS] float32

@@ -11,13 +11,13 @@ arXiv:1904.09751).
 
 A pass over the row sums the weights above an interval of keys and stores the tokens inside it (the
 candidates). If the prefix ends inside and all candidates fit, bisection finds its end among them.
-The first interval contains the k largest of the lanes' maxima (1,024 for top-p alone), hence at
-least k tokens. So one pass is enough unless the row is flat.
+The first interval contains the k largest maxima of lanes (1,024 for top-p alone), hence at least k
+tokens. One pass is therefore enough unless the row is flat.
 
 For flat rows, `search_last_kept` continues: one tile per segment serves as a sample that estimates
-where the prefix ends, and another pass stores the tokens of a smaller interval there. If estimates
-fail too often, the interval is halved, down to a single key whose tokens are counted by id. Most
-flat rows need one such pass; 32 is the maximum.
+where the prefix ends, and another pass stores the tokens of a smaller interval around this
+estimate. If estimates fail too often, the interval is halved, down to a single key whose tokens are
+counted by id. Most flat rows need one such pass; 32 is the maximum.
 
 Related: the pivots of RTop-K and Qrita (Park et al. 2026, arXiv:2602.01518; vLLM,
 vllm/v1/sample/ops/topk_topp_triton.py), and FlashInfer's rejection sampling
@@ -44,7 +44,7 @@ _FIRST_TOKENS: tl.constexpr = tl.constexpr(1024)
 # larger margin would find more candidates than can be stored.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 200)
 _PASSES_BY_SAMPLE: tl.constexpr = tl.constexpr(5)
-# Only one program fits on a multiprocessor, so it needs several loads in flight.
+# Only one program fits on a multiprocessor, so it must have several loads in flight.
 _STAGES: tl.constexpr = tl.constexpr(3)
 
 
@@ -101,7 +101,7 @@ def add_up(
         above += sums
         tiles = start // shape.WIDTH + segments
         tl.store(candidates.tile_sums + tiles, sums, mask=tiles * shape.WIDTH < shape.VOCAB)
-    tl.debug_barrier()  # below, threads read values that other threads have written
+    tl.debug_barrier()  # threads now read values that other threads have written
     return tl.sum(tokens_above), num_candidates, tl.sum(above), tl.sum(inside), tl.sum(every)
 
 
@@ -161,7 +161,7 @@ def load_candidates(scale, cut, last, num_candidates, candidates, shape):
 @triton.jit
 def keep_candidates(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
     """Add the weights of the kept candidates to the sums of their tiles."""
-    kept = is_kept(keys, ids, cut, last)  # entries that are no candidates weigh 0
+    kept = is_kept(keys, ids, cut, last)  # invalid entries have weight 0
     tl.atomic_add(tile_sums_ptr + ids // WIDTH, weights, mask=kept)
     tl.debug_barrier()
 
@@ -177,8 +177,8 @@ def find_in_one_pass(
     candidates,  # Candidates; sums of tiles become sums of kept weights
     shape,  # RowShape
 ):
-    """Return key and id of the last token that top-k and then top-p keep, whether it was found, and
-    the sums of weights inside the interval and of all tokens."""
+    """Return the key and id of the last token that top-k and then top-p keep, true if it was found,
+    and the sums of weights inside the interval and of all tokens."""
     lowest, every_id = tl.full([], LOWEST_KEY, tl.int32), tl.full([], shape.VOCAB, tl.int32)
     cut, last = lowest, every_id
     filtered = (k > 0) | (top_p < 1.0)
@@ -251,7 +251,7 @@ def _interval_by_sample(
     """Return an interval within [low, high] around the estimated end of the prefix.
 
     The estimate is based on one tile of the row per segment. `known_above` is the exact measure of
-    tokens with keys above `known`, and `measured` that of all kept tokens.
+    tokens with keys above `known`, and `measured` is the measure of all kept tokens.
     """
     num_tiles: tl.constexpr = (shape.VOCAB + shape.WIDTH - 1) // shape.WIDTH
     tiles = (tl.arange(0, shape.SEGMENTS) * num_tiles) // shape.SEGMENTS
@@ -294,7 +294,7 @@ def search_last_kept(
     summed = k < 0
     for by_mass in range(0, 2):
         searching = (by_mass == 1) | (k > 0)
-        # The first interval had too many candidates, or (top-p alone) did not contain the end.
+        # The first interval had too many candidates or, for top-p alone, did not contain the end.
         floor, ceiling, passes = first_low, top_key, tl.full([], 0, tl.int32)
         goal, measured = k.to(tl.int64), tl.full([], shape.VOCAB, tl.int64)
         known, known_above = top_key, tl.full([], 0, tl.int64)
@@ -307,8 +307,8 @@ def search_last_kept(
                 floor, ceiling = lowest, first_low - 1
                 known, known_above = ceiling, inside
         while searching:
-            # Add 0 that the compiler cannot see to the addresses: it would keep constant addresses
-            # in registers through all passes, and there are too few registers.
+            # Add a 0 that the compiler cannot see to the addresses. Otherwise it would keep the
+            # constant addresses in registers through all passes, and there are too few registers.
             nothing = tl.minimum(passes, 0)
             here = Candidates(
                 candidates.tile_sums, candidates.logits + nothing, candidates.ids + nothing

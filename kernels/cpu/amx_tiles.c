@@ -39,7 +39,7 @@ void tile_store(int tile, void *to, int64_t stride) {
         memcpy((char *)to + r * stride, state.data[tile][r], state.shapes.row_bytes[tile]);
 }
 
-static inline float from_bits(uint32_t bits) { /* a denormal becomes 0 */
+static inline float from_bits(uint32_t bits) { /* denormals count as 0 */
     if (!(bits & 0x7f800000u)) bits &= 0x80000000u;
     float value;
     memcpy(&value, &bits, 4);

@@ -2,8 +2,9 @@
 
    With -DEMULATE_TILES the plain C is used everywhere, so that code built on tiles can be tested on
    any processor. Otherwise tiles are compiled if the target has AMX with bfloat16 and int8, and
-   used if tiles_work() returns true. If it does not, vectors of pairs attend over the same pool, so
-   the target must have those as well. Tile numbers are compile-time constants. */
+   used if tiles_work() returns true. If it returns false, attention by vectors of pairs reads the
+   same pool, so the target must have these instructions too. Tile numbers are compile-time
+   constants. */
 
 #ifndef BATCHINFER_AMX_TILES_H
 #define BATCHINFER_AMX_TILES_H
@@ -31,7 +32,7 @@ typedef struct {
 } tile_shapes;
 
 #if defined(EMULATE_TILES)
-void tile_configure(const tile_shapes *); /* all tiles become 0 */
+void tile_configure(const tile_shapes *); /* sets all tiles to 0 */
 void tile_release(void);
 void tile_zero(int tile);
 void tile_load(int tile, const void *from, int64_t stride); /* strides in bytes */

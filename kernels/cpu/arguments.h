@@ -10,16 +10,16 @@ enum { FLOATS, INT8, GROUPS, FLOAT8 }; /* kinds of packed weights: gemm._KINDS *
 
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
-    void *out;         /* [T, Hq, Dv], the last two contiguous */
+    void *out;         /* [T, Hq, Dv], last two dimensions contiguous */
     const void *keys;  /* [slot, Hkv] blocks with the layout of kv_block_layout.h */
     const void *values;
     const int32_t *block_tables; /* [S, table_width] */
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
-    const int32_t *order;        /* [S] sequences, those with a common prefix adjacent */
-    const int32_t *shared_lens;  /* [S] tokens each in `order` shares with the previous one */
-    int64_t query_token_stride, query_head_stride; /* in elements, as all strides here */
+    const int32_t *order;        /* [S] order of sequences; equal prefixes are adjacent */
+    const int32_t *shared_lens;  /* [S] tokens shared with the previous sequence of `order` */
+    int64_t query_token_stride, query_head_stride; /* in elements, like all strides here */
     int64_t out_token_stride;
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
     int64_t table_width;
@@ -59,7 +59,7 @@ typedef struct {
     const void *q_norm, *k_norm; /* [width] or NULL */
     void *keys, *values;         /* [slot, Hkv] blocks as in kv_block_layout.h */
     const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
-    int64_t token_stride;        /* in elements, as all strides here */
+    int64_t token_stride;        /* in elements, like all strides here */
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
     int32_t num_tokens, num_heads, num_kv_heads, width, rotary_width, block_size, num_threads;
     float eps, offset;
@@ -71,19 +71,19 @@ typedef struct {
     const void *bias;   /* [out] or NULL */
     void *out;          /* [rows, out], contiguous */
     int64_t num_rows, row_stride, in_features, out_features;
-    int32_t num_threads, adds; /* adds: whether to add to what `out` holds */
+    int32_t num_threads, adds; /* adds: 1: add to `out`; 0: overwrite `out` */
 } gemm_args;
 
 typedef struct {
     const void *weight; /* [out, in], contiguous: floats or codes; GROUPS: unsigned codes */
-    const float *scales;  /* of codes: [out] or [out, groups] */
-    const uint8_t *zeros; /* of GROUPS: [out, groups] */
-    const int8_t *table;  /* of 4-bit codes: [16] their values; NULL: the codes themselves */
-    const int32_t *order; /* of GROUPS: [in] column of x for each packed k; NULL: in order */
-    void *packed;         /* the output, of packed_bytes bytes */
+    const float *scales;  /* for codes: [out] or [out, groups] */
+    const uint8_t *zeros; /* for GROUPS: [out, groups] */
+    const int8_t *table;  /* for 4-bit codes: [16] value of each code; NULL: the code */
+    const int32_t *order; /* for GROUPS: [in] column of x for each packed k; NULL: in order */
+    void *packed;         /* output, packed_bytes bytes */
     int64_t in_features, out_features, group; /* group: columns that share a scale */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
-    int32_t bits; /* of GROUPS: bits of a code, 4 or 8 */
+    int32_t bits; /* for GROUPS: bits of a code, 4 or 8 */
 } pack_args;
 
 typedef struct {
@@ -96,8 +96,8 @@ typedef struct {
 
 typedef struct {
     void *logits;         /* [rows, width] */
-    const int32_t *rows;  /* [num_masked] the rows to mask, all different */
-    const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: i is allowed */
+    const int32_t *rows;  /* [num_masked] rows to mask, all different */
+    const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: token i is allowed */
     int64_t num_masked, row_stride, width, words;
     int32_t num_threads;
 } token_bitmask_args;
@@ -105,14 +105,14 @@ typedef struct {
 typedef struct {
     const void *logits;    /* [R, vocab] */
     const int64_t *rows;   /* [D] row of logits of each distribution */
-    const float *maximum;  /* [R] largest logit; rows where it is not finite are skipped */
+    const float *maximum;  /* [R] largest logit; a row is skipped if it is not finite */
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */
     const int64_t *starts; /* [D + 1] first sample of each distribution */
     const int64_t *bits;   /* [samples] uniform in [0, 2^24) */
     int64_t *token_ids;    /* [samples] */
     int64_t num_distributions, row_stride, vocab;
-    int32_t num_threads, is_bf16; /* whether logits are bfloat16, else float */
+    int32_t num_threads, is_bf16; /* 1: logits are bfloat16; 0: float */
 } draw_args;
 
 typedef struct {
@@ -162,14 +162,14 @@ void silu_mul_bf16(const silu_mul_args *);
 
 /* Bytes of a GEMM's converted rows; 0 if it needs no conversion. */
 int64_t gemm_rows_bytes(const gemm_args *);
-/* Lays out those rows in `memory`, which has gemm_rows_bytes bytes. */
+/* Lays out the converted rows in `memory`, which has gemm_rows_bytes bytes. */
 gemm_rows gemm_rows_in(void *memory, const gemm_args *);
 void convert_row_f32(const gemm_rows *, const float *x, int64_t row);
 void convert_row_bf16(const gemm_rows *, const uint16_t *x, int64_t row);
 
-/* The same as the functions above, called by all threads of a team (a parallel region). Each thread
-   computes a part and does not wait for the others. With a `gemm_rows` argument, a function also
-   writes its rows in the form that the next GEMM needs. */
+/* These functions do the same as the functions above, but all threads of a team (a parallel region)
+   call them. Each thread computes a part and does not wait for the others. With a `gemm_rows`
+   argument, a function also writes its rows in the form that the next GEMM needs. */
 void rms_norm_team_f32(const rms_norm_args *, const gemm_rows *);
 void rms_norm_team_bf16(const rms_norm_args *, const gemm_rows *);
 void silu_mul_team_f32(const silu_mul_args *, const gemm_rows *);
@@ -180,7 +180,8 @@ void convert_rows_f32(const gemm_rows *, const gemm_args *);
 void convert_rows_bf16(const gemm_rows *, const gemm_args *);
 void gemm_team_f32(const gemm_args *, const gemm_rows *);
 void gemm_team_bf16(const gemm_args *, const gemm_rows *);
-/* The tasks of a step's attention; layers of equal shape can share a plan. NULL: out of memory. */
+/* Plans the tasks of a step's attention. Layers of equal shape can share a plan. Returns NULL if
+   out of memory. */
 attention_plan *attention_plan_of(const attention_args *);
 void free_attention_plan(attention_plan *);
 /* Returns 0, or 1 if the thread runs out of memory. */

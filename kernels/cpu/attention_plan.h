@@ -2,23 +2,23 @@
 
 typedef struct {
     int32_t sequence, first, count; /* tokens [first, first + count) of the sequence's new ones */
-    int32_t position;               /* of the first token */
-    int32_t shared; /* leading positions in the same blocks as the previous tile's */
-    int32_t row;    /* number of its first row, counting the rows of all tiles */
+    int32_t position;               /* position of the first token */
+    int32_t shared; /* leading positions whose blocks the previous tile has too */
+    int32_t row;    /* index of the tile's first row among the rows of all tiles */
 } tile;
 
 struct attention_plan {
-    tile *tiles;     /* followed by an empty one that holds the number of rows */
+    tile *tiles;     /* then an empty tile, whose `row` is the number of rows */
     int64_t *starts; /* [num_tasks + 1] first tile of each task */
     int64_t num_tasks;
-    int32_t max_tiles, max_rows; /* of the largest task */
+    int32_t max_tiles, max_rows; /* sizes of the largest task */
 };
 
 typedef struct {
-    int32_t low, high, piece; /* tiles of a task that share `piece`, the next to attend to */
+    int32_t low, high, piece; /* tiles [low, high) of a task attend to `piece` next */
 } part;
 
-/* The piece of a tile's blocks that is read after the current one. NULL tile: none. */
+/* The piece of a tile that is read after the current piece; `tile` is NULL if there is none. */
 typedef struct {
     const tile *tile;
     int32_t piece, kv_head;
@@ -34,7 +34,7 @@ typedef struct {
     int32_t from, to, block_size;
 } prefetch_stream;
 
-#define LINE 64 /* bytes of a cache line */
+#define LINE 64 /* size of a cache line, in bytes */
 
 INLINE void prefetch_lines(prefetch_stream *s, int lines) {
     for (; lines > 0; lines--, s->at += LINE) {
@@ -66,7 +66,7 @@ typedef struct {
     part *parts; /* [tiles] */
     float *keys, *values;          /* copies of a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
-    float *half;                   /* [HALF_ROWS][acc_stride] values, 0 where not seen */
+    float *half;                   /* [HALF_ROWS][acc_stride] values, 0 at unseen positions */
     int32_t *configured;           /* [2] shapes of the thread's tiles: attention_amx.inc */
     int32_t acc_stride;            /* elements between rows of acc: whole vectors */
     float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
@@ -76,20 +76,20 @@ typedef struct {
 /* Returns whether values are the first elements of their keys (latents, not stored separately). */
 static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
 
-/* First position that a token sees. */
+/* Returns the first position that a token sees. */
 static inline int32_t seen_from(const attention_args *a, int32_t position) {
     const int32_t window = a->sliding_window;
     return window && position >= window ? position + 1 - window : 0;
 }
 
-/* Puts adjacent tiles that share their first piece into one task, as long as that leaves enough
-   tasks for all threads. NULL: out of memory. */
+/* Puts adjacent tiles that share their first piece into one task, as long as this leaves enough
+   tasks for all threads. Returns NULL if out of memory. */
 attention_plan *attention_plan_of(const attention_args *a) {
     const int32_t group = a->num_heads / a->num_kv_heads, num_sequences = a->num_sequences;
     const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
     int64_t wanted = all_rows / (4 * a->num_threads);
     if (wanted > TASK_ROWS) wanted = TASK_ROWS;
-    const int32_t most = wanted > 16 ? (int32_t)wanted : 16; /* rows of a task */
+    const int32_t most = wanted > 16 ? (int32_t)wanted : 16; /* most rows of a task */
     const int32_t per_tile = group < most ? most / group : 1;
     int64_t num_tiles = 0;
     for (int32_t i = 0; i < num_sequences; i++)
@@ -138,8 +138,8 @@ void free_attention_plan(attention_plan *p) {
     free(p);
 }
 
-/* Number of KV heads of a task that one thread interleaves: at most `most`, with at most 64 rows
-   together, and only if that leaves enough runs for all threads. */
+/* Returns the number of KV heads of a task that one thread interleaves: at most `most`, with at
+   most 64 rows together, and more than 1 only if this leaves enough runs for all threads. */
 static int heads_at_once(const attention_args *a, const attention_plan *p, int most) {
     int heads = 1;
     while (2 * heads <= most && a->num_kv_heads % (2 * heads) == 0 && 2 * heads * p->max_rows <= 64
@@ -148,8 +148,8 @@ static int heads_at_once(const attention_args *a, const attention_plan *p, int m
     return heads;
 }
 
-/* Allocates the memory of a thread's tasks, one for each of `num_heads`; the caller frees it. NULL:
-   out of memory. */
+/* Allocates the memory of a thread's tasks, one task for each of `num_heads`. The caller frees it.
+   Returns NULL if out of memory. */
 static float *make_scratch(
     const attention_args *a, const attention_plan *p, task *heads, int num_heads) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
@@ -160,7 +160,7 @@ static float *make_scratch(
         (num_heads * of_head + of_all) * sizeof(float) + p->max_tiles * sizeof(part);
     float *const scratch = aligned_alloc(64, (bytes + 63) / 64 * 64), *at = scratch;
     if (!scratch) return NULL;
-    memset(scratch, 0, bytes); /* some results are computed and never used: make them numbers */
+    memset(scratch, 0, bytes); /* unused results are computed too, so set their inputs */
     task shared = {.acc_stride = (int32_t)dv};
     shared.keys = at, at += PIECE * dk;
     shared.values = at, at += PIECE * dv;
@@ -185,7 +185,7 @@ static float *make_scratch(
     return scratch;
 }
 
-/* The largest of `start` and a piece's scores, ignoring NaN. */
+/* Returns the largest of `start` and a piece's scores, ignoring NaN. */
 INLINE float largest(const float *s, float start) {
 #if defined(__AVX512F__)
     __m512 top = _mm512_set1_ps(start); /* max returns its second operand if the first is NaN */
@@ -201,9 +201,9 @@ INLINE float largest(const float *s, float start) {
 #endif
 }
 
-/* One piece of online softmax: turns scores into weights, and scales sums and outputs to the new
-   maximum. Row r sees positions [from[r], to[r]) of the piece; others get weight 0. Every row takes
-   the same steps in the same order. */
+/* Computes one piece of online softmax: turns scores into weights, and scales sums and outputs to
+   the new maximum. Row r sees positions [from[r], to[r]) of the piece; other positions get weight
+   0. Every row takes the same steps in the same order. */
 static __attribute__((noinline)) void weigh(
     const task *t, int first, int rows, int partial, float softcap) {
     float *s = t->s, *m = t->m + first, *l = t->l + first;
@@ -241,7 +241,7 @@ static __attribute__((noinline)) void weigh(
 }
 
 #if HAS_PAIRS || HAS_TILES
-/* Rounds weights to bfloat16, in place: each row at the beginning of its scores. */
+/* Rounds weights to bfloat16, in place: they overwrite the beginning of each row's scores. */
 static void round_weights(const task *t, int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PIECE; p += LANES)

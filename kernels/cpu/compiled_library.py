@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-_log = logging.getLogger(__name__)  # warnings, so that users see why the first start takes longer
+# Logs warnings, so that users see why the first start takes longer.
+_log = logging.getLogger(__name__)
 
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -31,7 +32,7 @@ _OTHER_SUFFIX = {torch.float8_e4m3fn: "e4m3"}
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = tuple(sorted(path.name for path in _FOLDER.glob("*.c")))
 _INCLUDED = tuple(sorted(path.name for path in _FOLDER.glob("*.[hi]*")))
-# The compiler may reorder sums to vectorize them; NaN and infinity keep their meaning.
+# The compiler may reorder sums to vectorize them, but must respect NaN and infinity.
 FLAGS = (
     *("-O3", "-fPIC", "-shared", "-std=gnu11"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
@@ -41,15 +42,15 @@ _X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
 _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 _MOST_SECONDS = 600
-"""Limit for the compiler. On a busy machine it can need minutes, and other kernels would then give
-other bits."""
+"""Time limit for the compiler. It is long, because compiling can take minutes on a busy machine,
+and after a failure other kernels would give other bits."""
 
 _why_not = ""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Return the compiled library, cached; None, with a warning, if it cannot be built."""
+    """Return the compiled library, which is cached. If it cannot be built, warn and return None."""
     global _why_not
     _why_not = ""
     compiler = shutil.which(os.environ.get("CC", "cc"))
@@ -70,13 +71,13 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str:
-    """The reason why ``load`` returns None; "" if it returns a library."""
+    """Return the reason why ``load`` returns None; "" if it returns a library."""
     load()
     return _why_not
 
 
 def source_digest() -> str:
-    """SHA-256, in hex, of the kernels' source."""
+    """Return the SHA-256 of the kernels' source, in hex."""
     return hashlib.sha256(b"|".join(_source())).hexdigest()
 
 
@@ -105,7 +106,7 @@ def kernels_by_suffix(library: ctypes.CDLL | None, operation: str, suffix: str) 
 
 
 def chosen(kernels: dict[str, int], instructions: str | None) -> int:
-    """Return the number of the kernel for ``instructions``; None: of the fastest kernel.
+    """Return the number of the kernel for ``instructions``, or of the fastest kernel if None.
 
     Raises:
         ValueError: the instructions are not available.
@@ -176,7 +177,7 @@ def _cache_folders() -> list[Path]:
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         user = [Path(root) if root else Path.home() / ".cache"]
-    except RuntimeError:  # no home
+    except RuntimeError:  # the user has no home folder
         user = []
     shared = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
     return [*(folder / "batchinfer" for folder in user), shared]

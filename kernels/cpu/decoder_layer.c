@@ -11,7 +11,7 @@
 #include "gemm_rows.h"
 
 typedef struct {
-    attention_plan **plans; /* of each layer; adjacent equal layers share one */
+    attention_plan **plans; /* plan of each layer; adjacent equal layers share a plan */
     int64_t count;
     void *rows; /* converted rows of the current GEMM */
 } workspace;

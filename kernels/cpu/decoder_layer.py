@@ -34,7 +34,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """Arguments of a step, which the C function copies into those of every layer."""
+    """Arguments of a step. The C function copies them into the arguments of every layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "cos", "sin", "slot_mapping", "block_tables")),
@@ -62,7 +62,7 @@ def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
 def decoder_layers(
     layers: ctypes.Array[LayerArgs], steps: ctypes.Array[Any], dtype: torch.dtype
 ) -> None:
-    """Run layers one after the other, each with its step; every tensor is of ``dtype``."""
+    """Run layers one after the other, each with its step. All tensors have ``dtype``."""
     function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
     if function(layers, steps, INT64(len(layers))):
         raise MemoryError("no memory for the workspace of decoder layers")

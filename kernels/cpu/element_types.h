@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* exp for x <= 0, to 2 ulp; NaN stays NaN. Written out so that every compiler vectorizes it. */
+/* Returns exp(x) for x <= 0, with an error of at most 2 ulp; NaN stays NaN. Written out so that
+   every compiler vectorizes it. */
 static inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504f);
@@ -19,7 +20,7 @@ static inline float exp_negative(float x) {
     p = p * r + 1.6666665e-1f;
     p = p * r + 5.0000001e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined for NaN, which p carries */
+    uint32_t bits = ((uint32_t)(int32_t)n + 127u) << 23; /* undefined if p is NaN */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale;
@@ -32,7 +33,7 @@ static inline float from_bf16(uint16_t x) {
     return value;
 }
 
-static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; NaN stays NaN */
+static inline uint16_t to_bf16(float x) { /* rounds to nearest, ties to even; NaN stays NaN */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
@@ -41,7 +42,7 @@ static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; NaN stays
 
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
 #define HAS_FMA
-#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* unlike a sum, never reordered */
+#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* compilers may reorder a * b + c, but not this */
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif

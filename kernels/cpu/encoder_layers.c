@@ -1,12 +1,12 @@
 /* Runs encoder layers in one call: bidirectional attention within each sequence of a packed row,
    post-norm like BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
 
-   A task is a few adjacent sequences, and one thread computes all layers of it: threads wait for
-   each other once a step, and activations between layers stay in a core's cache. If there are fewer
-   tasks than threads, all threads compute the whole step together, part by part.
+   A task is a few adjacent sequences, and one thread computes all layers of it. Threads wait for
+   each other only once per step, and activations between layers stay in a core's cache. If there
+   are fewer tasks than threads, all threads compute the whole step together, part by part.
 
-   The numbers that a token is computed from, and their order, depend on its own sequence alone, so
-   its bits do not depend on tasks, threads or other sequences. */
+   The operands of a token, and their order, depend only on its own sequence, so its bits do not
+   depend on tasks, threads or other sequences. */
 
 #include <stdlib.h>
 
@@ -15,24 +15,24 @@
 #include "epilogue.h"
 #include "small_gemm.h"
 
-#define TASK_ROWS 256      /* most rows of a task: activations fill most of a second-level cache */
-#define LEAST_ROWS 64      /* fewest rows of a task at a step's end, so threads finish together */
+#define TASK_ROWS 256      /* most rows of a task, whose activations nearly fill an L2 cache */
+#define LEAST_ROWS 64      /* fewest rows of a step's last tasks, so that threads finish together */
 #define QUERIES 48         /* queries whose scores are computed at once */
 #define CHUNK 64           /* elements to activate at once */
 #define CACHE_PERIOD 4096  /* gemm._CACHE_PERIOD */
 #define MANY_ROWS 8        /* gemm._MANY_ROWS */
-#define WORTH_A_THREAD 16384 /* elements; below it, waking a thread costs more than it saves */
+#define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */
 
 static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 /* Memory of a task. */
 typedef struct {
     void *attended, *inner; /* [rows, heads * head_width], [rows, inner width] */
-    void *apart;            /* [rows, the wider of both plus a cache line] padded copies */
-    float *attention;       /* attention_floats for each thread */
+    void *apart;            /* padded copies of rows, [rows, larger width + a cache line] */
+    float *attention;       /* attention_floats floats for each thread */
 } workspace;
 
-/* Upper bound on the floats for one head's attention: keys, values, scores, sums, queries. */
+/* Returns an upper bound on one head's floats: keys, values, scores, sums, queries. */
 static int64_t attention_floats(const encoder_args *a, int64_t length) {
     const int64_t places = whole_vectors(length), width = whole_vectors(a->head_width);
     return 2 * width * places + QUERIES * (places + 2 * width);
@@ -44,8 +44,8 @@ static float lanes_sum(vec x) {
     return x[0];
 }
 
-/* Turns the scores of a row [places] into weights, not divided by their sum, and returns the sum.
-   Places beyond `length` get weight 0. */
+/* Turns a row's scores [places] into weights, and returns their sum, by which they are not yet
+   divided. Places beyond `length` get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
@@ -56,8 +56,9 @@ static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t p
     return lanes_sum(sum);
 }
 
-/* erf to 2e-7: Eigen's rational approximation (Eigen/src/SpecialFunctions, generic_fast_erf_float).
-   */
+/* Returns erf(x) to 2e-7 by Eigen's rational approximation (Eigen/src/SpecialFunctions,
+   generic_fast_erf_float).
+*/
 static inline float erf_of(float x) {
     x = x < -4.0f ? -4.0f : x;
     x = x > 4.0f ? 4.0f : x;

@@ -49,7 +49,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def product_args(
-    packed: torch.Tensor,  # of a weight [out, in]
+    packed: torch.Tensor,  # packed weight [out, in]
     bias: torch.Tensor | None,  # [out]
     in_features: int,
     out_features: int,
@@ -84,7 +84,7 @@ def encoder_layers(
     layers: ctypes.Array[EncoderLayerArgs],
     hidden: torch.Tensor,  # [T, width], contiguous; changed in place
     qkv: torch.Tensor,  # [T, 3 * num_heads * head_width], contiguous; workspace
-    starts: torch.Tensor,  # [S + 1] int64 first token of each sequence, and T
+    starts: torch.Tensor,  # [S + 1] int64 first token of each sequence, then T
     *,
     num_heads: int,
     activation: str,
@@ -92,7 +92,7 @@ def encoder_layers(
 ) -> None:
     """Run post-norm layers (BERT, Devlin et al. 2018) over packed sequences, in place.
 
-    A token's bits depend on its own sequence alone.
+    A token's bits depend only on its own sequence.
 
     Args:
         activation: one of ``ACTIVATIONS``.

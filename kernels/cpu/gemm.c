@@ -14,7 +14,7 @@
 
    The header of a packed weight names the kernel that multiplies by it. */
 
-#include "no_reassociation.h" /* no reordering of a chain, even without FMA instructions */
+#include "no_reassociation.h" /* keeps the order of sums, even without FMA instructions */
 
 #include <stdlib.h>
 
@@ -85,7 +85,7 @@
 #include "gemm_amx.inc"
 #endif
 
-/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
 const char *gemm_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *gemm_instructions_bf16(int kernel) {
@@ -139,7 +139,8 @@ void gemm_team_bf16(const gemm_args *a, const gemm_rows *x) {
     else panels_gemm_bf16(a, x, (const uint16_t *)(from + 1));
 }
 
-/* Whether one thread converts the rows before the others start, which is faster than a barrier. */
+/* Returns whether one thread converts all rows before the others start. For few rows, this is
+   faster than a barrier. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
 /* gemm_##type returns 0, or 1 if out of memory. A few rows are converted outside the parallel

@@ -26,7 +26,8 @@ from batchinfer.kernels.low_bit import (
 )
 
 _MANY_ROWS = 8
-_CACHE_PERIOD = 4096  # bytes after which addresses map to the same set of the first-level cache
+# Addresses this number of bytes apart map to the same set of the first-level cache.
+_CACHE_PERIOD = 4096
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "groups"}
 """Kinds of packed weights whose GEMMs also round rows, by their numbers in ``arguments.h``."""
@@ -82,9 +83,8 @@ def instructions(dtype: torch.dtype) -> str:
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """Return the instructions that a weight was packed for.
-
-    For low-bit weights, which give the same bits with all instructions: "int8" or "groups".
+    """Return the instructions that a weight was packed for. For low-bit weights, return "int8" or
+    "groups", because all instructions give the same bits.
     """
     number, kind = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     if kind in _KINDS:
@@ -97,7 +97,7 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
     """Pack [out, in] into a flat tensor: a header that names the kernel, then panels of outputs.
 
     Args:
-        instructions: one of those ``available``; None: the fastest.
+        instructions: an element of ``available``; None: the fastest.
 
     Raises:
         ValueError: ``instructions`` are not available.
@@ -125,7 +125,7 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
     Sums are exact, so all instructions give the same bits as ``low_bit.low_bit_product``.
 
     Args:
-        instructions: one of those in ``available_low_bit``; None: the fastest.
+        instructions: an element of ``available_low_bit``; None: the fastest.
 
     Raises:
         ValueError: ``instructions`` are not available.
@@ -194,7 +194,7 @@ def _packed(arguments: _PackArgs, suffix: str, dtype: torch.dtype) -> torch.Tens
 
 def gemm(
     x: torch.Tensor,  # [M, in]
-    packed: torch.Tensor,  # of a weight [out, in]
+    packed: torch.Tensor,  # packed weight [out, in]
     bias: torch.Tensor | None,  # [out]
     *,
     out: torch.Tensor,  # [M, out], contiguous
@@ -208,7 +208,7 @@ def gemm(
         adds: add the product to ``out``, and round once.
 
     Raises:
-        MemoryError: no memory for the rows rounded to int8.
+        MemoryError: there is no memory for the rounded rows.
     """
     row_bytes = x.stride(0) * x.element_size()
     if x.stride(1) != 1 or (len(x) >= _MANY_ROWS and aliases_cache_sets(row_bytes)):
@@ -226,7 +226,7 @@ def gemm_args(
     out: torch.Tensor,
     adds: bool,
 ) -> GemmArgs:
-    """Return the arguments of the C function for these arguments of ``gemm``."""
+    """Return the C function's arguments for the arguments of ``gemm``."""
     return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

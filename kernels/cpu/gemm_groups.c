@@ -22,17 +22,17 @@
 #include "int8_dot.h"
 #include "gemm_rows.h"
 
-#define STEP 8     /* k at a time: two quads */
-#define MIDDLE 128 /* of 8-bit codes */
-#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs fit into 16 bits; 0: do not add pairs */
+#define STEP 8     /* k that are multiplied at a time: two quads */
+#define MIDDLE 128 /* middle of the range of 8-bit codes */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs' sums fit into 16 bits, or 0 */
 
 enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
 
-/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* of a panel: scales and zeros; all */
+    int64_t group, groups, depth, head_bytes, bytes; /* bytes: of scales and zeros; of a panel */
 } shape;
 
 static shape shape_of(int64_t in_features, int64_t group, int bits) {
@@ -87,18 +87,20 @@ void pack_groups(const pack_args *a) {
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
-/* The difference between the codes of a form and the numbers that are multiplied. */
+/* Returns the difference between the codes of a form and the numbers that are multiplied. */
 INLINE int middle_of(const int form) {
     return form == INT8_CODES ? MIDDLE - OFFSET : form == LUT4_CODES ? -OFFSET : 0;
 }
 
-/* 4-bit codes of one vector of outputs: one half of the bytes of the STEP k from k on. */
+/* Returns 4-bit codes of one vector of outputs: the lower or upper halves of the bytes of STEP k,
+   from k on. */
 INLINE ints half_of(const uint8_t *codes, int64_t k, int v, int half) {
     const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
     return (ints)(both >> 4 * half & 0x0f0f0f0fu);
 }
 
-/* Codes of one vector of outputs for STEP k from k on: the first four, and the last four. */
+/* Loads the codes of one vector of outputs for STEP k, from k on: the first four to `low`, the last
+   four to `high`. */
 INLINE void load_codes(
     const int form, const uint8_t *codes, int64_t k, int v, ints entries, ints *low, ints *high) {
     if (form == INT8_CODES) {
@@ -138,7 +140,7 @@ INLINE void add_by_quads(
     }
 }
 
-/* The same for INT4_CODES, adding pairs to pairs for as long as they fit into 16 bits. */
+/* Like add_by_quads, for INT4_CODES. Adds pairs to pairs as long as sums fit into 16 bits. */
 INLINE void add_by_pairs(
     const int rows, const int8_t *x, int64_t stride, const uint8_t *codes, int64_t begin,
     int64_t end, ints (*sum)[PANEL_VECTORS]) {
@@ -222,12 +224,12 @@ static void any_tile(
 #undef CASE
 }
 
-/* Rows of a tile; sums of pairs need registers in addition to the group's sums. */
+/* Returns the rows of a tile. Sums of pairs need registers in addition to the group's sums. */
 static int64_t tile_rows(int form) {
     return PAIRS_DEPTH && form == INT4_CODES && LANES == 8 ? 4 : TILE_ROWS;
 }
 
-/* All rows times one panel. */
+/* Multiplies all rows by one panel. */
 INLINE void one_panel(
     const gemm_args *a, const int is_bf16, const gemm_rows *x, const shape *s, int form,
     const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {

@@ -1,10 +1,11 @@
-/* GEMMs of int8. A weight has a scale for each output; each row of x has a scale, computed when
-   the row is converted. out = (float)sum * (row scale * output scale), + bias, + previous output,
-   in float.
+/* GEMMs of int8. A weight has a scale for each output; each row of x has a scale, computed when the
+   row is converted. out = (float)sum * (row scale * output scale), + bias, + previous output, in
+   float.
 
    Packed: scales [outputs] and panels [panel][k / 4][output][4], k padded with zeros to whole
-   tiles. For tiles, a panel is two adjacent ones; for vectors, codes have OFFSET added (int8_dot.h).
-   */
+   tiles. For tiles, two adjacent panels form one; for vectors, OFFSET is added to codes
+   (int8_dot.h).
+*/
 
 #include "no_reassociation.h"
 
@@ -18,11 +19,11 @@
 #include "gemm_rows.h"
 #include "amx_tiles.h"
 
-#define MOST_ROWS 32 /* rows of x at once, by tiles */
+#define MOST_ROWS 32 /* most rows of x that tiles multiply at once */
 #define TILED_PANEL 32
 #define CHUNK 8 /* quads of k between prefetches */
 
-/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
 const char *gemm_instructions_int8(int kernel) {
     if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
     return QUADS_NAME;
@@ -127,7 +128,7 @@ static void tiled(
 }
 #endif
 
-/* All rows times one panel. */
+/* Multiplies all rows by one panel. */
 INLINE void one_panel(
     const gemm_args *a, const int is_bf16, const gemm_rows *x, const float *scales,
     const int8_t *panels, int64_t panel, int is_last) {

@@ -13,18 +13,19 @@ typedef struct {
     int64_t group;       /* GROUPS, FLOAT8: columns that share a scale */
     int32_t bits;        /* GROUPS: bits of a code, 4 or 8 */
     int32_t has_table;   /* GROUPS: 4-bit codes are indices into `table` */
-    uint8_t table[16];   /* values plus OFFSET (int8_dot.h) */
+    uint8_t table[16];   /* value of each code, plus OFFSET (int8_dot.h) */
     int32_t has_order;   /* GROUPS: an order of columns follows, before the panels */
     int32_t halves;      /* FLOATS, FLOAT8: bfloat16 rows are multiplied as floats */
-    int32_t padding[4];  /* to a whole cache line, so that panels begin at one */
+    int32_t padding[4];  /* fills a cache line, so that panels begin at a line */
 } header;
 
-/* The column of x for each packed k; NULL: in order. */
+/* Returns the column of x for each packed k; NULL: in order. */
 static inline const int32_t *order_of(const header *packed) {
     return packed->has_order ? (const int32_t *)(packed + 1) : NULL;
 }
 
-/* x holds the rows as int8; outputs are bfloat16 or float. For a team, like gemm_team_f32. */
+/* x holds the rows as int8; outputs are bfloat16 or float. All threads of a team call it, as with
+   gemm_team_f32. */
 void gemm_int8(const gemm_args *, int is_bf16, const gemm_rows *x);
 void gemm_groups(const gemm_args *, int is_bf16, const gemm_rows *x);
 

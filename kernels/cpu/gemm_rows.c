@@ -12,7 +12,8 @@
 
 #define INFINITY_BITS 0x7f800000
 
-/* Elements in an odd number of cache lines that hold `in` elements, `each` to a line. */
+/* Returns the elements of the smallest odd number of cache lines that hold `in` elements, with
+   `each` elements per line. */
 static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
 static gemm_rows shape_of(const gemm_args *a) {

@@ -11,7 +11,7 @@
 
 #include "arguments.h"
 
-#define ROWS_DEPTH 64 /* rows are padded with zeros to a multiple of this, the row of a tile */
+#define ROWS_DEPTH 64 /* rows are padded with zeros to a multiple of a tile's row */
 
 struct gemm_rows {
     float *floats;  /* [rows][stride] from bfloat16, or NULL */

@@ -1,4 +1,4 @@
-"""Allocates weights in huge pages if Linux has them, because GEMMs read weights from end to end.
+"""Allocates weights in huge pages if Linux has them, because GEMMs read whole weights.
 
 With 4 KiB pages, every 64 cache lines wait for a page table walk, which is slow on a virtual
 machine. With 2 MiB pages, GEMMs with 8 to 64 rows take 10 to 20 % less time. Linux uses huge pages
@@ -14,10 +14,11 @@ import weakref
 
 import torch
 
-_LINE = 64  # bytes of a cache line
+_LINE = 64  # size of a cache line, in bytes
 _CHUNK = 16 << 20
 _SEPARATE = 4 << 20
-"""From this many bytes on, a tensor gets its own mapping, so that freeing it frees its memory."""
+"""Tensors of at least this number of bytes get their own mapping, so that freeing them returns
+their memory."""
 
 
 class HugePages:

@@ -9,7 +9,7 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint8_t lane_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* Added to int8 on the left if the instruction takes unsigned bytes there. */
+/* Number that is added to the left int8 operand if the instruction needs unsigned bytes there. */
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && LANES == 8)
 #define OFFSET 128
 #else
@@ -85,10 +85,10 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
 #endif
 }
 
-/* If the instruction adds only pairs, 16 bits can hold the sum of this many pairs of products of
-   bytes from 0 to 15 and int8. One widening addition is then enough for all of them. */
+/* Instructions that add only pairs: number of pairs whose sum fits into 16 bits, if they are
+   products of bytes from 0 to 15 and int8. One widening addition is then enough for all of them. */
 #if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
-#define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 */
+#define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 fits into 16 bits */
 INLINE ints add_pairs(ints pairs, ints left, ints right) {
 #if LANES == 8
     pairs = (ints)_mm256_add_epi16((__m256i)pairs,
@@ -97,7 +97,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) {
     pairs = (ints)_mm512_add_epi16((__m512i)pairs,
                                    _mm512_maddubs_epi16((__m512i)left, (__m512i)right));
 #endif
-    __asm__("" : "+v"(pairs)); /* else GCC adds all products first, and spills the sums */
+    __asm__("" : "+v"(pairs)); /* or GCC would add all products first, and spill the sums */
     return pairs;
 }
 INLINE ints sum_of_pairs(ints pairs) {

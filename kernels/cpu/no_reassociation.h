@@ -1,5 +1,6 @@
-/* Keeps sums in the order in which they are written, in a file that includes this first; elsewhere
-   the compiler may reorder them (library.FLAGS). With GCC, zeros also keep their signs. */
+/* In a file that includes this first, sums are computed in the order in which they are written. In
+   other files, the compiler may reorder them (compiled_library.FLAGS). With GCC, zeros also keep
+   their signs. */
 
 #ifndef BATCHINFER_NO_REASSOCIATION_H
 #define BATCHINFER_NO_REASSOCIATION_H

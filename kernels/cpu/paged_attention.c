@@ -11,9 +11,9 @@
    https://arxiv.org/abs/2402.15220). Each row continues its own sum, so nothing is merged
    afterwards.
 
-   The numbers that a row is summed from, and their order, depend on its own position alone: not on
-   its tile, task, step or thread, nor on the sequences that share its blocks. Positions that a
-   token does not see never affect it, even if they hold NaN. Accumulation is in float32. */
+   The terms of a row's sums, and their order, depend only on the row's position: not on its tile,
+   task, step or thread, nor on sequences that share its blocks. Positions that a token does not see
+   never affect it, even if they hold NaN. Accumulation is in float32. */
 
 #include <stdlib.h>
 
@@ -35,7 +35,7 @@
 #define MULTIPLY_INC "attention_floats.inc"
 #include "attention.inc"
 
-/* Over a pool of float8 e4m3fn. */
+/* Attention over a pool of float8 e4m3fn. */
 #define STORED uint8_t
 #define WIDEN widen_e4m3
 #define ELEMENT float
@@ -54,7 +54,7 @@
 #define MULTIPLY_INC "attention_floats.inc"
 #include "attention.inc"
 
-#if HAS_PAIRS || !HAS_TILES /* else the pool stores pairs, for tiles */
+#if HAS_PAIRS || !HAS_TILES /* otherwise, the pool stores pairs for tiles */
 #define ELEMENT uint16_t
 #define NAME attend_vectors_bf16
 #define LOAD(x) from_bf16(x)
@@ -76,7 +76,7 @@
 #include "attention.inc"
 #endif
 
-/* The name of the instructions that a kernel uses, for users; NULL: it does not work here. */
+/* Returns the name of a kernel's instructions, for users; NULL if it does not work here. */
 const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *attend_instructions_e4m3(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }

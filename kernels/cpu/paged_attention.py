@@ -72,7 +72,7 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
-    """Return the number of the attention kernel for ``instructions``; None: of the fastest.
+    """Return the number of the attention kernel for ``instructions``, or of the fastest if None.
 
     All kernels read the same pool, but give different bits.
 
@@ -91,7 +91,7 @@ def paged_attention(
     context_lens: torch.Tensor,  # [S] int32
     *,
     scale: float,
-    out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
+    out: torch.Tensor,  # [T, Hq, Dv], last two dimensions contiguous
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
@@ -101,15 +101,16 @@ def paged_attention(
 ) -> None:
     """Causal attention over a paged KV cache on the CPU; reference: ``reference.paged_attention``.
 
-    float32 or bfloat16, over a pool of the same or of float8 e4m3fn, float32 accumulation. A row's
-    bits depend on its own context alone. float8 keys are stored as ``[width][size]`` in a block.
+    Queries are float32 or bfloat16. The pool has the same dtype or float8 e4m3fn. Accumulation is
+    float32. A row's bits depend only on its own context. float8 keys are stored as
+    ``[width][size]`` in a block.
 
     Args:
-        order: the sequences, such that those with a common prefix are adjacent.
+        order: order of the sequences, with sequences that share a prefix adjacent.
         shared_lens: leading tokens that each sequence of ``order`` shares with the previous one, in
-            the same blocks and before the query tokens of both. They are read once for many rows,
-            which does not change the result.
-        kernel: from ``kernel_of``; None: the fastest.
+            the same blocks and before the query tokens of both. They are read once for many rows.
+            This does not change the result.
+        kernel: result of ``kernel_of``; None: the fastest.
     """
     library = load()
     assert library is not None
@@ -150,7 +151,7 @@ def attention_args(
     shared_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
-    """Return the arguments of the C function for these arguments of ``paged_attention``."""
+    """Return the C function's arguments for the arguments of ``paged_attention``."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),

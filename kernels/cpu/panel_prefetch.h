@@ -1,19 +1,20 @@
-/* Prefetches the next panel of a packed weight, one share each time a tile computes a part. */
+/* Prefetches the next panel of a packed weight, a share of it each time a tile computes a part. */
 
 #ifndef BATCHINFER_PANEL_PREFETCH_H
 #define BATCHINFER_PANEL_PREFETCH_H
 
 #include "simd.h"
 
-#define LINE 64 /* bytes of a cache line */
+#define LINE 64 /* size of a cache line, in bytes */
 
 typedef struct {
     const char *at, *end;
-    int lines; /* of a share */
+    int lines; /* lines of a share */
 } ahead;
 
-/* The panel after the one of `bytes` bytes at `panel`, in `times` shares; nothing after the last.
-   */
+/* Returns the panel after the panel at `panel`, to prefetch in `times` shares. Each panel has
+   `bytes` bytes. After the last panel, there is nothing to prefetch.
+*/
 INLINE ahead ahead_of(const void *panel, int64_t bytes, int is_last, int64_t times) {
     const char *after = (const char *)panel + bytes;
     return (ahead){after, is_last ? after : after + bytes,

@@ -1,7 +1,7 @@
 """Row-wise operations of a decoder layer in C, called through ctypes.
 
-Tensors are float32 or bfloat16; arithmetic is in float32, rounded once. ``reference`` has reference
-implementations with the same names.
+Tensors are float32 or bfloat16. Arithmetic is in float32, and results are rounded once.
+``reference`` has reference implementations with the same names.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rms_norm(
 def rms_norm_args(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
 ) -> RMSNormArgs:
-    """Return the arguments of the C function for these arguments of ``rms_norm``."""
+    """Return the C function's arguments for the arguments of ``rms_norm``."""
     return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
@@ -91,12 +91,12 @@ def silu_mul(
     *,
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
-    """Compute ``out = silu(gate) * up`` for rows that hold gate, then up."""
+    """Compute ``out = silu(gate) * up``. Rows consist of gate, then up."""
     _function("silu_mul", gate_up.dtype)(ctypes.byref(silu_mul_args(gate_up, out=out)))
 
 
 def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
-    """Return the arguments of the C function for these arguments of ``silu_mul``."""
+    """Return the C function's arguments for the arguments of ``silu_mul``."""
     return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
@@ -111,7 +111,8 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """Compute each row's maximum, its log-probability and its index; NaN if the row holds NaN."""
+    """Compute each row's maximum, its log-probability and index. They are NaN if the row has a
+    NaN."""
     arguments = _RowStatsArgs(
         *(tensor.data_ptr() for tensor in (logits, maximum, max_logprob, argmax)),
         *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
@@ -174,7 +175,7 @@ def rotary_write_args(
     eps: float,
     offset: float,
 ) -> RotaryWriteArgs:
-    """Return the arguments of the C function for these arguments of ``rotary_write``."""
+    """Return the C function's arguments for the arguments of ``rotary_write``."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
     return RotaryWriteArgs(

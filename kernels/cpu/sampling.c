@@ -1,6 +1,6 @@
 /* Draws tokens from rows of logits.
 
-   Probabilities are integers in units of 2^-40 of the most likely token's, as in
+   Probabilities are integers in units of 2^-40 of the most likely token's probability, as in
    worker/sampling/on_cpu.py, so that sums do not depend on their order, and a row's tokens do not
    depend on other rows. */
 
@@ -9,12 +9,12 @@
 #include "arguments.h"
 #include "element_types.h"
 
-#define GROUP 16 /* adjacent logits whose maximum is checked first */
+#define GROUP 16 /* logits of a group, whose maximum is checked first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
 #define RANDOM_BITS 24                 /* philox.RANDOM_BITS */
 #define FIRST_CANDIDATES 256
 
-/* An unsigned integer in the same order as the float; -0 counts as 0. */
+/* Returns an unsigned integer in the same order as the float; -0 counts as 0. */
 static inline uint32_t ascending(float x) {
     uint32_t bits;
     x += 0.0f;
@@ -23,7 +23,7 @@ static inline uint32_t ascending(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* The most likely token has the smallest key; ties are broken by id. */
+/* Returns a token's key. The most likely token has the smallest key; ties are broken by id. */
 static inline uint64_t key_of(float x, uint32_t id) {
     return (uint64_t)~ascending(x) << 32 | id;
 }
@@ -33,7 +33,7 @@ static int by_key(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The k-th largest value, counting from 0 (Hoare 1961, FIND); reorders `values`. */
+/* Returns the k-th largest value, counting from 0 (Hoare 1961, FIND). Reorders `values`. */
 static float kth_largest(float *values, int64_t count, int64_t k) {
     int64_t low = 0, high = count - 1;
     while (low < high) {
@@ -57,13 +57,13 @@ static float kth_largest(float *values, int64_t count, int64_t k) {
 
 typedef struct {
     float *maxima;    /* [vocab / GROUP + 1] */
-    float *sorted;    /* a copy to reorder */
+    float *sorted;    /* a copy of the maxima, to be reordered */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
     float *row;       /* [vocab], for bfloat16 */
 } scratch;
 
-/* The largest of `count` adjacent logits; none is NaN. */
+/* Returns the largest of `count` adjacent logits, none of which is NaN. */
 static inline float largest_of(const float *x, int64_t count) {
     float tops[GROUP / 4];
     for (int j = 0; j < GROUP / 4; j++) tops[j] = -INFINITY;
@@ -77,9 +77,8 @@ static inline float largest_of(const float *x, int64_t count) {
     return tops[0];
 }
 
-/* Finds the keys of the `size` most likely tokens, in order. At least `size` groups have a maximum
-   of at least the `size`th largest maximum, so only tokens of these groups that reach it are
-   sorted. */
+/* Finds the keys of the `size` most likely tokens, in order. At least `size` tokens reach the
+   `size`-th largest maximum of a group. Only tokens that reach it are sorted. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;
@@ -117,7 +116,7 @@ static inline int64_t target(int64_t total, int64_t bits) {
 static int64_t weigh_all(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const float temperature = a->temperature[d], min_p = a->min_p[d];
-    const int64_t vocab = a->vocab; /* a store might change a->vocab, which prevents vectorizing */
+    const int64_t vocab = a->vocab; /* stores might alias a->vocab, so copy it to vectorize */
     int64_t *weights = s->weights, total = 0;
     for (int64_t i = 0; i < vocab; i++) {
         weights[i] = weight(x[i], top, temperature, min_p);
@@ -181,7 +180,7 @@ static void draw_from_kept(
     }
 }
 
-/* A row of logits; bfloat16 is converted into the scratch memory. */
+/* Returns a row of logits as floats. bfloat16 is converted into the scratch memory. */
 static const float *row_of(const draw_args *a, int64_t d, const scratch *s) {
     const int64_t start = a->rows[d] * a->row_stride;
     if (!a->is_bf16) return (const float *)a->logits + start;

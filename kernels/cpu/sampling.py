@@ -32,10 +32,10 @@ def draw_bytes(vocab: int) -> int:
 
 def draw(
     logits: torch.Tensor,  # [R, V] float32 or bfloat16, last dimension contiguous
-    maximum: torch.Tensor,  # [R] float32, the largest of each row
+    maximum: torch.Tensor,  # [R] float32, maximum of each row
     *,
     rows: torch.Tensor,  # [D] int64, row of logits of each distribution
-    temperature: torch.Tensor,  # [D] float32, over 0
+    temperature: torch.Tensor,  # [D] float32, above 0
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
     top_k: torch.Tensor,  # [D] int32, 0 = all

@@ -43,7 +43,7 @@
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
 
-/* CASE(1) to CASE(TILE_ROWS). */
+/* Expands to CASE(1) to CASE(TILE_ROWS). */
 #if TILE_ROWS == 14
 #define EACH_COUNT_OF_ROWS(CASE)                                                        \
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) \
@@ -69,7 +69,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
 
-/* a b + c, rounded once if the processor can; never reordered. */
+/* Returns a b + c, rounded once if the processor can do this. Never reordered. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -85,7 +85,7 @@ INLINE vec fma_vec(vec a, vec b, vec c) {
 #endif
 }
 
-/* c + a0 b0 + a1 b1 of 16-bit pairs, rounded as the processor's instruction does. */
+/* Returns c + a0 b0 + a1 b1 for pairs of 16 bits, rounded as by the processor's instruction. */
 #if HAS_PAIRS
 INLINE vec fma_pairs(vec a, vec b, vec c) {
 #if defined(__AVX512BF16__)
@@ -110,7 +110,7 @@ INLINE void store_rounded(uint16_t *to, vec x) {
 #endif
 }
 
-INLINE vec all_lanes(const float *from) { /* of any 32 bits */
+INLINE vec all_lanes(const float *from) { /* any 32 bits */
 #if defined(__AVX512F__)
     return (vec)_mm512_set1_ps(*from);
 #else
@@ -128,13 +128,13 @@ INLINE vec all_lanes_of_four(const void *from) { /* four bytes to each lane; may
 #endif
 }
 
-/* The first or second of each pair of bfloat16, as a float. */
+/* Returns the first or second element of each pair of bfloat16 as a float. */
 INLINE vec widened(const int second, vec pairs) {
     return (vec)(second ? (words)pairs & 0xffff0000u : (words)pairs << 16);
 }
 
-/* float8 e4m3fn to floats, exactly: sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no
-   infinity, one NaN. Below 2^-6 the numbers are 2^-9 apart. */
+/* Converts float8 e4m3fn to floats, exactly. Format: sign, 4 bits of exponent with a bias of 7, 3
+   bits of mantissa; no infinity, one NaN. Below 2^-6, the numbers are 2^-9 apart. */
 INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     for (int at = 0; at < count; at += LANES) {
         const int here = count - at < LANES ? count - at : LANES;
@@ -158,8 +158,8 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
     }
 }
 
-/* LANES float8 e4m3fn, except NaN, as floats in units of E4M3_UNIT: the F16C form reads their bits
-   as 16-bit floats, whose exponent has another bias. */
+/* Returns LANES float8 e4m3fn, except NaN, as floats in units of E4M3_UNIT. The F16C form reads
+   their bits as 16-bit floats, whose exponent has another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
 INLINE vec e4m3_lanes(const uint8_t *from) { /* clears the second copy of the sign */

@@ -8,7 +8,7 @@
 
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 4
-#if LANES == 16 || defined(__aarch64__) /* 32 registers, not 16 */
+#if LANES == 16 || defined(__aarch64__) /* these processors have 32 registers instead of 16 */
 #define MOST_SUMS (BLOCK_ROWS * BLOCK_VECTORS)
 #else
 /* With fewer, the sums of 3 rows wait for each other; with more, some are spilled in the loop. */
@@ -37,7 +37,7 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-/* The same for as many columns at a time as registers can hold. */
+/* Like multiply_block, for any number of columns: as many at a time as registers can hold. */
 INLINE void multiply_rows(
     const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -47,7 +47,7 @@ INLINE void multiply_rows(
                        c_stride, adds);
 }
 
-/* The same for any number of rows. */
+/* Like multiply_rows, for any number of rows. */
 INLINE void multiply_columns(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
@@ -66,7 +66,7 @@ INLINE void multiply_columns(
 #undef ROWS_AT_ONCE
 }
 
-/* The same for adjacent columns. */
+/* Like multiply_columns, for adjacent columns. */
 INLINE void multiply_adjacent(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *b, int b_stride, float *c, int c_stride, int adds) {
@@ -96,8 +96,8 @@ static __attribute__((noinline)) void multiply(
 }
 
 #if HAS_PAIRS
-/* The same over `depth` pairs of 16-bit elements, a[rows][depth] and b[depth][columns]; columns are
-   whole vectors. */
+/* Like multiply, over `depth` pairs of 16-bit elements, a[rows][depth] and b[depth][columns];
+   columns are whole vectors. */
 static __attribute__((noinline)) void multiply_pairs(
     int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
     float *c, int c_stride, int adds) {

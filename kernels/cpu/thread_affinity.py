@@ -21,7 +21,7 @@ class TeamCores:
 
     def __init__(self, cores: Sequence[Set[int]]) -> None:
         self._count = len(cores)
-        self._bytes = 8 * (max(map(max, cores)) // 64 + 1)  # a kernel's words
+        self._bytes = 8 * (max(map(max, cores)) // 64 + 1)  # the kernel reads whole words
         numbers = (sum(1 << core for core in of_thread) for of_thread in cores)
         self._masks = b"".join(number.to_bytes(self._bytes, "little") for number in numbers)
         self._version = next(_VERSIONS)
