@@ -87,7 +87,7 @@ def build_engine(
         )
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)
-    # Before the tokenizer, so that a wrong model or job is refused at once.
+    # Check the model before the tokenizer, so that a wrong model or job is refused at once.
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
     pretrained = load_config(folder, model.runner)
     if check_vocab_size is not None:

@@ -15,7 +15,8 @@ def make_tokenizer(model: ModelConfig) -> Tokenizer:
     """
     parts = load_tokenizer(
         model.tokenizer or model.name,
-        revision=None if model.tokenizer else model.revision,  # it belongs to one repository
+        # ``model.revision`` is only for the model's repository.
+        revision=None if model.tokenizer else model.revision,
         key="model.tokenizer" if model.tokenizer else "model.name",
     )
     backend = parts.backend

@@ -28,7 +28,7 @@ def run_program(app: Callable[..., object]) -> None:
     """Run the command that the arguments name, and exit with its code."""
     leave_as_asked()
     code, complaint = _outcome(app)
-    ignore_signals()  # the exit code is settled
+    ignore_signals()  # a signal must not change the exit code anymore
     shown = "\n".join(complaint.splitlines()[:MAX_MESSAGE_LINES])
     if _json_programs:
         _json_programs[-1].end(int(code or 0), shown)
@@ -98,7 +98,7 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
                 "a bug in batchinfer ended the command; please report it with "
                 f"{write_crash_log(error)}"
             )
-        except OSError:  # the crash log cannot be written
+        except OSError:  # the crash log could not be written
             return ExitCode.BUG, "".join(traceback.format_exception(error))
     return ExitCode.OK, ""
 

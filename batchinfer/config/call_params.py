@@ -124,7 +124,7 @@ class _CallParams(sampling.SamplingParams):
 
     def _check_min_tokens(self) -> None:
         if self.max_tokens is None and self.min_tokens >= 0:
-            return  # whether there is room depends on the prompt
+            return  # without max_tokens, the limit depends on the prompt's length
         super()._check_min_tokens()
 
     def _check_logprobs(self) -> None:
@@ -150,7 +150,7 @@ class _CallParams(sampling.SamplingParams):
             if getattr(self, meant) is not None or meant in changes:
                 raise ValueError(f"{name} and {meant} mean the same; keep one")
             changes |= {meant: value, name: None}
-        if changes.get("max_reasoning_tokens") == -1:  # no limit
+        if changes.get("max_reasoning_tokens") == -1:  # -1 means no limit
             changes["max_reasoning_tokens"] = None
         structure = changes.get("structured_outputs", self.structured_outputs)
         if isinstance(structure, StructuredOutputsParams):

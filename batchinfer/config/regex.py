@@ -56,7 +56,8 @@ def with_ascii_classes(pattern: str) -> str:
             negated = pattern.startswith("^", at + 1)
             taken = "[^" if negated else "["
             positive.append((not positive or positive[-1]) != negated)
-            if pattern.startswith("]", at + len(taken)):  # a leading one is a character
+            # A "]" at the start is an ordinary character.
+            if pattern.startswith("]", at + len(taken)):
                 taken += "]"
             out.append(taken)
         else:

@@ -37,12 +37,12 @@ def _in_own_words() -> Iterator[None]:
         yield
     except Exception as caught:
         error: Any = caught
-        # By attributes, because Typer may bring its own copy of Click.
+        # Check attributes instead of types: Typer may bring its own copy of Click's error types.
         option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-        if option is not None and near:  # NoSuchOption
+        if option is not None and near:  # a NoSuchOption error
             error.message = f"No such option '{option}'. Did you mean '{near[0]}'?"
             error.possibilities = None
-        elif getattr(error, "param", None) is not None:  # BadParameter
+        elif getattr(error, "param", None) is not None:  # a BadParameter error
             for theirs, own in _WORDINGS:
                 error.message = theirs.sub(own, error.message)
         raise

@@ -171,7 +171,7 @@ class Meter:
     def _rows_read(self) -> float:
         """Rows by their computed tokens: an encoder takes long rows first."""
         counts = self.counts
-        other = self.rows_finished - counts.ended  # refused, copied
+        other = self.rows_finished - counts.ended  # rows that were refused or copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)
 
     @property

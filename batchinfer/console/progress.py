@@ -65,7 +65,7 @@ class MeteredProgress(Progress):
         self.meter = meter
         self._warn = warn
         self._clock = clock
-        self._lock = Lock()  # one thread counts steps, another copies rows
+        self._lock = Lock()  # one thread counts steps, another counts copied rows
         self._closed = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._note_step()
@@ -148,7 +148,7 @@ class Bar(MeteredProgress):
         now = time.monotonic()
         if now - self._drawn_s >= _DRAW_EVERY_S:
             self._drawn_s = now
-            if self._line is None:  # created late, because a phase may use the line until now
+            if self._line is None:  # created only now, because a phase may have used the line
                 self._line = TerminalLine()
             self._line.show(bar_line(self.meter, columns()))
 
@@ -204,7 +204,7 @@ def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
 
 def _facts(meter: Meter) -> Iterator[str]:
     yield meter.rows_line
-    yield "finished"  # the bar's share counts work on running rows as well
+    yield "finished"  # the bar also counts work on running rows
     if meter.failed:
         yield styled(f"{meter.failed:,} failed", "bad")
     if meter.eta_s is not None:

@@ -86,7 +86,7 @@ def draws_tables(stream: TextIO | None) -> bool:
     try:
         is_terminal = stream is not None and stream.isatty()
         encoding = getattr(stream, "encoding", None) or ""
-    except ValueError:  # it is closed
+    except ValueError:  # the stream is closed
         return False
     return is_terminal and os.environ.get("TERM") != "dumb" and "utf" in encoding.lower()
 
@@ -104,6 +104,6 @@ def _value(fact: SummaryLine) -> Text:
     if fact.share is None:
         return Text.assemble(value)
     full = math.floor(_BAR_CELLS * min(max(fact.share, 0.0), 1.0))
-    # The lighter line keeps the parts distinct without colors.
+    # The lighter line distinguishes the two parts without colors.
     bar = ("━" * full, "cyan"), ("─" * (_BAR_CELLS - full), "dim")
     return Text.assemble(*bar, " ", value)

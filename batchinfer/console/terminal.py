@@ -23,7 +23,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
     stream = getattr(sys, name)
     try:
         if stream is not None and stream.isatty():
-            tqdm.write(text, file=stream)  # above the line that is rewritten
+            tqdm.write(text, file=stream)  # prints above the progress line
         else:
             print(text, file=stream, flush=True)
     except (OSError, ValueError):

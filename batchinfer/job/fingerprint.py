@@ -23,7 +23,7 @@ MAJOR_VERSION = 0
 
 _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "task": None,
-    # ``model_facts`` covers name, revision and tokenizer by their content.
+    # ``model_facts`` has hashes of the files that name, revision and tokenizer refer to.
     "model": (
         *("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
         "served_model_name",
@@ -83,7 +83,7 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    # Only jobs of a newer task have its section, so that fingerprints of other jobs stay valid.
+    # A newer task's section is only in its own jobs, so that other jobs' fingerprints stay valid.
     task_section = {spec.task_spec.section: None} if spec.task_spec.section else {}
     for section, keys in {**_KEYS, **task_section}.items():
         value = everything[section]
@@ -97,7 +97,8 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     held = dict(model_facts)
     engine = facts["engine"]
     engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])
-    facts["model"]["adapters"] = held.pop("adapters", {})  # their content, not their paths
+    # Hashes of the adapters' content instead of their paths.
+    facts["model"]["adapters"] = held.pop("adapters", {})
     facts["model_facts"] = held
     return facts
 
@@ -159,7 +160,8 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         if name != COMMIT or COMMIT in known
     }
     section = dict(_mapping(facts.get("model")))
-    if COMMIT in model and COMMIT in known:  # the job may pin a branch to its old commit
+    # Equal commits are enough: a job may replace a branch by its commit.
+    if COMMIT in model and COMMIT in known:
         section.pop("revision", None)
         compared.pop("revision", None)
     return {**facts, "model": section, "model_facts": {**model_facts, "model": compared}}

@@ -156,7 +156,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         return None
     began = time.perf_counter()
     log: list[str] = []
-    processes = TextProcesses()  # they start while the model is loaded
+    processes = TextProcesses()  # processes start while the model is loaded
     try:
         context = build(
             job.spec.model.config(TASKS[job.spec.task].runner(job.spec)),

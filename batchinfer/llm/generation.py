@@ -324,7 +324,7 @@ def _read_generation_config(folder: str, revision: str | None) -> dict[str, Any]
 
     try:
         config = GenerationConfig.from_pretrained(folder, revision=revision)
-    except OSError:  # there is no such file
+    except OSError:  # the file does not exist
         return {}
     found: dict[str, Any] = config.to_diff_dict()
     return found

@@ -173,7 +173,7 @@ class LLM(GenerationCalls, PoolingCalls):
             raise NotYetError(f"LLM(quantization={quantization!r})")
         self._chat_template = template_text(chat_template)
         self._has_tokenizer = not skip_tokenizer_init
-        self._processes = TextProcesses()  # they start while the model is loaded
+        self._processes = TextProcesses()  # processes start while the model is loaded
         self._context = build_engine(
             self._model,
             engine,

@@ -56,7 +56,7 @@ class EngineView:
         self.vllm_config = SimpleNamespace(
             model_config=self.model_config,
             cache_config=self.cache_config,
-            scheduler_config=engine,  # the names are the same
+            scheduler_config=engine,  # attributes have the same names
         )
 
     def get_model_config(self) -> ModelView:

@@ -260,7 +260,7 @@ def _activation(
 def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, ...]:
     names = values.get("id2label")
     if not isinstance(names, Mapping):
-        return tuple(f"LABEL_{at}" for at in range(count))  # as transformers names them
+        return tuple(f"LABEL_{at}" for at in range(count))  # the same names as in transformers
     ids = [str(at) for at in range(count)]
     if set(names) != set(ids):
         raise ModelError(
@@ -306,7 +306,7 @@ def _of_tokens(
     if stored is None:
         raise ModelError(f"{folder}: the weight files have no output head and no embeddings")
     is_head = stored.name.endswith(("lm_head.weight", "embed_out.weight"))
-    if not is_head:  # the embeddings are the head, unless the model has a quantized one
+    if not is_head:  # the embeddings are the head, unless there is a quantized head
         for one in tensors_of(folder):
             if re.search(r"(^|\.)(lm_head|embed_out)\.", one.name) and not one.name.endswith(
                 ".bias"
@@ -320,7 +320,7 @@ def _of_tokens(
     known = [place for place in places if place is not None]
     weight, bias = stored.read(known), find_tensor(folder, "lm_head.bias", "embed_out.bias")
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read(known)
-    is_one = config.has_pairs or config.tokens is None  # a reranker
+    is_one = config.has_pairs or config.tokens is None  # true for a reranker
     if is_one:
         weight, offset = (rows[-1:] - rows[:-1].sum(0, keepdims=True) for rows in (weight, offset))
     names = [str(token) for token in (tokens[-1:] if is_one else tokens)]

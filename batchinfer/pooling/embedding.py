@@ -103,7 +103,8 @@ class Embedder:
         values = values[: self.config.dimensions]
         if self.config.normalize:
             length = float(np.linalg.norm(values.astype(np.float64)))
-            values = values / np.float32(max(length, 1e-12))  # as torch.nn.functional.normalize
+            # The same as torch.nn.functional.normalize.
+            values = values / np.float32(max(length, 1e-12))
         return values.astype(self.config.dtype)
 
 
@@ -242,7 +243,8 @@ def _dense(path: Path, width: int) -> Dense:
     try:
         tensors = load_file(weights)
         weight = tensors["linear.weight"].astype(np.float32)
-    except Exception as error:  # from several libraries, and for dtypes that numpy does not have
+    # Several libraries raise errors, for example for dtypes that numpy lacks.
+    except Exception as error:
         raise ModelError(f"{weights} cannot be read: {one_line(error)}") from error
     if weight.ndim != 2 or weight.shape[1] != width:
         shape = " x ".join(map(str, weight.shape))

@@ -68,7 +68,7 @@ def relu(values: Float32) -> Float32:
 
 def sigmoid(values: Float32) -> Float32:
     """Return the logistic function of ``values``, float32 [H]."""
-    tanh = np.tanh(values.astype(np.float64) / 2)  # without the overflow of exp
+    tanh = np.tanh(values.astype(np.float64) / 2)  # unlike exp, does not overflow
     return ((1 + tanh) / 2).astype(np.float32)
 
 

@@ -23,7 +23,7 @@ Float32 = npt.NDArray[np.float32]
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100 << 20  # the format's own limit
+_MAX_HEADER = 100 << 20  # limit of the safetensors format
 
 
 def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -106,7 +106,7 @@ class StoredTensor:
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.path} cannot be read: {one_line(error)}") from error
         found = np.array(whole if rows is None else whole[list(rows)])
-        if self.dtype == "BF16":  # the upper half of a float32
+        if self.dtype == "BF16":  # a bfloat16 is the upper half of a float32
             return (found.astype(np.uint32) << 16).view(np.float32)
         return found.astype(np.float32)
 

@@ -48,7 +48,7 @@ def cpu_limits(root: str = "/") -> CpuLimits:
         root: folder with ``proc`` and ``sys``.
     """
     machine = os.cpu_count() or 1
-    # The affinity of a bound thread is its own core, not where the process may run.
+    # A bound thread's affinity is only its own core, not all cores of the process.
     has_affinity = hasattr(os, "sched_getaffinity") and not openmp_binds()
     affinity = len(os.sched_getaffinity(0)) if has_affinity else machine
     return CpuLimits(machine, affinity, cgroup_quota(root))
@@ -84,7 +84,7 @@ def cgroup_quota(root: str = "/") -> float | None:
             points = [f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"]
             files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         parts = group.strip("/").split("/")
-        if ".." in parts:  # outside the namespace: only the mount point can be seen
+        if ".." in parts:  # the group is outside the namespace, so only the mount point is visible
             parts = []
         ends = range(len(parts) + 1)
         for begin, end, point in product(ends, ends, points):
@@ -96,7 +96,7 @@ def cgroup_quota(root: str = "/") -> float | None:
 def _quota(text: str) -> list[float]:
     fields = text.split()
     if len(fields) != 2 or not all(re.fullmatch("[0-9]{1,18}", field) for field in fields):
-        return []  # "max", -1, or not written by a kernel
+        return []  # "max", -1, or a file that is not from a kernel
     quota, period = map(int, fields)
     return [quota / period] if quota and period else []
 

@@ -35,7 +35,7 @@ def _stopped() -> bytes:
     message = b"stopped; run the same command again\n"
     if not os.isatty(_STDERR):
         return message
-    # The line may contain a progress message, and the terminal's own ^C.
+    # The line may contain a progress message and the terminal's ^C.
     return (b"\n" if os.environ.get("TERM") == "dumb" else b"\r\x1b[K") + message
 
 
@@ -60,10 +60,10 @@ def leaves_at_once() -> Iterator[None]:
 
 
 def _end_at_once(codes: list[int]) -> None:
-    if not codes:  # Python shows an error
+    if not codes:  # Python already shows an error
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # missing, full or closed
+        with suppress(AttributeError, OSError, ValueError):  # the stream is missing, full or closed
             stream.flush()
     os._exit(codes[0])
 
@@ -124,7 +124,8 @@ class SignalledEvent(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set:
             with suppress(Empty):
-                self._woken.put(self._woken.get(timeout=timeout))  # for other threads that wait
+                # Put back for other waiting threads.
+                self._woken.put(self._woken.get(timeout=timeout))
         return self._is_set
 
 
@@ -186,7 +187,7 @@ def gc_paused() -> Iterator[None]:
         if was_on:
             if not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # into the oldest generation
+                gc.unfreeze()  # moves objects into the oldest generation
             gc.enable()
 
 

@@ -286,7 +286,7 @@ def sharing_caption(data: ReportData) -> str:
     if not data.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
     caption = f"{percent(data.prefix_hit_rate)} of the prompt tokens were found in the pool"
-    if data.planned_rate > data.prefix_hit_rate:  # otherwise all of them were found
+    if data.planned_rate > data.prefix_hit_rate:  # otherwise, all planned prefixes were found
         caption += f"; rows have {percent(data.planned_rate)} of the tokens in common"
     if equal := data.lengths.sums["deduplicated"]:
         caption += f". {counted(equal, 'row')} copied the answers of equal rows"

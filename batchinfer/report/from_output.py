@@ -25,7 +25,7 @@ from batchinfer.report.stored_stats import FinishedRows, read_lengths, read_time
 from batchinfer.report.units import moment
 
 _MOST_FILES = 12
-_MAX_ERROR_RATE = 0.01  # if no run has recorded its job
+_MAX_ERROR_RATE = 0.01  # used if no run has recorded its job
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:
@@ -132,7 +132,7 @@ def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any
     files = {file.path: f"{file.num_rows:,} rows" for file in plan.inputs[:_MOST_FILES]}
     if len(plan.inputs) > _MOST_FILES:
         files["and"] = f"{len(plan.inputs) - _MOST_FILES:,} more files"
-    sections.pop("model_facts", None)  # hashes
+    sections.pop("model_facts", None)  # only hashes
     shown: dict[str, dict[str, Any]] = without_secrets(
         {"job": plain, **sections, "input files": files}
     )

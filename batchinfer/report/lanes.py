@@ -100,7 +100,7 @@ def _draw(
     middles, slice_s = (timeline.edges_s[1:] + timeline.edges_s[:-1]) / 2, timeline.span_s / POINTS
     began = timeline.began_s.get(run.run_id, 0.0)
     is_up = (middles >= began) & (middles < began + run.engine_s)
-    if not is_up.any():  # shorter than a slice
+    if not is_up.any():  # the run was shorter than a slice
         is_up[min(int(began / slice_s), POINTS - 1)] = True
     last = int(np.flatnonzero(is_up)[-1])
     states[(middles >= began - run.load_s) & (middles < began)] = _LOADS

@@ -8,7 +8,7 @@ from typing import Any
 
 _MOST_MARKS = 3
 """Limit of combining marks on one character. More marks would cover the lines above and below."""
-_KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need the joiners
+_KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need these joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*)\?[^\s\"'<>]*")

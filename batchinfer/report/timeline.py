@@ -128,7 +128,7 @@ class Timeline:
     def _spread(self, times: Float, amounts: Float) -> Float:
         """Return amounts in each slice of time, where they accrue evenly between ``times``."""
         so_far = np.concatenate([[0.0], np.cumsum(amounts)])
-        # If two steps end at the same time, the second one's amount counts in the step before.
+        # If two steps end at the same time, the second step's amount counts in the first step.
         at_edges = np.interp(self.edges_s, times, so_far)
         at_edges[0], at_edges[-1] = 0.0, so_far[-1]
         return np.diff(at_edges)

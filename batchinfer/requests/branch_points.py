@@ -38,7 +38,7 @@ def plan_branch_points(
     rows = [(turn[row], lengths[row]) for row in order]
     points: dict[int, list[tuple[int, int]]] = {}
     nodes = _inner_nodes(rows, with_next)
-    for node in reversed(nodes):  # parents first
+    for node in reversed(nodes):  # parents before children
         above = node.parent.kept if node.parent else None
         is_kept = node.depth - (above.depth if above else 0) >= MIN_GAIN
         node.kept = node if is_kept else above
@@ -52,11 +52,11 @@ def plan_branch_points(
 
 def with_branch_points(requests: Sequence[Request]) -> list[Request]:
     """Requests that run in this order, with the branch points of their prompts."""
-    # A request shares no more than the tokens before the first whose logits are needed.
+    # A request shares only tokens before the first token whose logits are needed.
     prompts = [request.prompt_token_ids[: request.logits_from + 1] for request in requests]
     keys = [token_key([one.adapter, *ids]) for one, ids in zip(requests, prompts, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    # Keys begin with the adapter; prompts of different adapters share nothing.
+    # Keys begin with the adapter, so prompts of different adapters share nothing.
     common = [max(common_tokens(keys[a], keys[b]) - 1, 0) for a, b in pairwise(order)]
     lengths = [len(ids) for ids in prompts]
     points = plan_branch_points(order, [*common, 0][: len(order)], range(len(order)), lengths)

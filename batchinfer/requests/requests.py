@@ -140,7 +140,7 @@ class RequestMaker:
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
         self._reasoning = reasoning
-        # Cached, because a job usually has the same bad words for all rows.
+        # Cached, because usually all rows of a job have the same bad words.
         self._bad_words = lru_cache(maxsize=1024)(
             partial(bad_words_token_ids, tokenizer, vocab_size=vocab_size)
         )

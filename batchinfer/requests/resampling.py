@@ -116,7 +116,7 @@ class Resampling:
             return _Goal(self._accept.wanted(params.n), self._accept.max_tries, validator)
         if validator is None:
             return None
-        # Every try of a greedy sample gives the same text.
+        # All tries of a greedy sample give the same text.
         tries = 1 if params.temperature == 0 else CHECKED_TRIES
         return _Goal(params.n, min(tries * params.n, MAX_SAMPLES), validator)
 
@@ -125,7 +125,7 @@ class Resampling:
     ) -> Request:
         assert row.sampling is not None
         params = replace(row.sampling.params, n=min(count, goal.max_tries - tried))
-        if number:  # the first request returns them
+        if number:  # only the first request returns the prompt's log-probabilities
             params = replace(params, prompt_logprobs=None)
         sampling = replace(row.sampling, params=params)
         request = self._requests.make(replace(row, sampling=sampling))

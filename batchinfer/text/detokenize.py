@@ -12,7 +12,7 @@ from batchinfer.text.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are not UTF-8, or not yet."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_LONG_WINDOW = 64  # tokens; only long runs of bytes that are not UTF-8 reach it
+_LONG_WINDOW = 64  # tokens; only long runs of invalid UTF-8 reach this length
 MAX_CHAR_TOKENS = 4
 """Most tokens of a character, which has at most four bytes in UTF-8."""
 
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
         if not self.tail:
             return ""
         if self._tokenizer.has_byte_fallback:
-            # A run of byte tokens is decoded as a whole: one bad byte spoils all of it.
+            # A run of byte tokens is decoded as a whole, so a bad byte makes the whole run invalid.
             last = self._tokenizer.token(self._window[-1]) or ""
             return "" if _BYTE_TOKEN.fullmatch(last) else self._move_to(len(self._window))
         if not self.tail.endswith(REPLACEMENT):
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         the tail)."""
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
-        if prefix_chars == 0:  # a stripped space at the start does not show where it ends
+        if prefix_chars == 0:  # a stripped space at the start hides the prefix's end
             return ""
         del self._window[: self._prefix_tokens]
         self._prefix_tokens = end - self._prefix_tokens
@@ -104,8 +104,8 @@ class StopStringChecker:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._overlap = max(map(len, self._stop)) - 1
-        self._before = ""  # the settled text's end, where a match can still begin
-        self._before_start = 0  # its position in the text
+        self._before = ""  # the end of the settled text, where a match may still begin
+        self._before_start = 0  # position of ``_before`` in the text
         self._not_before = 0  # matches end after this position
 
     def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
@@ -153,7 +153,8 @@ def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingPa
     token_ids, match = sample.token_ids, sample.stop_match
     stopped_by_token = sample.finish_reason == "stop" and match is None
     if stopped_by_token and not params.include_stop_str_in_output:
-        token_ids = token_ids[:-1]  # not part of the text, even if it is an ordinary token
+        # The end token is not part of the text, even if it is an ordinary token.
+        token_ids = token_ids[:-1]
     text = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
     return text if match is None else text[: match.text_end]
 
@@ -171,7 +172,8 @@ def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> st
     if REPLACEMENT not in (text[:1], text[-1:]):
         return text
     for start in range(len(before), max(len(before) - MAX_CHAR_TOKENS, 0) - 1, -1):
-        # As few as possible: one bad byte spoils a whole run of byte tokens.
+        # Use as few tokens as possible, because a bad byte makes a whole run of byte tokens
+        # invalid.
         context = list(before[start:])
         text = tokenizer.decode([*context, token_id], skip_special_tokens=False)
         if not text.startswith(REPLACEMENT):

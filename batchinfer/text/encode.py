@@ -108,9 +108,9 @@ def each_apart_if_needed(
         return []
     try:
         return encode(group)
-    except MemoryError:  # not the text's fault
+    except MemoryError:  # not an error in the text
         raise
-    # The backend raises plain Exception, e.g. where a vocabulary has no unknown token.
+    # The backend raises plain Exception, for example if a vocabulary has no unknown token.
     except Exception as error:
         if len(group) == 1:
             return [RowError("unsupported_content", f"the tokenizer refuses the text: {error}")]

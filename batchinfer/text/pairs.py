@@ -128,7 +128,7 @@ class PairBuilder:
 
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# Jinja drops the last line break of a template, so this one ends with an empty expression.
+# Jinja drops a template's last line break. An empty expression at the end keeps it.
 _QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'

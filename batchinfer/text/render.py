@@ -129,7 +129,7 @@ class RowRenderer:
         prompt = self._source.read(values)
         if self._chat is None and isinstance(prompt, str):
             return RenderedText(prompt, True, marks, has_control_text)
-        # Chat templates write BOS themselves: transformers, too, adds no special tokens to them.
+        # Chat templates write BOS themselves, so no special tokens are added, as in transformers.
         return RenderedText(self._as_chat(prompt, values, tools), False, marks, has_control_text)
 
     def _as_chat(

@@ -95,7 +95,7 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
         raise RowError("empty_prompt", f"{where} holds no token ids")
     try:
         ids = np.asarray(value)
-    except ValueError:  # lists of different lengths
+    except ValueError:  # the lists have different lengths
         ids = np.empty(0, dtype=np.object_)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RowError("unsupported_content", f"{where} is not a list of integers")

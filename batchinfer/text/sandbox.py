@@ -100,7 +100,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
         super().__init__(extensions=extensions, **options)
         self.filters["tojson"] = _tojson
-        del self.filters["random"]  # a prompt must be reproducible
+        del self.filters["random"]  # prompts must be reproducible
         del self.globals["lipsum"]
         self.globals["namespace"] = _PlainNamespace
         self.globals["raise_exception"] = _raise_exception

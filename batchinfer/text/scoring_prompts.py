@@ -149,7 +149,7 @@ class ScoringBuilder:
 
     def _finish(self, given: tuple[_Draft, Iterator[TokenIds | RowError]]) -> ScoredPrompt:
         draft, encoded = given
-        results = [next(encoded) for _ in draft.texts]  # all of them, even if one is an error
+        results = [next(encoded) for _ in draft.texts]  # encode all texts, even if one is an error
         ids = []
         for result in results:
             if isinstance(result, RowError):
@@ -201,6 +201,6 @@ class _Draft:
         first, *others = ids
         if self.prefix_token_id is not None and len(first) and first[0] != self.prefix_token_id:
             first = np.concatenate([np.array([self.prefix_token_id], dtype=np.int32), first])
-        # Copies, because nearly all of each text is the prompt.
+        # Copy the ends, because nearly all of each array is the prompt.
         own = tuple(whole[len(first) :].copy() for whole in others)
         return ScoredPrompt(first, self.whole, False, has_control, self.completion_ids or own)

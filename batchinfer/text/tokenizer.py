@@ -209,7 +209,8 @@ class Tokenizer:
                 _as_list(token_ids), skip_special_tokens=skip_special_tokens
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # raised by Rust code; not an Exception
+            # PanicException is raised by Rust code and is not an Exception.
+            if type(error).__name__ != "PanicException":
                 raise
             failed = f"the tokenizer failed to decode the output: {one_line(error)}"
             raise RowError("tokenizer_error", failed) from None

@@ -88,7 +88,8 @@ class Claim:
                 refuse_half_an_update(home)
                 stored = stored_manifest(home)
                 refuse_unexpected_files(home, stored)
-                if not is_begun(self.out):  # chat templates may print the time: rows would differ
+                # Use the stored time, because chat templates may print it.
+                if not is_begun(self.out):
                     manifest = replace(manifest, planned_at=stored.planned_at)
                 if_exists = "resume"
                 takes_over = (home, *other_generations(home, self.out))

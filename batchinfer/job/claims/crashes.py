@@ -89,7 +89,7 @@ class CrashHistory:
             kept_tokens: True if the runs stored tokens of unfinished rows, so that the next run
                 resumes them.
         """
-        if not in_flight:  # the runs died before or after their work
+        if not in_flight:  # the runs died before or after they computed rows
             return replace(self, counted=tuple(runs))
         keeps_going = kept_tokens and self.fruitless < MOST_FRUITLESS
         has_progressed = bool(finished) or keeps_going
@@ -113,7 +113,8 @@ class CrashHistory:
             if not ran:
                 continue
             has_run = True
-            # The tokens of a single row are its own, and it cannot store new ones forever.
+            # All tokens that a group of one row stored are that row's, and a row cannot store new
+            # tokens forever.
             has_tokens = kept_tokens if len(group) == 1 else keeps_going
             if has_tokens or not finished.isdisjoint(group):
                 after = replace(after, died_alone=_without(after.died_alone, group))
@@ -201,7 +202,8 @@ def count_deaths(
         StorageError: a log cannot be read or deleted, or the history cannot be written.
     """
     before = history = stored_history(out)
-    new = [log for log in logs if log.name not in history.counted]  # a count may be interrupted
+    # An earlier count may have been interrupted.
+    new = [log for log in logs if log.name not in history.counted]
     if new:
         logged = np.unique(np.concatenate([NO_ROWS, *(logged_rows(out, log) for log in new)]))
         in_flight = unfinished(logged)

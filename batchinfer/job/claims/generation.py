@@ -56,6 +56,7 @@ def other_generations(out: OutputDir, own: OutputDir) -> list[OutputDir]:
                 out.files.delete(path)
             continue
         with suppress(DataError):
-            stored_manifest(generation)  # a damaged plan hides its rows
+            # Skip a generation if its plan is damaged, because its rows are unknown.
+            stored_manifest(generation)
             generations.append(generation)
     return generations

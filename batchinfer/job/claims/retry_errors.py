@@ -52,7 +52,8 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
             segments.add(table)
         with storage_errors(out.parts, "delete"):
             out.files.delete(out.record(part))
-            out.files.sync(out.parts)  # or the record might come back next to another part file
+            # Otherwise, a crash might restore the record next to a new part.
+            out.files.sync(out.parts)
 
 
 def _parts_with_errors(
@@ -60,7 +61,7 @@ def _parts_with_errors(
 ) -> list[tuple[Part, PartRecord]]:
     failed = []
     for part in plan.parts():
-        with suppress(DataError):  # a damaged part is made again in any case
+        with suppress(DataError):  # damaged parts are made again in any case
             record = out.finished(part, trust)
             if record is not None and record.error_codes:
                 failed.append((part, record))

@@ -284,14 +284,15 @@ class SharedClaim(Claim):
         if start is not None and not start.is_clear:
             if siblings:
                 raise self._refusal("other writers are about to start over in")
-            with storage_errors(self.shared.shards, "delete"):  # its writer has died
+            # The writer that was starting over has died.
+            with storage_errors(self.shared.shards, "delete"):
                 self.shared.files.delete(self.shared.shards)
         agreed = agree_on_plan(self.shared, manifest, "resume")
         if not agreed.starts_over:
             return agreed
         if siblings:
             raise self._refusal("other writers have begun another job in")
-        clear_output(self.shared, agreed)  # at once: no row of it is finished
+        clear_output(self.shared, agreed)  # immediately, because no row is finished
         return replace(agreed, starts_over=False)
 
     def _own_part_of(self, agreed: ResumePlan, *, trusts_records: bool) -> ResumePlan:
@@ -303,7 +304,8 @@ class SharedClaim(Claim):
             return replace(plan, todo=unrecorded(self.shared, parts))
         plan = only_unfinished(self.out, plan)
         for part in plan.todo:
-            if part.name in plan.damaged:  # or a sibling would end the job with it
+            # Otherwise, another worker may end the job with the damaged part.
+            if part.name in plan.damaged:
                 with storage_errors(self.out.parts, "delete"):
                     self.out.files.delete(self.out.record(part))
         return plan

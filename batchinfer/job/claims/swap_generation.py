@@ -158,7 +158,7 @@ def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
     """Replace the partitioned files by the new generation's files, and their record last."""
     files, names = out.files, names_of_files(generation)
     is_ours = files.stat(out.partitioned_record) is not None
-    if names:  # first: from now on all files in the folder are this program's
+    if names:  # written first: from now on, this program owns all files in the folder
         begin(out, ())
     if is_ours:
         files.delete(out.partitioned)

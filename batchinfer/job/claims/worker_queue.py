@@ -83,7 +83,7 @@ class ClaimedParts(PartQueue):
                 taken, others_make = self._deal(living)
             if taken:
                 self._num_rows += _num_rows(taken)
-                # A living writer's name may be that of a dead one, whose tokens can be resumed.
+                # A dead writer's tokens can be resumed even if a living writer has the same name.
                 others = frozenset(writer.name for writer in living) - {self._claims.writer.name}
                 return parts_of_writer(
                     self._out, self._plan, taken, self._generated, history, other_writers=others
@@ -111,7 +111,7 @@ class ClaimedParts(PartQueue):
         taken = free[: claim_size(free, num_workers, self._window_rows)]
         rows_per_s = self._num_rows / (time.monotonic() - self._began)
         speeds = [claims.rows_per_s for claims in others]
-        num_left = _num_rows(free) + _num_rows(held) // 2  # on average, held parts are half made
+        num_left = _num_rows(free) + _num_rows(held) // 2  # on average, half of a held part is done
         if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
             return [], True
         if taken:

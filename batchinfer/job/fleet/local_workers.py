@@ -63,7 +63,7 @@ class LocalWorker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-            start_new_session=True,  # Ctrl-C is for the launcher
+            start_new_session=True,  # only the launcher must receive Ctrl-C
         )
         if cores:
             os.sched_setaffinity(self._process.pid, cores)
@@ -103,7 +103,7 @@ class LocalWorker:
         return lines[-1][:300] if lines else ""
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # the process has ended
+        with suppress(OSError):  # the worker process may have ended
             assert self._process.stdin is not None
             self._process.stdin.write(data)
             self._process.stdin.flush()

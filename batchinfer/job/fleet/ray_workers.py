@@ -46,7 +46,7 @@ def joined(cluster: str) -> Iterator[int]:
         ) from None
     finally:
         for number, handler in handlers.items():
-            with suppress(ValueError):  # not in the main thread
+            with suppress(ValueError):  # raised outside the main thread
                 signal.signal(number, handler)
     try:
         yield int(ray.cluster_resources().get("GPU", 0))

@@ -192,7 +192,7 @@ def _num_gpus(spec: JobSpec) -> int:
     """Return the number of this machine's GPUs that workers may use."""
     if spec.engine.device == "cpu":
         return 0
-    from batchinfer.builders.device import num_gpus  # imports torch
+    from batchinfer.builders.device import num_gpus  # slow, because it imports torch
 
     return num_gpus()
 

@@ -56,11 +56,11 @@ class _Messages:
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # libraries print to stderr, so that stdout holds messages alone
+        os.dup2(2, 1)  # libraries now print to stderr, so stdout has only messages
         self._lock = Lock()
 
     def send(self, **message: Any) -> None:
-        with self._lock, suppress(OSError):  # stdin shows that the launcher has died
+        with self._lock, suppress(OSError):  # if the launcher has died, the reader of stdin notices
             self._file.write(json.dumps(message) + "\n")
             self._file.flush()
 
@@ -152,7 +152,7 @@ class _Builds:
 
     def __call__(self, *args: Any, **keys: Any) -> Any:
         if self._build is None:
-            from batchinfer.builders.engine import build_engine  # imports torch
+            from batchinfer.builders.engine import build_engine  # slow, because it imports torch
 
             self._build = build_engine
         if self._has_built:

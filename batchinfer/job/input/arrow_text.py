@@ -67,7 +67,7 @@ def check_indices(column: pa.Array) -> None:
     elif pa.types.is_struct(column.type):
         for at in range(column.type.num_fields):
             check_indices(column.field(at))
-    elif pa.types.is_map(column.type) or hasattr(column.type, "value_field"):  # lists of all kinds
+    elif pa.types.is_map(column.type) or hasattr(column.type, "value_field"):  # any kind of list
         check_indices(column.values)
 
 

@@ -264,7 +264,7 @@ def open_source(
     names = find_files(path, format_name)
     chosen = _FORMATS[named_format(names) if format_name == "auto" else format_name]()
     folders = folder_values(paths, names)
-    if chosen.holds_requests:  # their columns are fixed
+    if chosen.holds_requests:  # files of requests have fixed columns
         folders = {name: {} for name in names}
     return _select(_open_files(chosen, folders, mode), limit, condition)
 

@@ -98,7 +98,8 @@ class Condition:
             UsageError: the condition cannot be evaluated on these values.
         """
         found = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
-        return np.broadcast_to(found, len(batch))  # a condition without columns gives one value
+        # A condition without columns gives a single value.
+        return np.broadcast_to(found, len(batch))
 
     def _evaluated(self, table: pa.Table) -> pl.Series:
         import polars as pl
@@ -134,7 +135,7 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 def _refused(text: str, error: BaseException, schema: pa.Schema | None = None) -> UsageError:
     reason = first_line(error)
-    if schema is not None and reason.isidentifier():  # Polars names the field alone
+    if schema is not None and reason.isidentifier():  # Polars' message is only the field's name
         reason = f'no column has a field "{reason}"'
     hint = next((hint for pattern, hint in _HINTS if re.search(pattern, reason)), None)
     if hint == _CAST and schema is not None:

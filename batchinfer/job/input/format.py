@@ -162,7 +162,7 @@ def _conformed(batch: pa.RecordBatch, own: Sequence[str], request: ReadRequest) 
     if batch.schema.equals(pa.schema(fields)):
         return batch
     if not fields:
-        return batch.select([])  # keeps the number of rows
+        return batch.select([])  # has no columns, but keeps the number of rows
     arrays, constants = [], request.file_columns.constants
     for column in fields:
         if column.name in own:

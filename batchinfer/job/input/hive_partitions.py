@@ -28,7 +28,7 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
         files: paths of the files in these entries.
     """
     paths = map(PurePosixPath, entries)
-    # No file is below a glob as it is written, so a glob's fixed part is its base.
+    # The files of a glob are below its fixed part, never below the glob as it is written.
     bases = [base for path in paths for base in (path, fixed_part(path))]
     return {file: _values(PurePosixPath(file), bases) for file in files}
 
@@ -77,7 +77,7 @@ def constants(path: str, own: Values, schema: pa.Schema) -> dict[str, object]:
         kind = schema.field(name).type
         try:
             found[name] = None if value is None else pa.scalar(value).cast(kind).as_py()
-        except (pa.ArrowException, ValueError):  # ValueError: a time outside Python's range
+        except (pa.ArrowException, ValueError):  # ValueError: the time is outside of Python's range
             raise DataError(
                 f"{path}: its folder says {name}={value}, but {name} in other files has type "
                 f"{kind}",

@@ -92,7 +92,7 @@ class JsonlFormat(TextFormat[Line]):
         types = ColumnTypes()
         for schema in schemas.values():
             types.add_schema(schema)
-        # Rows set different parameters, so that most fields of a common struct would be null.
+        # Rows set different parameters, so most fields of a common struct would be null.
         fields = [json_text(f.name) if f.name == SAMPLING_COLUMN else f for f in types.schema()]
         return pa.schema(fields), {}
 
@@ -132,6 +132,6 @@ def _with(row: Row, columns: Sequence[str], constants: Mapping[str, Any]) -> Row
         return row
     chosen = {name: constants[name] if name in constants else row.get(name) for name in columns}
     if isinstance(chosen.get(SAMPLING_COLUMN), dict):
-        # Keep nulls by writing it as text: a null may be part of a JSON schema in it.
+        # Write parameters as text to keep nulls, which may be part of a JSON schema.
         chosen[SAMPLING_COLUMN] = to_json(chosen[SAMPLING_COLUMN])
     return chosen

@@ -154,7 +154,7 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
     row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
     if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
-        # The request itself has the key. As a string it is refused later, when the line is read.
+        # The request itself contains the key. A string is refused later, when the line is read.
         own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
         yield number, to_json({**row, "body": {**body, **own}})
         return

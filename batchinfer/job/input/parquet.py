@@ -63,13 +63,15 @@ def shape_of(kind: pa.DataType) -> Shape:
     if isinstance(kind, pa.BaseExtensionType):
         return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
-        _ = kind.tz  # raises if it is not UTF-8; not compared, as INT96 times lose their time zone
+        # This raises if the time zone is not UTF-8. Time zones are not compared, because INT96
+        # times lose theirs.
+        _ = kind.tz
     if pa.types.is_struct(kind):
         fields = ((field.name, shape_of(field.type)) for field in kind)
         return ("struct", *(part for field in fields for part in field))
     if pa.types.is_map(kind):
         return ("map", shape_of(kind.key_type), shape_of(kind.item_type))
-    if not pa.types.is_dictionary(kind) and hasattr(kind, "value_field"):  # lists of all kinds
+    if not pa.types.is_dictionary(kind) and hasattr(kind, "value_field"):  # any kind of list
         return ("list", shape_of(kind.value_type))
     return ("value",)
 
@@ -112,7 +114,7 @@ class ParquetFormat(Format):
                                 check_indices(batch.column(at))
                             length = len(batch)
                             pieces = cut(batch.select(columns), row, wanted)
-                            del batch  # free a huge batch with its last piece
+                            del batch  # so that a huge batch is freed with its last piece
                             yield from pieces
                             row += length
                             if not wanted or wanted[0].start >= stop:

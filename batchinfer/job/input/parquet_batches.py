@@ -48,7 +48,7 @@ def row_group_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Read a row group in batches of at most ``BATCH_ROWS`` rows."""
     size, rows = _bytes_and_rows(metadata, group)
-    # A reader for each row group: freeing it frees the last page.
+    # Open a reader for each row group, because freeing a reader frees its last page.
     reader = open_parquet(file, metadata, fetch_groups=size < _LARGE_GROUP_BYTES)
     num_rows = 1 if size >= rows * _LARGE_ROW_BYTES else BATCH_ROWS
     yield from reader.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=False)

@@ -116,7 +116,7 @@ class _Compact:
 
     def value(self, kind: int) -> Any:
         """Read a value: structures as dicts by field number, strings as bytes."""
-        if kind in (1, 2):  # a field's type is its bool value; in a list, a bool is a byte
+        if kind in (1, 2):  # a field's type is also its bool value; in a list, a bool is a byte
             return kind == 1
         if kind in (4, 5, 6):
             return self._integer()

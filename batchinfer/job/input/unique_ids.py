@@ -109,7 +109,7 @@ def _ids(
 
 
 def _is_id(value: object) -> bool:
-    return value is not None and value == value  # NaN is not equal to itself
+    return value is not None and value == value  # false for NaN, which is not equal to itself
 
 
 def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) -> dict[int, int]:

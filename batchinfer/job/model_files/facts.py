@@ -78,7 +78,7 @@ def _facts_of(
 ) -> dict[str, Any]:
     folder = Path(name)
     if not os.path.isdir(folder):  # Path.is_dir raises for invalid names
-        if folder.is_absolute():  # fail before --overwrite deletes anything
+        if folder.is_absolute():  # so that the job fails before --overwrite deletes anything
             meant = near_path(folder) or "; check the path"
             raise ModelError(f"{key}: there is no folder {name}{meant}")
         commit = hub_commit(name, revision)
@@ -132,7 +132,7 @@ def hub_commit(name: str, revision: str | None) -> str | None:
 
         try:
             return HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT_S).sha
-        except Exception:  # from several libraries; a missing model is reported later
+        except Exception:  # libraries raise many types; a missing model is reported later
             pass
     from huggingface_hub import constants
 

@@ -146,7 +146,7 @@ def _cached_tokens(out: OutputDir, part: Part) -> dict[int, int]:
 
 
 def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
-    tokenizer = cache(lambda: _load_tokenizer(model))  # loaded for the first token, if any
+    tokenizer = cache(lambda: _load_tokenizer(model))  # loaded when the first token is decoded
     return Responses(
         manifest.fingerprint,
         int(datetime.fromisoformat(manifest.planned_at).timestamp()),
@@ -157,6 +157,6 @@ def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
 
 
 def _load_tokenizer(model: ModelSpec) -> Any:
-    from batchinfer.builders.tokenizer import make_tokenizer  # imports torch
+    from batchinfer.builders.tokenizer import make_tokenizer  # slow, because it imports torch
 
     return make_tokenizer(model.config())

@@ -159,7 +159,7 @@ def _echo(row: Mapping[str, Any], token_text: TokenText) -> _Echo:
         return _Echo()
     text = body["prompt"]
     if isinstance(text, list) and text and isinstance(text[0], str | list):
-        text = text[0]  # the only prompt in a list
+        text = text[0]  # a list with a single prompt
     if not isinstance(text, str):
         text = "".join(token_text(id_, _ids_before(text, at)) for at, id_ in enumerate(text))
     if row.get("prompt_logprobs") is None:
@@ -167,7 +167,8 @@ def _echo(row: Mapping[str, Any], token_text: TokenText) -> _Echo:
     scored = row["prompt_logprobs"][1:]
     before = _tokens_before(scored)
     texts = [token_text(t["token_id"], ids) for t, ids in zip(scored, before, strict=True)]
-    # The first token has no log-probability and therefore no id here: its text is the remainder.
+    # The first token has no log-probability, so its id is unknown. Its text is the prompt's text
+    # before the other tokens' texts.
     rest = "".join(texts)
     first = text.removesuffix(rest) if text.endswith(rest) else ""
     top = [_top_logprobs(t, ids, token_text) for t, ids in zip(scored, before, strict=True)]

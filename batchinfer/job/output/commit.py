@@ -100,7 +100,7 @@ def stage(
         out.files.write(staged_keys, key_bytes)
     with storage_errors(out.part_file(part)):
         out.files.write(staged, parquet_bytes([table]))
-        del table  # before it is read back: a row may have half a gigabyte
+        del table  # freed before the file is read back, because a row may take half a gigabyte
         pa.default_memory_pool().release_unused()
         data = read_file(out.files, staged)
     try:

@@ -28,7 +28,8 @@ def first_of_rows(table: pa.Table) -> pa.Table:
     """Return the first row of each input row of a part's table, exploded or not."""
     if not is_exploded(table) or not table.num_rows:
         return table
-    return table.filter(pa.array(_begins(table["row_id"].to_numpy())))  # take joins all chunks
+    # Filter instead of ``take``, which would join all chunks.
+    return table.filter(pa.array(_begins(table["row_id"].to_numpy())))
 
 
 def exploded(table: pa.Table) -> pa.Table:

@@ -23,7 +23,7 @@ def output_at(path: str) -> OutputDir:
     if is_url(path):
         return _in_store(path)
     out = OutputDir(Path(path))
-    for file in (out.success, out.manifest):  # raises if the folders cannot be read
+    for file in (out.success, out.manifest):  # raises an error if the folders cannot be read
         out.files.stat(file)
     return out
 
@@ -35,7 +35,9 @@ def _in_store(url: str) -> OutputDir:
     connect(root.bucket)
     from batchinfer.job.storage.object_filesystem import StoreFiles
     from batchinfer.job.storage.object_lock import StoreLock
-    from batchinfer.job.storage.object_store import Objects  # needs obstore
+
+    # Imported only if needed, because it requires obstore.
+    from batchinfer.job.storage.object_store import Objects
 
     objects = Objects(root)
 

@@ -22,7 +22,7 @@ def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
     ) as writer:
         for table in row_groups:
             writer.write_table(table)
-    del writer  # frees its pages
+    del writer  # frees the writer's pages
     pa.default_memory_pool().release_unused()
     data: bytes = sink.getvalue().to_pybytes()
     return data

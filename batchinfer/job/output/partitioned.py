@@ -101,7 +101,7 @@ def check_partitions(columns: Sequence[str], kept: Mapping[str, str], source: So
                     f"name of a folder: {printable(value or '', 60)}",
                     hint="choose another column",
                 )
-            if value == _NULL:  # pyarrow, polars and Spark compare the decoded name
+            if value == _NULL:  # readers would read it as null, because they compare decoded names
                 raise DataError(
                     f"output.partition_by: {format_value(name)} has the text {_NULL}, which "
                     "readers of partitioned data take for null",
@@ -180,7 +180,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
         DataError: a part cannot be read.
         StorageError: the file system refuses.
     """
-    if columns:  # first: from now on all files in the folder are this program's
+    if columns:  # written first: from now on, this program owns all files in the folder
         begin(out, columns)
     with storage_errors(out.partitioned, "delete"):
         out.files.delete(out.partitioned)

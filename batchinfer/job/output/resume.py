@@ -97,7 +97,7 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         starts_over = overwrites or (begun and not holds_plan(out, manifest))
         if not starts_over:
             refuse_unexpected_files(out, manifest)
-            if begun:  # other processes may have begun with this time already
+            if begun:  # other processes may use this time already
                 manifest = replace(manifest, planned_at=stored_manifest(out).planned_at)
         return ResumePlan(manifest, manifest.parts(), manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
@@ -272,7 +272,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         LockedError: there is a foreign file; the message names the first.
     """
     foreign = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
-    if not begun:  # then no file here is this program's
+    if not begun:  # this program has not written any file here
         results = (out.success, out.summary, out.report, *out.openai_files)
         ours = (*results, *(out.stats / name for name in STATS_FILES))
         foreign = [*out.files.entries(out.data), *(path for path in ours if _exists(out, path))]
@@ -310,7 +310,7 @@ def has_rows(out: OutputDir) -> bool:
 def _clear(out: OutputDir) -> None:
     """Delete batchinfer's files: first the marks of completeness, last the manifest."""
     delete, entries = out.files.delete, out.files.entries
-    if _exists(out, out.swap):  # first: it marks the generation in ``next`` as complete
+    if _exists(out, out.swap):  # checked first: it marks the generation in ``next`` as complete
         delete(out.swap)
         out.files.sync(out.state)
     for path in (out.success, out.summary, out.report, *out.openai_files):
@@ -327,5 +327,6 @@ def _clear(out: OutputDir) -> None:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):
         if _exists(out, directory):
-            out.files.sync(directory)  # or old parts might come back next to a new manifest
+            # Otherwise, a crash might restore old parts next to a new manifest.
+            out.files.sync(directory)
     delete(out.manifest)

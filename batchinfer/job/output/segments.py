@@ -152,8 +152,8 @@ class Segments:
             try:
                 groups = self._read_groups(path)
             except FileNotFoundError:
-                continue  # another writer has put its rows into a part
-            except MemoryError as error:  # pyarrow's is an ArrowException as well
+                continue  # another writer has merged the segment's rows into a part
+            except MemoryError as error:  # pyarrow's MemoryError is also an ArrowException
                 raise StorageError(
                     f"cannot read {path}: {first_line(error)}",
                     hint="free memory, then run again: finished rows are kept",

@@ -85,7 +85,8 @@ class Verification:
 
     @property
     def _outcome(self) -> str:
-        if self.problems:  # a run trusts a part whose size and time are right, so it must go
+        # Runs trust parts with the right size and time, so bad parts must be moved.
+        if self.problems:
             return "move the files named away and run the job again to repair it"
         return "all as recorded"
 
@@ -187,7 +188,7 @@ class _Check:
             try:
                 read_segment(self._out.files, path)
             except FileNotFoundError:
-                continue  # a running job has put its rows into a part
+                continue  # a running job has merged the segment's rows into a part
             except StorageError as error:
                 yield first_line(error)
             except (OSError, ValueError) as error:

@@ -25,13 +25,13 @@ MAX_ROWS = 2**17
 MAX_PROMPT_TOKENS = 2**25
 """Number of prompt tokens after which reading stops."""
 
-_CHARACTERS_PER_TOKEN = 4.0  # if no prompt's text is known
+_CHARACTERS_PER_TOKEN = 4.0  # used if no prompt's text is known
 _COMPRESSED = 0.5
-_BYTES_PER_PART = 5000  # the footer
+_BYTES_PER_PART = 5000  # size of the footer
 _BYTES_PER_ROW = 16
 _BYTES_PER_SAMPLE = 16
 _TOKEN_ID_BYTES = 2
-_LOGPROB_BYTES = 8  # per token or alternative
+_LOGPROB_BYTES = 8  # bytes per token or alternative
 
 
 def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
@@ -137,7 +137,7 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
     per_character = census.prompt_characters / max(census.prompt_tokens, 1)
     text = (per_character or _CHARACTERS_PER_TOKEN) * _COMPRESSED  # bytes per token
     ran = census.rows - census.errors.total()
-    # ``outputs`` holds the text of all samples, ``generated_text`` the first sample's again.
+    # ``outputs`` has the text of all samples, ``generated_text`` repeats the first sample's text.
     per_token = text * (1 + ran / max(census.samples, 1))
     if "token_ids" in include:
         per_token += _TOKEN_ID_BYTES

@@ -45,7 +45,7 @@ class Outcome:
         errors = census.errors + simulation.refused
         return {
             "rows": num_rows,
-            # Counted like ``num_running`` of a run's steps: one per sample.
+            # Each sample counts as one, as in ``num_running`` of a run's steps.
             "rows_in_flight": simulation.peak_running,
             "mean_rows_in_flight": simulation.mean_running,
             "prompt_tokens": round(prompt * scale),

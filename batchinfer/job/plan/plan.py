@@ -71,10 +71,10 @@ def plan_job(
     """
     chosen = None if device is None else _device(device)
     outputs = open_outputs(spec.output.reuse, own=None)
-    if spec.accept is not None:  # an upper bound, like max_tokens
+    if spec.accept is not None:  # the number of tries is an upper bound, like max_tokens
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-        outputs = []  # their rows have other keys
+        outputs = []  # rows of earlier outputs have other keys
     job = open_job(spec, open_input(spec), facts_of=model_facts if outputs else None)
     column = spec.input.id_column
     if column is not None and job.source.num_rows <= HASHES_AT_ONCE:
@@ -82,11 +82,12 @@ def plan_job(
         job = replace(job, source=replace(job.source, bad_ids=bad_ids))
     for out in outputs:
         if str(out.root) == spec.output.path:
-            # An update gives chat templates the time of the first plan.
+            # In an update, chat templates see the time of the first plan.
             planned_at = plan_of(out).planned_at
             job = replace(job, manifest=replace(job.manifest, planned_at=planned_at))
     reuse = RowReuse(outputs, job.table.generated_schema, _ignore) if outputs else None
-    from batchinfer.builders.dry import build_dry_engine, device_of  # imports torch
+    # Import late, because this imports torch, which is slow.
+    from batchinfer.builders.dry import build_dry_engine, device_of
 
     context = build_dry_engine(
         spec.model.config(TASKS[spec.task].runner(spec)),
@@ -112,7 +113,7 @@ def plan_job(
     plan = Outcome(job, context, census, simulation, complete, reuse).data()
     workers = workers or (1 if spec.scale.workers == "auto" else spec.scale.workers)
     cost = None if price_per_hour is None else plan["time_s"] / 3600 * price_per_hour
-    # A worker makes whole parts: with some for each, the time divides evenly.
+    # A worker makes whole parts. Several parts per worker divide the time evenly.
     most_rows = max(1, plan["rows"] // (_PARTS_EACH * workers))
     has_few_parts = workers > 1 and spec.output.rows_per_part > most_rows
     return {
@@ -165,5 +166,5 @@ def _rows(
         with_branch_points=loaded.context.keeps_states,
     )
     for rows_of_window in census.count_distinct(windows):
-        for start in range(0, len(rows_of_window), BATCH_ROWS):  # as in a job's loop
+        for start in range(0, len(rows_of_window), BATCH_ROWS):  # batches as in a job's loop
             yield rows_of_window[start : start + BATCH_ROWS]

@@ -81,7 +81,7 @@ class ExpectedLengths:
         return [request]
 
 
-@lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them is slow
+@lru_cache(maxsize=1024)  # rows have few distinct values, and checking them is slow
 def _scheduling_params(*values: Any) -> SamplingParams:
     """Make parameters from those that affect the schedule; parameters of sampling do not."""
     return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))

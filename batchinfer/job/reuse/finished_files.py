@@ -82,7 +82,8 @@ def keyed_files(out: OutputDir, plan: Manifest) -> Iterator[Keyed]:
     Raises:
         StorageError: a file cannot be read.
     """
-    segments = list(out.files.entries(out.segments))  # first: rows move from segments to parts
+    # Read before parts, because rows move from segments to parts.
+    segments = list(out.files.entries(out.segments))
     for found in out.of_each(partial(_part, out), plan.parts()):
         if found is not None:
             yield found

@@ -41,7 +41,7 @@ _FOUND = pa.schema(
     [
         ("row_id", pa.int64()),
         (KEY_COLUMN, KEY_TYPE),
-        (CONTROL_TEXT_COLUMN, pa.bool_()),  # of the row's own text, not of the answer
+        (CONTROL_TEXT_COLUMN, pa.bool_()),  # about the row's input, not its answer
         ("file", pa.int32()),
         ("source", pa.int64()),
     ]
@@ -269,7 +269,7 @@ class RowReuse:
     def _table(self, file: int) -> pa.Table:
         """Return a file's generated columns; cache the latest, which callers often need again."""
         if self._latest is None or self._latest[0] != file:
-            self._latest = None  # before the next is read: they may be large
+            self._latest = None  # freed before the next batch is read, because batches may be large
             try:
                 self._latest = file, self._files[file].read(self._generated.names)
             except DataError as error:

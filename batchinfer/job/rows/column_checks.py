@@ -32,7 +32,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         DataError: a named column does not exist, has an unusable type, or differs between files.
     """
     if source.format.holds_requests:
-        return  # the requests contain the prompts
+        return  # in a file of requests, the requests contain the prompts
     names = source.schema.names
     if config.token_ids_column is not None:
         key = "prompt.token_ids_column"

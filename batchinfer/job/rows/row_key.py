@@ -128,10 +128,10 @@ class RowKeys:
             key.update(b"unpooled")
         if isinstance(prompt, ScoredPrompt):
             _add_completions(key, prompt)
-        if row.tools is not None:  # they decide how an answer is read
+        if row.tools is not None:  # tools determine how an answer is parsed
             key.update(row.tools.key.encode("utf-8", "surrogatepass"))
             key.update(b"tools")
-        # The text of a truncated prompt is decoded from its token ids, which count already.
+        # A truncated prompt's text is decoded from its token ids, which are in the key already.
         if self._writes_prompt and prompt.text is not None and not prompt.truncated:
             key.update(prompt.text.encode("utf-8", "surrogatepass"))
             key.update(b"text")

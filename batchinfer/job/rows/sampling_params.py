@@ -75,7 +75,7 @@ class RowParams:
         except ValueError as error:
             raise UsageError(printable(f"sampling.{error}")) from None
         self._default = RowSampling(job, own_seed=False)
-        self._parsed = lru_cache(maxsize=1024)(self._parse)  # rows often repeat each other
+        self._parsed = lru_cache(maxsize=1024)(self._parse)  # many rows have the same parameters
 
     def of(self, value: object) -> RowSampling | RowError:
         """Read a row's parameters from its cell: null, a JSON object, or a struct.

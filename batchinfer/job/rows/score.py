@@ -57,7 +57,7 @@ class Scoring(LoadedTask):
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
         later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.reused_prefix_len]
-        # The first completion computes the state that the others start from.
+        # The first completion computes the state from which the other completions start.
         points = Counter(dict(row.branch_points))
         if len(sequences) > 1:
             points[len(prompt.token_ids) - 1] += len(sequences) - 1
@@ -89,7 +89,7 @@ class Scoring(LoadedTask):
         if "prompt" in self._include:
             results["prompt"] = seen_text(row, self._tokenizer)
         stats = combined_stats([c.stats for c in completions if c.stats.prompt_tokens])
-        stats = stats and replace(stats, output_tokens=0)  # the last token was given, not drawn
+        stats = stats and replace(stats, output_tokens=0)  # the token was given, not drawn
         return finished_row(row, results, error, stats)
 
     def _included(self, score: Mapping[str, Any]) -> dict[str, Any]:

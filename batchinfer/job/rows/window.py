@@ -138,7 +138,7 @@ class _Window:
 
     def _longest(self, count: int) -> list[int]:
         lengths = np.array([row.num_prompt_tokens for row in self._rows], np.int64)
-        lengths[self._handed_over] = -1  # sorted last
+        lengths[self._handed_over] = -1  # handed-over rows are sorted last
         to_run: list[int] = np.argsort(-lengths, kind="stable")[:count].tolist()
         for at in to_run:
             self._rows[at].distinct_tokens = self._rows[at].num_tokens

@@ -142,7 +142,7 @@ def decide(
     """
     out = output_at(spec.output.path)
     if options.role is None and not options.overwrites:
-        end_swap(out)  # first: it decides which generation is resumed
+        end_swap(out)  # first, because it determines the generation that is resumed
     job = _open_output_job(spec, out, options, combined_output)
     nothing = _nothing_to_do(job, options)
     if nothing is not None:

@@ -22,7 +22,7 @@ from batchinfer.job.run.threads import Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests.requests import PromptRow
 
-_WAIT_S = 0.1  # longest wait for rows before a look at ``stop``
+_WAIT_S = 0.1  # longest wait for rows before ``stop`` is checked again
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class EngineLoop:
             if self.engine.num_unfinished or failed:
                 hand_over(self._step(failed))
             else:
-                # In this order, because a stop may have ended the rows.
+                # Check ``stop`` last, because a stop may have ended the rows.
                 complete = not self._taken and rows.exhausted and not self.stop.is_set()
         return complete
 

@@ -47,7 +47,8 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     if job.spec.output.format == "openai-batch":
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     columns = job.spec.output.partition_by
-    if columns or not partitioned.exists(job.out, columns):  # present files may be of older parts
+    # Existing files may be from older parts.
+    if columns or not partitioned.exists(job.out, columns):
         partitioned.write_partitions(job.out, job.manifest, columns)
     warnings = _nothing_selected(job)
     with phase("merging statistics"):

@@ -57,7 +57,7 @@ class InFlightLog:
         """
         with suppress(StorageError) if kind else nullcontext():
             with storage_errors(self._path):
-                self._file.close()  # a store may not have the last entries yet
+                self._file.close()  # closing may write the last entries to a store
             if kind is None or issubclass(kind, JobError):
                 with storage_errors(self._path, "delete"):
                     self._files.delete(self._path)

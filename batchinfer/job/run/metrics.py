@@ -110,7 +110,7 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
 
     try:
         if Path(path).exists() and not Path(path).is_file():
-            raise ValueError("it is not a regular file")  # or root would replace /dev/null
+            raise ValueError("it is not a regular file")  # otherwise, root could replace /dev/null
         write_to_textfile(path, registry)
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or first_line(error)

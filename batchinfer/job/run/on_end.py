@@ -146,7 +146,7 @@ def _post(url: str, message: bytes) -> str | None:
         return f"it answered {error.code}"
     except urllib.error.URLError as error:
         return _problem(error.reason)
-    except Exception as error:  # from http.client or a proxy, maybe with the URL
+    except Exception as error:  # errors of http.client or a proxy may contain the URL
         return _problem(error)
 
 

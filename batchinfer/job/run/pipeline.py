@@ -53,7 +53,7 @@ from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process.process import gc_frozen
 from batchinfer.requests.requests import PromptRow
 
-_WRITES_DUE = 64  # most turns of the engine's loop that the writing thread is behind
+_WRITES_DUE = 64  # most iterations of the engine's loop that the writer may lag behind
 _POLL_S = 0.02
 CRASHED = RowError("crashed_engine", "the process died twice while this row ran alone")
 """Error of a row that is given up."""
@@ -227,7 +227,8 @@ class RowPipeline:
                 self._tokens.is_row_alone = _count(ranges) == 1
                 if not self._run_rows(lambda *_, c=claim, r=ranges: iter([(c, r)])):
                     return False
-                self.writers.flush()  # before the next group: a death must concern one group only
+                # Write before the next group starts, so that a crash affects only one group.
+                self.writers.flush()
             self._tokens.is_row_alone = False
         return not self.stop.is_set()
 
@@ -258,7 +259,7 @@ class RowPipeline:
         """Run the rows of some claims; return True if all rows are finished."""
         spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
-        # The engine keeps its rows, so with a shared queue it takes fewer.
+        # Workers with a shared queue take fewer rows in advance, because a worker keeps its rows.
         waiting = max(1, spec.engine.max_num_seqs // 2)
         loop = EngineLoop(
             context.engine,
@@ -294,7 +295,7 @@ class RowPipeline:
                 finally:
                     ending.set()
                     if not complete:
-                        self.loaded.processes.stop()  # their rows may take long
+                        self.loaded.processes.stop()  # rows in the processes may take long
         self._num_given += loop.num_given
         return complete and not cut_short.is_set()
 
@@ -306,7 +307,7 @@ class RowPipeline:
             case PartsToMake():
                 self.writers.begin(finished)
             case TokenUpdate():
-                self.writers.flush()  # first: the update drops the tokens of finished rows
+                self.writers.flush()  # first, because the update drops the tokens of finished rows
                 self.token_files.write(finished)
             case TurnResult():
                 self.recorder.add(finished.step, len(finished.rows))
@@ -355,7 +356,7 @@ class RowPipeline:
         for claim, ranges in claims:
             read = self.job.source.batches(loaded.reader.columns, claim.parts, ranges)
             rows = read_prompts(read, loaded.reader, self.in_flight.making, keeps_text=keeps_text)
-            rows = takewhile(lambda _: not is_over(), rows)  # a window takes a while to collect
+            rows = takewhile(lambda _: not is_over(), rows)  # collecting a window takes a while
             rows = row_keys(self.job, loaded.context).with_keys(rows)
             if self.reuse is not None:
                 rows = self.reuse.without_found(rows, found)
@@ -381,7 +382,7 @@ def finish_row(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
         return fail_row(job, row.row_id, row.prompt)
     try:
         return task.finish(row, result.completions)
-    except RowError as error:  # its tokens cannot be decoded
+    except RowError as error:  # the row's tokens cannot be decoded
         return fail_row(job, row.row_id, error)
 
 

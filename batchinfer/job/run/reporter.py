@@ -74,7 +74,7 @@ def summary_facts(
         each = f", {rates['output_tokens_per_s']:,.0f} per second"
         yield SummaryLine("tokens", f"{tokens['output']:,} out", each)
     yield from _samples(summary["accept"])
-    if kv["num_blocks"] and tokens["prompt"]:  # else nothing was computed
+    if kv["num_blocks"] and tokens["prompt"]:  # otherwise, nothing was computed
         workers = summary["workers"]
         each = f" on each of {workers:,} workers" if workers > 1 else ""
         mean, peak = kv["mean_utilization"], kv["peak_utilization"]

@@ -238,7 +238,7 @@ def _load_model(
     if noted != plan.kernels and any(noted.get(name, own[name]) != own[name] for name in linear):
         loaded.close()
         del loaded
-        gc.collect()  # or two models would be in memory
+        gc.collect()  # otherwise, two models would be in memory
         loaded = _load(job, build, noted)
     reporter.other_kernels(plan.kernels or noted, loaded.context.kernels)
     return loaded
@@ -252,7 +252,7 @@ def _load(job: OutputJob, build: BuildEngine, kernels: Mapping[str, str]) -> Loa
 
 
 def _default_builder() -> BuildEngine:
-    with phase("importing torch"):  # only if there are rows to run
+    with phase("importing torch"):  # imported only if there are rows to run
         from batchinfer.builders.engine import build_engine
 
     return build_engine

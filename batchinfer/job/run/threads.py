@@ -81,7 +81,7 @@ class Prefetcher(Generic[T]):
         try:
             coming = iter(items)
             while self._has_room():
-                self._queue.put(next(coming))  # without a name, or this thread would keep it alive
+                self._queue.put(next(coming))  # not in a variable, which would keep it alive
                 self._filled.set()
         except StopIteration:
             pass

@@ -40,7 +40,8 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
         raise document.error(("model", "revision"), problem)
     _check_adapters(spec, document)
     if spec.input.filter is not None:
-        from batchinfer.job.input.filter import parsed  # imports pyarrow and Polars
+        # Import late, because this imports pyarrow and Polars, which is slow.
+        from batchinfer.job.input.filter import parsed
 
         with _errors_at(("input", "filter"), document, names_key=True):
             parsed(spec.input.filter)

@@ -166,7 +166,7 @@ def _is_web_address(url: str) -> bool:
             and url.isprintable()
             and " " not in url
         )
-    except ValueError:  # an invalid port or host
+    except ValueError:  # the port or host is invalid
         return False
 
 

@@ -43,7 +43,7 @@ MAX_DEPTH = 32
 
 _NO_TAG = Tag(suffix="none")
 _QUOTES = 'needs quotes around it, as in "{{ column }}"'
-# For ``template: {{ column }}``, which in YAML is a mapping whose key is a mapping.
+# Message for ``template: {{ column }}``: in YAML, this is a mapping whose key is a mapping.
 _PLAIN_KEY = f"a key must be plain text, and a string that starts with a brace or bracket {_QUOTES}"
 _REMEDIES = (
     (r"(found|got) '<scalar>'", "inside quotes use the other kind: \"{{ row['a name'] }}\""),

@@ -83,7 +83,8 @@ def run_event(
         "producer": producer,
         "schemaURL": _EVENT,
         "run": {
-            # An interrupted and resumed job is one run: it keeps the time it was planned at.
+            # An interrupted and resumed job is a single run, because its planning time does not
+            # change.
             "runId": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{output_root}#{manifest.planned_at}")),
             "facets": facet("processing_engine", **engine),
         },

@@ -167,7 +167,8 @@ class Recorder:
         self._device_bytes = context.device_bytes
         self.run.kernels = dict(context.kernels)
         self.run.kv = {name: getattr(context, name) for name in KV_FACTS}
-        self._save()  # before the first step: the summary reads them together
+        # Save before the first step, because the summary reads the run and its steps together.
+        self._save()
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
         """Record a step and the number of rows that it finished."""
@@ -240,7 +241,7 @@ def _reason(error: BaseException) -> str:
     return f"a bug of batchinfer ({type(error).__name__}); see its crash log"
 
 
-_version = cache(version)  # searches all installed packages
+_version = cache(version)  # cached, because it searches all installed packages
 
 
 def package_versions() -> dict[str, str]:

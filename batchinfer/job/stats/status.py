@@ -196,7 +196,8 @@ def read_status(out: OutputDir, now: float) -> Status:
         DataError: there is no job's output, or its plan is damaged.
     """
     plan = plan_of(out)
-    segments = list(_segment_rows(out))  # before the records: rows move from segments to parts
+    # Read before the records, because rows move from segments to parts.
+    segments = list(_segment_rows(out))
     records = out.of_each(partial(_record, out), plan.parts())
     done, errors = _count(plan, records, segments)
     codes = Counter[str]()
@@ -253,7 +254,7 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
         status,
         phase=phase and printable(phase),
         share=min(1.0, (newest + unsaved) / max(1, status.rows_total)),
-        # Rows that reached the disk since the report are not running any more.
+        # Rows that were written after the report are not running anymore.
         rows_running=max(0, sum(run.rows_running for run in live) - (newest - reported)),
         output_tokens=sum(run.output_tokens for run in live),
         tokens_per_s=sum(run.tokens_per_s for run in live),

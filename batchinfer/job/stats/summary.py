@@ -92,7 +92,7 @@ def write_summary(
     rows = {**_rows(records), "first_errors": first_errors(out, manifest, records)}
     measured = compute_metrics(pool, sums, rows["total"] - rows["reused"], engine_wall_s(runs))
     tokens = measured["tokens"]
-    # Includes rows that were lost with their run or computed again.
+    # This includes rows that were lost with their run or computed again.
     again = computed["prefill_tokens"] - tokens["prompt_computed"]
     tokens["recomputed"] = max(tokens["recomputed"], again)
     tokens["lost"] = max(0, again - computed["recomputed_tokens"])

@@ -180,7 +180,7 @@ class LocalFiles:
             os.link(source, staged)
         except FileNotFoundError:
             raise
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             shutil.copy2(source, staged)
             self.sync(staged)
         os.replace(staged, target)  # does nothing if both names are links to one file

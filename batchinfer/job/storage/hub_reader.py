@@ -64,7 +64,7 @@ class HubStore:
 
 
 def _hub() -> Any:
-    from huggingface_hub import HfFileSystem  # slow to import
+    from huggingface_hub import HfFileSystem  # imported only if needed, because it is slow
 
     return HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"))
 

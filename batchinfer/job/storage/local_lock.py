@@ -98,12 +98,13 @@ class LocalLock:
         try:
             with storage_errors(self._holder):
                 self._holder.write_text(json.dumps(this_process(self._task)))
-            if self._task and self._path.name != LOCK:  # LOCK is held only for a moment
+            # LOCK is held too briefly to need a heartbeat.
+            if self._task and self._path.name != LOCK:
                 threading.Thread(target=self._beat_until, args=(done,), daemon=True).start()
             yield
         finally:
             done.set()
-            with suppress(OSError):  # the next holder writes its own
+            with suppress(OSError):  # the next holder overwrites the file
                 self._holder.unlink(missing_ok=True)
             lock.release()
 

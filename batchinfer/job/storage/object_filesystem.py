@@ -32,7 +32,7 @@ EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
 """Bytes to keep of the end of a log."""
 
-_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change meanwhile
+_TRIES = 5  # the lock keeps other runs from writing, so objects rarely change during a try
 
 
 class StoreLog(io.RawIOBase):
@@ -153,7 +153,7 @@ class StoreFiles:
         if staged is not None:
             with self._failing_fast():
                 self._put(_url(target), staged)
-            self._staged.pop(source, None)  # another thread may have dropped it
+            self._staged.pop(source, None)  # another thread may have removed it
             return
         with self.open(source) as file, self._failing_fast():
             self._put(_url(target), file.read())

@@ -206,7 +206,7 @@ class StoreLock:
 
     def _beat_until(self, done: threading.Event) -> None:
         while not done.wait(HEARTBEAT_S):
-            with suppress(JobError):  # the next write raises it again
+            with suppress(JobError):  # the next write raises the error again
                 self._beat()
 
     def _beat(self) -> None:
@@ -219,7 +219,7 @@ class StoreLock:
         asked_at = self._clock()
         data = json.dumps(asdict(content)).encode()
         version = self._objects.put(self._path, data, instead_of)
-        if version is None:  # the answer to the first of several attempts may be lost
+        if version is None:  # the answer to an earlier attempt may be lost
             stored = self._read()
             if stored is None or stored[0] != content:
                 return False
@@ -236,7 +236,7 @@ class StoreLock:
             fields = parse_json(data)
             return _Content(int(fields.pop("fence")), **fields), meta
         except (ValueError, TypeError, KeyError, AttributeError):
-            return _Content(0, "damaged"), meta  # held by an unknown run, until it lapses
+            return _Content(0, "damaged"), meta  # an unknown run holds the lock until it lapses
 
     def _probe(self) -> float:
         """Check that the store honors conditional writes; return the store's time."""

@@ -80,7 +80,7 @@ class Objects:
         try:
             with _answers(folder, "read"):
                 listed = obstore.list_with_delimiter(self._store, folder.key)
-        except FileNotFoundError:  # the bucket is missing: a missing folder is an empty list
+        except FileNotFoundError:  # the bucket is missing (a missing folder has an empty listing)
             raise _refusal(folder, "read", "there is no such bucket") from None
         keys = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         names = {key.rstrip("/").rpartition("/")[2] for key in keys if key != folder.key}

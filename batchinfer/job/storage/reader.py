@@ -100,7 +100,8 @@ def store_of(path: str) -> Store:
         return HubStore()
     if is_url(path):
         connect(StorePath(path).bucket)
-        from batchinfer.job.storage.object_reader import ObjectStore  # needs obstore
+        # Imported only if needed, because it requires obstore.
+        from batchinfer.job.storage.object_reader import ObjectStore
 
         return ObjectStore()
     return LocalStore()

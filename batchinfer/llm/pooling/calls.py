@@ -252,7 +252,7 @@ class PoolingCalls:
     ) -> list[ScoringRequestOutput]:
         params = replace(params, use_activation=True)
         head = self._pooling.embedder(params)
-        names: dict[str, str] = {}  # each text is embedded once
+        names: dict[str, str] = {}  # equal texts share an entry, so each is embedded once
         for data, side in zip(_DATA, zip(*pairs, strict=True), strict=False):
             for at, text in enumerate(side):
                 names.setdefault(text, f"{data}: {at}")

@@ -52,7 +52,7 @@ def _embeds_whole_texts(model: str, revision: str | None) -> bool:
     """Whether embeddings need the hidden states of more tokens than the last."""
     try:
         modules = read_embedding_modules(model, revision)
-    except ModelError:  # raised again when an embedding is asked for
+    except ModelError:  # raised again when an embedding is requested
         return False
     return Embedder(modules, EmbedConfig()).reads_whole_texts
 

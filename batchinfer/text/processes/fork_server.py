@@ -21,7 +21,8 @@ from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
 """The first bytes that the server sends, by which the parent recognizes a Python interpreter."""
-_LOOK_S = 1.0  # another child of the parent may keep the parent's end of the pipe open
+# Seconds between checks of the parent: another child may keep its end of the pipe open.
+_LOOK_S = 1.0
 _STDERR_BYTES = 4096
 """Number of last bytes of a worker's stderr to keep: they say why native code died."""
 _CRASHED = 70
@@ -40,10 +41,10 @@ def main() -> None:
         control.send_bytes(GREETING)
         tokenizer, limits = control.recv()
         gc.collect()
-        gc.freeze()  # a collection in a worker would copy all pages
+        gc.freeze()  # otherwise, garbage collection in a worker would copy all pages
         _ForkServer(control, tokenizer, limits).run()
     except (EOFError, OSError):
-        pass  # the parent has gone
+        pass  # the parent has ended
 
 
 class _ForkServer:

@@ -50,7 +50,7 @@ def leave_signals_to_parent() -> None:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGALRM):  # may be inherited as ignored
+    for number in (signal.SIGPROF, signal.SIGALRM):  # the parent may have ignored these signals
         signal.signal(number, signal.SIG_DFL)
 
 

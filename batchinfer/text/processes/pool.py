@@ -20,7 +20,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
 """Limit of workers: one process cannot send rows to more."""
-_BATCHES_PER_WORKER = 2  # of a call: no worker then waits long for another's last batch
+_BATCHES_PER_WORKER = 2  # per call, so that no worker waits long for another worker's last batch
 _LIMITS = Limits()
 
 _Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
@@ -109,7 +109,8 @@ class TextProcesses:
 
     def _restart_if_dead(self) -> None:
         if self._owner != os.getpid():
-            self._lock = threading.Lock()  # another thread may have held it at the fork
+            # A new lock, because another thread may have held the old one at the fork.
+            self._lock = threading.Lock()
         with self._lock:
             if self._is_stopped:
                 raise StoppedError
@@ -130,7 +131,7 @@ class TextProcesses:
             for _, future in pending:
                 future.cancel()
             raise
-        except BaseException:  # a row may run for minutes, and the user wants to stop now
+        except BaseException:  # do not wait for rows, which may run for minutes
             self._server.close("it was interrupted")
             raise
         return [result for result in results if result is not None]
@@ -138,7 +139,7 @@ class TextProcesses:
 
 def _release(server: ServerProcess, workers: Workers, threads: ThreadPoolExecutor) -> None:
     server.close()
-    if server.owner == os.getpid():  # a forked copy does not have the threads that held locks
+    if server.owner == os.getpid():  # in a forked process, the threads that hold locks do not exist
         workers.close()
         threads.shutdown(wait=False, cancel_futures=True)
 

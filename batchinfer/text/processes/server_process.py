@@ -25,7 +25,7 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; "
     "from batchinfer.text.processes.fork_server import main; main()"
 )
-_ENVIRONMENT = {  # one thread, because the server forks; workers use the other cores
+_ENVIRONMENT = {  # a forking process needs one thread; workers use the other cores
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -64,7 +64,7 @@ class ServerProcess:
         """True if the server can no longer be used."""
         _require_interpreter()
         _occupy_standard_streams()
-        self._stderr = _unnamed_file()  # a full pipe would stop the server
+        self._stderr = _unnamed_file()  # a file, because a full pipe would stop the server
         self._control, theirs = Pipe()
         with theirs:
             try:
@@ -134,7 +134,7 @@ class ServerProcess:
             return
         self._closed_for = StoppedError() if reason is None else not_started(reason)
         self.has_failed = True
-        if self.owner != os.getpid():  # a forked copy does not own the server
+        if self.owner != os.getpid():  # a forked process does not own the server
             self._process.returncode = 0
             self._close_files()
             return
@@ -143,7 +143,7 @@ class ServerProcess:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._kill()
-        with self._lock:  # threads that waited for an answer have returned
+        with self._lock:  # waits until threads that waited for an answer have returned
             self._close_files()
 
     def _ask(self, request: int | None) -> Any:
@@ -160,7 +160,8 @@ class ServerProcess:
         Raises:
             TimeoutError: the server is alive but does not answer.
         """
-        for _ in range(round(_ANSWER_S / _LOOK_S)):  # a clock would count pauses
+        # Counts tries, because a clock would count suspended time.
+        for _ in range(round(_ANSWER_S / _LOOK_S)):
             if self._control.poll(_LOOK_S):
                 return
         raise TimeoutError(f"it has not answered for {_ANSWER_S:g} s")
@@ -168,7 +169,7 @@ class ServerProcess:
     def _read_greeting(self) -> bytes:
         try:
             return self._control.recv_bytes(len(GREETING))
-        except OSError:  # another program's text, read as a length
+        except OSError:  # the length was another program's text
             return b""
 
     def _hang_up(self) -> None:
@@ -184,7 +185,8 @@ class ServerProcess:
         self._stderr.close()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:  # the process ids still belong to the workers
+        # While the server exists, the process ids belong to its workers.
+        if self._process.poll() is None:
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -200,7 +202,7 @@ class ServerProcess:
         self._hang_up()
         has_ended = isinstance(error, EOFError | ConnectionError)
         if has_ended:
-            with suppress(subprocess.TimeoutExpired):  # it may be writing the reason now
+            with suppress(subprocess.TimeoutExpired):  # the server may still be writing the reason
                 self._process.wait(_END_S)
         self._kill()
         lines = self._last_written().strip().splitlines()
@@ -244,7 +246,7 @@ def _occupy_standard_streams() -> None:
 
 
 def _unnamed_file() -> IO[bytes]:
-    if sys.platform == "linux":  # needs no writable folder
+    if sys.platform == "linux":  # does not need a writable folder
         return os.fdopen(os.memfd_create("stderr"), "w+b")
     return tempfile.TemporaryFile()
 

@@ -100,7 +100,7 @@ class _State:
         forced = 0
         for at, token_id in enumerate(token_ids):
             if forced:
-                forced -= 1  # taken together with the token before
+                forced -= 1  # was taken together with the previous token
             elif self._answers(token_id):
                 if self._answer is not None:
                     self._answer.replay(token_ids[at:])

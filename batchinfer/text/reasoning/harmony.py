@@ -91,7 +91,7 @@ class HarmonyFormat:
         thoughts = [message for message in messages if message.phase is Phase.THINKING]
         answers = [message for message in messages if message.phase is Phase.ANSWER]
         count = sum(message.after_token - message.first_token for message in thoughts)
-        if thoughts and messages[-1] is thoughts[-1]:  # unfinished: count the end token
+        if thoughts and messages[-1] is thoughts[-1]:  # unfinished thoughts: count the end token
             count += sample.num_tokens - len(sample.token_ids)
         reasoning = _joined(sample, thoughts) if thoughts else None
         return Split(reasoning, _joined(sample, answers), count)

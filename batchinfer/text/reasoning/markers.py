@@ -163,7 +163,8 @@ class MarkerFormat:
         start, end = self._start.end_in_prompt(prompt), self._end.end_in_prompt(prompt)
         special = self._tokenizer.special_token_ids
         if start > end:
-            # A special token after it starts another turn: the marker is in a message's text.
+            # A special token after the marker starts another turn, so the marker is part of a
+            # message.
             is_open = special.isdisjoint(prompt[start:].tolist())
             return Phase.THINKING if is_open else Phase.BEFORE
         rest = prompt[end:]

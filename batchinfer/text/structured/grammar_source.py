@@ -107,8 +107,8 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(with_ascii_classes(value))
     if kind == "choice":
-        # A terminal, because each alternative of a rule takes one of the parser's 2,000 rows: long
-        # lists would fail, some in the middle of a text.
+        # Use a terminal: in a rule, each alternative takes one of the parser's 2,000 rows, so long
+        # lists would fail, sometimes in the middle of a text.
         texts = " | ".join(map(json.dumps, value))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     return LLMatcher.grammar_from_lark(_lark(value))

@@ -116,7 +116,8 @@ def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
                 kept = _without(kept, part) | (alone if alone and compiles(alone) else {})
         names = {key: kept[key] for key in ("patternProperties",) if key in kept}
         if names and not compiles(names):
-            # Without them, their names would count as additional properties.
+            # Remove additionalProperties too: without the patterns, it would apply to names that
+            # match them.
             kept = _without(kept, ("patternProperties", "additionalProperties"))
         return kept
 
@@ -189,7 +190,7 @@ def _with_all_of(keywords: Keywords, schemas: list[Keywords]) -> Keywords:
 def _without_unsupported(keywords: Keywords) -> Keywords:
     inexact = [key for key in _VALUES if any(_inexact(keywords.get(key)))]
     kept = _without(keywords, {*_UNSUPPORTED, *inexact})
-    if isinstance(kept.get("oneOf"), list):  # widened branches may overlap
+    if isinstance(kept.get("oneOf"), list):  # branches may overlap after they were widened
         one_of = {"anyOf": kept.pop("oneOf")}
         kept = _with_all_of(kept, [one_of]) if "anyOf" in kept else kept | one_of
     return kept

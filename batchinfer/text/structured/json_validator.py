@@ -77,7 +77,7 @@ class JsonValidator:
         place = "".join(f"/{part}" for part in error.instance_path)
         message = " ".join(error.message.split())
         if len(message) > _MAX_MESSAGE:
-            message = f"...{message[-_MAX_MESSAGE:]}"  # the problem is at the end
+            message = f"...{message[-_MAX_MESSAGE:]}"  # the end of the message names the problem
         return f"at {place}: {message}" if place else message
 
     def _value(self, text: str) -> Any:

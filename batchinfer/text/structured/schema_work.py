@@ -34,7 +34,7 @@ def num_steps(schema: Any, value: Any) -> int:
             return 1
         key = id(place), id(held)
         if key not in counts:
-            counts[key] = 0  # while in progress: a cycle at the same value ends here
+            counts[key] = 0  # 0 while in progress, so that a cycle at the same value ends
             steps = sum(count(*pair) for pair in _parts(place, held, schema, named))
             grows = any(name.startswith("unevaluated") for name in place)
             counts[key] = 1 + steps * (_UNEVALUATED if grows else 1)

@@ -74,7 +74,7 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
             },
             "required": [names["name"], names["arguments"]],
             "additionalProperties": False,
-            # References in the parameters start at the root.
+            # References inside the parameters are relative to the root.
             **_definitions(parameters),
         }
         rules.append(f"call{at}: {_json(schema)}")

@@ -64,7 +64,8 @@ class HermesFormat(ToolFormat):
         while rest:
             body = rest.removeprefix(self._BEGIN).lstrip()
             try:
-                value, end = _DECODER.raw_decode(body)  # its strings may contain markers
+                # Parses first, because strings may contain markers.
+                value, end = _DECODER.raw_decode(body)
             except ValueError:
                 return None
             values.append(value)

@@ -106,7 +106,7 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"tools[{at}] has the name {format_value(name)}; it must be a short word")
-    if isinstance(parameters, str):  # columns of structs hold schemas as JSON text
+    if isinstance(parameters, str):  # columns of structs contain schemas as JSON text
         parameters = json.loads(parameters)
     if not isinstance(parameters, Mapping):
         raise ValueError(f"tools[{at}]: parameters must be a JSON schema: keys and values")

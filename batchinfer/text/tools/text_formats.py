@@ -55,7 +55,7 @@ class PythonicFormat(ToolFormat):
         if self._has_lines and found:
             body = f"[{', '.join(filter(None, map(str.strip, body.splitlines())))}]"
         try:
-            with warnings.catch_warnings(action="ignore"):  # about invalid escapes
+            with warnings.catch_warnings(action="ignore"):  # ignore warnings about invalid escapes
                 tree = ast.parse(body, mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
@@ -95,7 +95,7 @@ def _python_call(node: ast.expr) -> ToolCall | None:
             for one in node.keywords
             if one.arg
         }
-        # The round trip joins escaped halves of surrogate pairs.
+        # Dumping and loading joins escaped halves of surrogate pairs.
         arguments = json.dumps(json.loads(json.dumps(values)), ensure_ascii=False)
     except (ValueError, TypeError):
         return None
@@ -107,7 +107,7 @@ def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
     """Return the rule of a call with its values as JSON, in the order of the parameters."""
     written = [f"{quoted(f'{one.name}=')} {one.rule}" for one in parameters]
     firsts = []
-    for at, one in enumerate(parameters):  # those that can come first
+    for at, one in enumerate(parameters):  # parameters that can come first
         rest = (
             f'(", " {rule}){"" if later.is_required else "?"}'
             for rule, later in zip(written[at + 1 :], parameters[at + 1 :], strict=True)

@@ -60,7 +60,7 @@ def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
 def _has_deletion_vectors(table: DeltaTable) -> bool:
     try:
         return bool(pa.table(table.deletion_vectors()).num_rows)
-    except _ERRORS:  # a deletion vector exists but cannot be read
+    except _ERRORS:  # the file has a deletion vector that cannot be read
         return True
 
 

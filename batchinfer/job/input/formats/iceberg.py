@@ -95,7 +95,7 @@ def _check_names(file: str, schema: Schema) -> None:
         with store_of(file).open(file) as opened:
             fields = pq.read_schema(opened)
     except (OSError, pa.ArrowException):
-        return  # ParquetFormat reports it
+        return  # ParquetFormat reports the error
     wanted = {number: field.name for number, field in index_by_id(schema).items()}
     top = {field.name: field.field_id for field in schema.fields}
     for number, name, is_top in _numbered(fields, is_top=True):

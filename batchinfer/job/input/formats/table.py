@@ -50,7 +50,7 @@ def _kind(path: str) -> str | None:
         )
         return "iceberg" if is_iceberg else None
     except OSError:
-        return None  # find_files reports it
+        return None  # find_files reports the error
 
 
 def open_table(path: str, kind: str, version: int | None) -> Snapshot:

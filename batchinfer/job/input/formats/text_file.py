@@ -199,7 +199,7 @@ def _check_encoding(start: bytes, path: str) -> None:
         raise _refuse_encoding(path, found, found)
     lines = start.split(b"\n")
     if len(start) >= _CHUNK and len(lines) > 1:
-        del lines[-1]  # the chunk may end within a character
+        del lines[-1]  # drop the last line, because the chunk may end inside a character
     lines = [line for line in lines[:_CHECKED_LINES] if line and not line.isspace()]
     marked = [line for line in lines if not line.isascii()]
     if len(marked) > max(1, len(lines) // _GOOD_PER_BAD) and not any(map(is_utf8, marked)):
