@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from batchinfer.process.process import bound_spinning
 
-        bound_spinning()  # before torch is imported
+        bound_spinning()  # must run before torch is imported
         from batchinfer import llm
 
         return getattr(llm, name)

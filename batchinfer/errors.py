@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
 
 
 class JobError(Exception):
-    """An error that the user can fix: what is wrong, where, and what to do about it.
+    """An error that the user can fix. The message says what is wrong and what to do about it.
 
     The command prints ``str(error)`` and exits with ``error.exit_code``; no traceback.
     """
@@ -32,7 +32,7 @@ class JobError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}\n{hint}")
         self.message = message
-        """What is wrong, without the hint."""
+        """The error's description, without the hint."""
 
 
 class UsageError(JobError):
@@ -71,7 +71,7 @@ class LockedError(JobError):
 
 
 class StorageError(JobError):
-    """Writing to the output failed, or reading what was written."""
+    """Writing the output failed, or reading it back."""
 
     exit_code = ExitCode.STORAGE
 

@@ -19,11 +19,11 @@ class StopMatch:
 
 
 class FinishedSample(Protocol):
-    """The tokens of a finished sample, and what ended it."""
+    """The tokens of a finished sample, and the reason why it ended."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """All tokens, including the one that ended the sample."""
+        """All tokens, including a token that ended the sample."""
         ...
 
     @property

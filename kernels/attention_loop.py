@@ -2,7 +2,7 @@
 
 One program computes a tile of rows over a range of positions by online softmax (formulas:
 `README.md`). Rows are query tokens times the query heads of one KV head. The heads of a token are
-adjacent, so that each key is loaded once for all of them.
+adjacent, so that each key is loaded once for all heads.
 
 Loading keys and values needs the slots, which are loaded from the block table first. Triton divides
 its pipeline stages among such a chain of loads: 5 stages fetch two tiles ahead, 3 stages fetch one.

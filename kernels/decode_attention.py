@@ -37,9 +37,9 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
     Rows are the heads of a group, at least 16 for `tl.dot`. Split queries (float8 GEMMs) have 4 or
     8 heads, which are columns of the GEMMs. A tile has 128 tokens (256 for split queries) or 32 KB,
-    whichever is less. Two more tiles are loaded meanwhile. The cost per tile is thus spread over
-    the same number of bytes for narrow heads and narrow dtypes. With four warps, the registers of a
-    multiprocessor hold three such programs.
+    whichever is less. Two more tiles are loaded while a tile is computed. The cost per tile is thus
+    spread over the same number of bytes for narrow heads and narrow dtypes. With four warps, the
+    registers of a multiprocessor hold three such programs.
     """
     tile = tile_tokens(heads, most=256 if split else 128)
     rows = (4 if heads.group <= 4 else MAX_HEADS) if split else padded(heads.group)

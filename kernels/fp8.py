@@ -90,7 +90,8 @@ def without_nan(
     value,  # [HEADS, WIDTH] float
 ):
     # Tensor cores multiply the stored values of unused tokens by a weight of 0, and 0 * NaN is NaN.
-    # So a NaN moves to the head's key, and every row that sees the token still becomes NaN.
+    # A NaN is therefore moved to the head's key, so that every row that sees the token still
+    # becomes NaN.
     lost = value != value
     some = tl.max(lost.to(tl.int32), 1)
     return tl.where(some[:, None] > 0, float("nan"), key), tl.where(lost, 0.0, value)

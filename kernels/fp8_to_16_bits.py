@@ -69,8 +69,8 @@ def widen_words(
 ):
     """Convert float8 to 16 bits: four numbers, which fill a register, at a time."""
     if tl.float8e4nv == stored.dtype and tl.bfloat16 == DTYPE:
-        # Through float32, because the single conversions to bfloat16 that Triton 3.9 emits are
-        # slow.
+        # Convert through float32, because Triton 3.9 would convert numbers one by one to bfloat16,
+        # which is slow.
         wide = tl.inline_asm_elementwise(
             """
             {

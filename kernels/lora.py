@@ -5,9 +5,9 @@ Formula, for every adapter a and every i in [starts[a], starts[a + 1]), with t =
     lowered[i, :] = sum_k down[a, :, k] x[t, k]             (`lora_shrink`)
     out[t, n]    += sum_r up[a, n, r] lowered[i, r]         (`lora_expand`)
 
-Rows of one adapter are adjacent in `rows`. A program computes a tile of them, so that it reads the
-factors once for all rows of the tile. `starts` is read on the device, so that one captured launch
-works for all mixtures of adapters.
+Rows of one adapter are adjacent in `rows`. A program computes a tile of these rows, and reads the
+factors once for the whole tile. `starts` is read on the device, so that one captured launch works
+for all mixtures of adapters.
 
 Accumulation: float32, in pieces of `SPLIT` elements of x that are added in order. `lowered` is
 rounded to the dtype of x between the two GEMMs. The result is added to `out` in float32 and rounded

@@ -2,12 +2,12 @@
 
 Both keep a prefix of one total order of tokens: larger logits first, equal logits by ascending id
 (-0 equals 0). The key and id of the last kept token describe the prefix. Top-k keeps k tokens.
-Top-p keeps the shortest prefix of those with
+Top-p keeps the shortest prefix with
 
     float64(mass of the prefix) >= float64(top_p) float64(mass after top-k)
 
-in integer weights, so that ties and sums are the same as on a CPU (Holtzman et al. 2020,
-arXiv:1904.09751).
+Masses are sums of integer weights, so that ties and sums are the same as on a CPU (Holtzman et al.
+2020, arXiv:1904.09751).
 
 A pass over the row sums the weights above an interval of keys and stores the tokens inside it (the
 candidates). If the prefix ends inside and all candidates fit, bisection finds its end among them.
@@ -146,7 +146,7 @@ def end_inside(keys, ids, measures, goal, low, high, VOCAB: tl.constexpr):
 @triton.jit
 def load_candidates(scale, cut, last, num_candidates, candidates, shape):
     """Return the candidates' keys, ids and weights, [SEGMENTS, CANDIDATES], and a mask of valid
-    ones."""
+    entries."""
     places = tl.arange(0, shape.CANDIDATES)[None]
     valid = places < num_candidates[:, None]
     at = tl.arange(0, shape.SEGMENTS)[:, None] * shape.CANDIDATES + places

@@ -168,7 +168,7 @@ ROOMS = [
     ),
     Room(
         "worker.fusion",
-        "Replaces modules and layers by faster ones with the same results.",
+        "Replaces modules and layers by faster modules with the same results.",
         ("kernels", "engine.kv", "engine.step", "worker"),
     ),
     Room(

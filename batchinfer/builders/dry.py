@@ -78,8 +78,8 @@ def build_dry_engine(
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
-    # Twice the blocks that sequences can fill, to have room for cached blocks. A small model has
-    # millions of blocks on a large device, and simulating more of them only takes longer.
+    # Simulate twice the blocks that sequences can fill, to have room for cached blocks. A small
+    # model has millions of blocks on a large device, and simulating more of them only takes longer.
     num_new = min(engine.max_num_batched_tokens, longest)
     most_blocks = 2 * engine.max_num_seqs * layout.slots_for(longest, num_new)
     num_blocks = min(memory.num_blocks, most_blocks)

@@ -14,7 +14,7 @@ from batchinfer.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a recovery changed; printed to the log."""
+    """Changes that a recovery made, for the log."""
 
     reason: str
     """The device's message."""

@@ -26,7 +26,7 @@ from batchinfer.pooling.model_folder import Float32, find_folder, read_config, r
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 """Supported modules, in the only supported order."""
-_POOLING_MODES = {  # in the order of concatenation
+_POOLING_MODES = {  # vectors are concatenated in this order
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",

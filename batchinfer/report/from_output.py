@@ -36,7 +36,8 @@ def from_output(out: OutputDir, now: float) -> ReportData:
     """
     plan = plan_of(out)
     status = read_status(out, now)
-    segments = out.files.entries(out.segments)  # first, because rows move from segments to parts
+    # Read first, because rows move from segments to parts.
+    segments = out.files.entries(out.segments)
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])
     runs = list(runs_of(out))
@@ -132,7 +133,7 @@ def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any
     files = {file.path: f"{file.num_rows:,} rows" for file in plan.inputs[:_MOST_FILES]}
     if len(plan.inputs) > _MOST_FILES:
         files["and"] = f"{len(plan.inputs) - _MOST_FILES:,} more files"
-    sections.pop("model_facts", None)  # only hashes
+    sections.pop("model_facts", None)  # contains only hashes
     shown: dict[str, dict[str, Any]] = without_secrets(
         {"job": plain, **sections, "input files": files}
     )

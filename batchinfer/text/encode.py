@@ -108,7 +108,7 @@ def each_apart_if_needed(
         return []
     try:
         return encode(group)
-    except MemoryError:  # not an error in the text
+    except MemoryError:  # running out of memory is not an error in the text
         raise
     # The backend raises plain Exception, for example if a vocabulary has no unknown token.
     except Exception as error:

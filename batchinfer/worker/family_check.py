@@ -1,4 +1,4 @@
-"""Refuses models whose results with paged attention differ from those of transformers.
+"""Refuses models whose results with paged attention differ from transformers' results.
 
 Two checks run on a loaded model. They compare results and never look at the family's name.
 
@@ -71,7 +71,7 @@ def check_attention(model: torch.nn.Module, layout: KVLayout) -> None:
             )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a model's own code may raise anything on its first call
+    except Exception as error:  # a model's code may raise any error on its first call
         raise ModelError(
             f"models of the family {config.model_type!r} cannot be run: {error}"
         ) from error
@@ -108,7 +108,7 @@ def _check_windows(windows: dict[int, int], config: Any) -> None:
 def check_against_eager(
     model: Any, max_model_len: int, free_bytes: int, *, latent: bool = False
 ) -> None:
-    """Compare the logits of a shallow copy of the model with those of transformers.
+    """Compare the logits of a shallow copy of the model with transformers' logits.
 
     Args:
         model: transformers' model, as it was loaded.
@@ -130,7 +130,7 @@ def check_against_eager(
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # a model's code may raise any error
         raise ModelError(
             f"{family}: they cannot be compared with transformers' attention: {described(error)}"
         ) from error

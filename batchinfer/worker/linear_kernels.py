@@ -1,6 +1,6 @@
 """GEMM kernels of linear layers: ways to multiply rows by a weight.
 
-On a CPU there are three kinds. ``own`` is this project's C kernel (``kernels/cpu/gemm.c``).
+On a CPU, there are three kinds. ``own`` is this project's C kernel (``kernels/cpu/gemm.c``).
 ``onednn`` is oneDNN over weights that it packed, called by the operators that torch's inductor uses
 for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
 ``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every call.
@@ -174,7 +174,7 @@ def linear_kernels(dtype: torch.dtype) -> tuple[LinearKernel, ...]:
 def codes_kernel(method: str, dtype: torch.dtype) -> LinearKernel | None:
     """Return the C kernel that multiplies rows of ``dtype`` by quantized weights, if there is one.
 
-    For int8 and int4 weights it rounds rows to int8. Sums are then exact, so every processor gives
+    For int8 and int4 weights, it rounds rows to int8. Sums are then exact, so every processor gives
     the same bits. For float8 weights, the results have the same bits as if the C kernel without
     tiles multiplied by the dequantized weight.
 

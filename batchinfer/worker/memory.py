@@ -22,8 +22,9 @@ from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
-# Tensors that exist at the same time at the widest point of a layer. Of hidden width: residual,
-# normed, q, k, v, rotated q and k, attended. Of MLP width: gate, up and gate times up.
+# Tensors that exist at the same time at the widest point of a layer. Eight tensors have the hidden
+# width: residual, normed, q, k, v, rotated q and k, attended. Three have the MLP width: gate, up,
+# and gate times up.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
 # Copies of the logits: the head's output, and in some families the scaled or capped logits.

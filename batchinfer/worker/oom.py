@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory errors and frees what the failed step had allocated."""
+"""Recognizes out-of-memory errors, and frees the memory of the failed step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU, on Linux
     "not enough memory",  # torch's allocator on the CPU, on other systems
     "std::bad_alloc",
-    "CUDA error: out of memory",  # from the CUDA driver, for pinned memory too
+    "CUDA error: out of memory",  # an error of the CUDA driver, also for pinned memory
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 _LONGEST_REASON = 200  # characters; the rest of torch's message explains its allocator

@@ -1,6 +1,7 @@
 """Row-wise operations on the device of their tensors; ``kernels/reference.py`` defines them.
 
-They run in Triton on a CUDA device. On a CPU they run in C if a compiler is installed, or in torch.
+They run in Triton on a CUDA device. On a CPU, they run in C if a compiler is installed, otherwise
+in torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
     """Return the root mean square norm of x [..., W], multiplied by a weight [W].
 
     Raises:
-        ValueError: the weight's width or dtype differs from that of x.
+        ValueError: the weight's width or dtype differs from x's.
     """
     if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(

@@ -71,7 +71,7 @@ def swap_verified(
 ) -> bool:
     """Swap all of the modules if the model's results stay the same; otherwise, swap none of them.
 
-    Without a finite row there is nothing to compare, and the modules are not swapped.
+    If no row is finite, nothing can be compared, and the modules are not swapped.
 
     Args:
         outputs: runs the model and returns its results [..., width].
@@ -118,7 +118,7 @@ class Probe:
         token_ids: tokens of each sequence.
         positions: positions of the tokens, 0 and up by default.
         adapters: number of each sequence's adapter; None for the base model.
-        dtype: dtype of the pool, by default that of the weights.
+        dtype: dtype of the pool; default: the weights' dtype.
         kernel: kernel of the linear layers, which determines the attention backend.
     """
 

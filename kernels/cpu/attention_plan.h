@@ -1,7 +1,7 @@
 /* Cuts a step's attention into tasks, and allocates the memory that a task works in. */
 
 typedef struct {
-    int32_t sequence, first, count; /* tokens [first, first + count) of the sequence's new ones */
+    int32_t sequence, first, count; /* tokens [first, first + count) of a sequence's new tokens */
     int32_t position;               /* position of the first token */
     int32_t shared; /* leading positions whose blocks the previous tile has too */
     int32_t row;    /* index of the tile's first row among the rows of all tiles */
@@ -101,7 +101,7 @@ attention_plan *attention_plan_of(const attention_args *a) {
     if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
-    /* With a window, tiles see the same part of a piece only if all of them see it whole. */
+    /* With a window, tiles see the same part of a piece only if all tiles see the whole piece. */
     int shares = a->order != NULL;
     for (int32_t i = 0; a->sliding_window && i < num_sequences; i++)
         shares &= a->context_lens[i] <= a->sliding_window;

@@ -163,7 +163,7 @@ def _source() -> list[bytes]:
 
 
 def _own_folders() -> Iterator[Path]:
-    """Yield folders for libraries that only this user can write to; missing ones are created."""
+    """Yield folders for libraries that only this user can write to. Missing folders are created."""
     for folder in _cache_folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -88,8 +88,8 @@ static inline float gelu_tanh(float x) {
 
 static inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
 
-/* Cuts sequences into tasks, smaller ones towards the end, and returns their number. Task t has the
-   sequences [firsts[t], firsts[t + 1]). */
+/* Cuts sequences into tasks, with smaller tasks towards the end, and returns their number. Task t
+   has the sequences [firsts[t], firsts[t + 1]). */
 static int64_t cut(const encoder_args *a, int64_t *firsts) {
     int64_t count = 0, first = 0;
     while (first < a->num_sequences) {

@@ -86,7 +86,8 @@ INLINE ints add_quads(ints sum, ints left, ints right) {
 }
 
 /* Instructions that add only pairs: number of pairs whose sum fits into 16 bits, if they are
-   products of bytes from 0 to 15 and int8. One widening addition is then enough for all of them. */
+   products of bytes from 0 to 15 and int8. A single widening addition is then enough for all pairs.
+   */
 #if !OFFSET && (LANES == 8 || (LANES == 16 && defined(__AVX512BW__)))
 #define ADDED_PAIRS 8 /* 8 * 2 * 15 * 128 fits into 16 bits */
 INLINE ints add_pairs(ints pairs, ints left, ints right) {
@@ -97,7 +98,7 @@ INLINE ints add_pairs(ints pairs, ints left, ints right) {
     pairs = (ints)_mm512_add_epi16((__m512i)pairs,
                                    _mm512_maddubs_epi16((__m512i)left, (__m512i)right));
 #endif
-    __asm__("" : "+v"(pairs)); /* or GCC would add all products first, and spill the sums */
+    __asm__("" : "+v"(pairs)); /* otherwise, GCC adds all products first, and spills the sums */
     return pairs;
 }
 INLINE ints sum_of_pairs(ints pairs) {

@@ -56,8 +56,8 @@ class HostPool:
         self._returned.append(slot)
 
     def candidate(self) -> Block | None:
-        """Return the next block to lose its slot: an unwanted block, else one that is also on the
-        device, else the least recently used."""
+        """Return the next block to lose its slot: an unwanted block, else a block that is also on
+        the device, else the least recently used block."""
         idle = self._alone.first_idle()
         if idle is not None:
             return idle

@@ -281,7 +281,7 @@ class KVLayout:
 
     def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
         """Return the most pool slots of a sequence, including its recurrent state, until it has
-        ``num_tokens`` tokens. A step computes up to ``num_new`` of them."""
+        ``num_tokens`` tokens. A step computes up to ``num_new`` tokens."""
         blocks = most_slots(self.windows, self.block_size, num_tokens, num_new)
         return blocks + self.slots_per_state
 

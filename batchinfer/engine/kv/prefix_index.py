@@ -118,8 +118,8 @@ class StateSnapshot:
     """A recurrent state kept for later rows, after a token of an indexed block.
 
     That block's parent stores the snapshot in ``snapshots_below``, under the block's tokens up to
-    the state. A lookup therefore finds it whatever tokens follow, even after more tokens were added
-    to the block's own key.
+    the state. A lookup therefore finds the snapshot before any following tokens, even after more
+    tokens were added to the block's own key.
     """
 
     __slots__ = ("block", "followers", "key", "parent", "state")

@@ -49,8 +49,8 @@ class OutputLengths:
         self._cumulative: Float | None = None
 
     def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
-        """Count sequences that reached ``lengths`` output tokens; ``stopped`` marks those that
-        stopped at that length."""
+        """Count sequences that reached ``lengths`` output tokens; ``stopped`` is true for sequences
+        that stopped at that length."""
         bins = len(self._stopped)
         at = np.minimum(lengths // self._width, bins - 1)
         self._reached += np.bincount(at, minlength=bins)
@@ -84,7 +84,7 @@ class OutputLengths:
         return self._cumulative
 
     def remaining(self, table: SequenceTable, rows: Rows) -> Float:
-        """Predict how many more tokens running sequences will output, [S].
+        """Predict the number of further output tokens of running sequences, [S].
 
         Quantiles are multiples of the golden ratio, modulo 1, in order of admission, because these
         spread evenly.
@@ -177,7 +177,8 @@ class PoolForecast:
         return True
 
     def _remaining(self, sequence: Sequence) -> float:
-        """Predict how many more tokens a waiting sequence will output: the median for its age."""
+        """Predict the number of further output tokens of a waiting sequence: the median for its
+        age."""
         age = len(sequence.output_ids)
         limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
         if not sequence.request.stop_token_ids and sequence.stop_checker is None:

@@ -92,7 +92,7 @@ class ReuseHints:
         self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in reversed(self._waiting[sequence]):  # in the order of ``remove``
+        for block in reversed(self._waiting[sequence]):  # last block first, like ``remove``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.update_priority(block)
@@ -115,7 +115,7 @@ class ReuseHints:
         if blocks is None:
             return
         self._counted_at = -1
-        for block in reversed(blocks):  # in the order of ``BlockPool.release``
+        for block in reversed(blocks):  # last block first, like ``BlockPool.release``
             block.waiters -= 1
             if block.waiters == 0:
                 self._pool.update_priority(block)

@@ -215,7 +215,7 @@ def matrix_bytes(
     on_cpu: bool = False,
     experts: bool = False,
 ) -> float:
-    """Return the bytes per parameter of the layers' linear layers, including scales.
+    """Return the bytes per parameter of linear layers, including scales.
 
     Weights that torchao quantized stay quantized. Other quantized weights are dequantized on load
     unless ``quantization`` keeps them.

@@ -27,7 +27,7 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Limits of a device: measured, or data sheet values lowered to what programs reach."""
+    """Limits of a device: measured, or values of data sheets, lowered to what programs reach."""
 
     name: str
     bandwidth: float

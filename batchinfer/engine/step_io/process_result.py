@@ -89,7 +89,7 @@ def process_result(
     if beams.any():
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
         states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
-        errors = {  # never ``_NO_TOKEN``, because beams have no bans
+        errors = {  # the error is never ``_NO_TOKEN``, because beams have no bans
             state: _NAN if broken is None else (_GRAMMAR_ERROR, broken)
             for state, broken in failed_beams.items()
         }

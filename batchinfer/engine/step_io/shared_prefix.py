@@ -65,7 +65,7 @@ def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
     if len(chosen):
         width = int(num_blocks[chosen].max())
         past_end = np.arange(width) >= num_blocks[chosen, None]
-        # Not 0: 0 is a slot.
+        # Pad with -1, because 0 is a slot.
         keys = np.where(past_end, tables.dtype.type(-1), tables[chosen, :width])
         by_key = np.argsort(keys.view(np.dtype((np.void, keys.itemsize * width)))[:, 0])
         chosen, keys = chosen[by_key], keys[by_key]

@@ -89,7 +89,8 @@ def add_forced_tokens(
         sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
         if continues[at] and token in sequence.request.eos_token_ids:
-            stop_result.stops[at] = token  # even before min_tokens: no other token was allowed
+            # Stops even before min_tokens, because no other token was allowed.
+            stop_result.stops[at] = token
         elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)
         error = state.error  # an error of this token or of its mask
@@ -136,7 +137,7 @@ def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
 def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:
     """Return the stop token or stop string that ends a sequence with its last token, if any."""
     request, checker = sequence.request, sequence.stop_checker
-    if token in request.eos_token_ids:  # even before min_tokens, because the text is complete
+    if token in request.eos_token_ids:  # stops even before min_tokens, because the text is complete
         return token
     may_stop = len(sequence.output_ids) >= request.params.min_tokens
     if may_stop and token in request.params.stop_token_ids:

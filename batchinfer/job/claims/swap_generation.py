@@ -106,7 +106,7 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
     _place_partitions(out, generation)
     kept = {*out.folders, *out.single_files, out.partitioned_record, out.staging, out.next}
     kept |= {out.swap, out.locks, out.state / LOCK, out.state / HOLDER}
-    kept.add(out.live)  # this run keeps writing there
+    kept.add(out.live)  # this run still writes to this file
     for path in files.entries(out.state):
         if path not in kept:
             files.delete(path)

@@ -322,7 +322,7 @@ def _clear(out: OutputDir) -> None:
     for name in STATS_FILES:
         delete(out.stats / name)
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.claims, out.shards}
-    keep.add(out.live)  # this run keeps writing there
+    keep.add(out.live)  # this run still writes to this file
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):

@@ -119,7 +119,7 @@ def run_job(
         if isinstance(plan, NothingToDo):
             reporter.nothing_to_do(plan.out, plan.reason, is_finished=plan.is_finished)
             return ExitCode.OK
-        # After an update the generation's own folder is deleted.
+        # After an update, the generation's folder is deleted.
         stack.enter_context(_write_live_status(plan.claim.present or plan.job.out, watched))
         code = _make_parts(plan, reporter, build, fleet)
         ended(code)

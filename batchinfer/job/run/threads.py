@@ -81,7 +81,8 @@ class Prefetcher(Generic[T]):
         try:
             coming = iter(items)
             while self._has_room():
-                self._queue.put(next(coming))  # not in a variable, which would keep it alive
+                # Not kept in a variable, which would keep the item alive.
+                self._queue.put(next(coming))
                 self._filled.set()
         except StopIteration:
             pass

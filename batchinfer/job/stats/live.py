@@ -113,7 +113,7 @@ class LiveFile:
     def write(self) -> None:
         """Write the progress; ignore a failure, because the next write follows soon."""
         progress = live_run(self._watched, self._clock(), self.every_s)
-        # Not in the staging folder, which other runs clear.
+        # Do not write to the staging folder, because other runs clear it.
         files, staged = self._out.files, self._path.with_suffix(".new")
         with suppress(OSError, JobError):
             files.make_directory(self._out.live)

@@ -285,7 +285,7 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
         yield
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number else str(error)  # pyarrow has messages of its own
+        reason = os.strerror(number) if number else str(error)  # pyarrow has other messages
         advice = _ADVICE.get(number, "fix this, or use --output for another directory")
         raise StorageError(
             f"cannot {verb} {printable(str(path))}: {reason}",

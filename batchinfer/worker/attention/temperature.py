@@ -2,7 +2,7 @@
 
 Llama 4's layers without rotary positions multiply queries by ``1 + s * log(1 + floor((p + 1) /
 f))`` (``attn_temperature_tuning``; arXiv:2501.19399). In transformers, p counts from the first
-token of the batch. In a packed row of many sequences, p must be the token's position in its own
+token of the batch. In a packed row of many sequences, p must be the token's position in its
 sequence.
 """
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_INTEGERS = {2: "<i2", 4: "<i4"}  # by bytes per element, because NumPy has no name for bfloat16
+# Integer types by bytes per element, because NumPy has no name for bfloat16.
+_INTEGERS = {2: "<i2", 4: "<i4"}
 
 # Operations whose result is on the host, or whose result's size depends on data on the device.
 _WAITS = frozenset(
@@ -56,7 +57,7 @@ class CudaCapture:
                 self._pool = None
                 self._never_ended.append(graph)
             raise
-        self._pool = pool  # only now, because torch forgets a pool without graphs
+        self._pool = pool  # set only now, because torch forgets a pool without graphs
         aliases = tuple(map(_alias, results))
 
         def replay() -> tuple[torch.Tensor, ...]:

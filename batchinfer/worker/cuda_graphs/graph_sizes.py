@@ -1,4 +1,4 @@
-"""Sizes that steps are padded to, so that a few graphs serve all of them.
+"""Sizes that steps are padded to, so that a few graphs are enough for all steps.
 
 Up to about 128 tokens, padding costs nothing, because reading the weights takes longer than the
 arithmetic. Larger sizes are an eighth to a quarter apart. In a mixed step, a padding sequence costs
@@ -94,7 +94,7 @@ def _mixed_sequences(tokens: int, max_num_seqs: int) -> list[int]:
 
 
 class GraphSizes:
-    """Finds the smallest of some sizes that holds a step."""
+    """Finds the smallest of the captured sizes that is large enough for a step."""
 
     def __init__(self, sizes: Iterable[GraphSize]) -> None:
         self._of_kind: dict[Kind, list[GraphSize]] = {}

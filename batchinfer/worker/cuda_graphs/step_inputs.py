@@ -127,8 +127,8 @@ class StepInputs:
         return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
 
     def _places(self, size: GraphSize) -> dict[str, _Place]:
-        """Return the places of the arrays of a step of a size. Of the tables, only the offset is
-        known."""
+        """Return the places of the arrays of a step of a size. Tables have only an offset, because
+        their length varies."""
         tokens, sequences = (size.tokens,), (size.sequences,)
         shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),

@@ -97,7 +97,7 @@ def _config(folder: Path) -> PreTrainedConfig:
     family = check_family(folder, read_config(folder))
     try:
         config = config_of(folder)
-    except Exception as error:  # a config's own validation raises errors of several libraries
+    except Exception as error:  # a config's validation raises errors of several libraries
         raise ModelError(f"{folder}/config.json: {one_line(error, 200)}") from error
     if type(config) not in MODEL_MAPPING:
         raise ModelError(

@@ -205,7 +205,7 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
 
     Raises:
         ModelError: packed texts cannot be run or affect each other, or hidden states are not finite
-            or differ from those of transformers.
+            or differ from transformers' hidden states.
     """
     family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
@@ -214,7 +214,7 @@ def _checked(description: EncoderDescription, body: PreTrainedModel) -> Encoder:
         first, second = _texts(description, 3, 2)
         packed, alone = encoder.states([first, second]), encoder.states([second])
         expected = _reference(body, first)
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # a model's code may raise any error
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
     if not expected.isfinite().all():  # ``verify`` would skip such rows
         raise ModelError(f"{family} cannot be run: its hidden states are NaN or infinite")

@@ -1,4 +1,4 @@
-"""Replaces modules and layers by faster ones with the same results.
+"""Replaces modules and layers by faster modules with the same results.
 
 May import: kernels, engine.kv, engine.step, worker.
 """

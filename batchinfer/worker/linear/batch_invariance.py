@@ -41,7 +41,7 @@ _EXPLANATIONS = {"_grouped_mm": " (all experts of a layer at once)"}
 def check_batch_invariance(
     model: torch.nn.Module, layout: KVLayout, kernel: LinearKernel | None = None
 ) -> None:
-    """Compare a sequence's logits alone with those in a batch and in chunks.
+    """Compare a sequence's logits alone, in a batch and in chunks.
 
     Args:
         layout: KV layout of the pool that the model will run over.

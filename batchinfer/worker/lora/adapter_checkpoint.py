@@ -40,7 +40,7 @@ _TRAINING_KEYS = frozenset(
         "ensure_weight_tying",
     ]
 )
-"""Keys that do not affect what a finished adapter computes."""
+"""Keys that do not affect the results of a trained adapter."""
 _KNOWN_KEYS = frozenset(
     [
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),

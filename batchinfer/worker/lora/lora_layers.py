@@ -305,7 +305,7 @@ def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adap
         probe.logits()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a model's own code may use its layers in any way
+    except Exception as error:  # a model's code may use its layers in any way
         raise ModelError(
             f"model.adapters.{adapter.name} changes layers that adapters cannot change: {error}"
         ) from error

@@ -17,7 +17,7 @@ ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 
 _WEIGHT_FILE = re.compile(r"[\w.@+-]{1,200}\.safetensors")
 _HEADER_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+_MAX_HEADER_BYTES = 100 << 20  # limit of the safetensors format
 
 
 def resolve_folder(

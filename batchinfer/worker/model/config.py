@@ -80,7 +80,7 @@ def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = config_of(folder)
         _check_filled(config)
-    except Exception as error:  # a config's own validation raises errors of several libraries
+    except Exception as error:  # a config's validation raises errors of several libraries
         reason = _reason(error)
         key = "" if any(key in reason for key in raw) else blame(folder, _check_filled)
         raise ModelError(f"{folder}/config.json: {key}{reason}") from error
@@ -98,7 +98,7 @@ def _check_filled(config: PreTrainedConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's reason on one line. Of a validator's report, it is the first sentence."""
+    """Return an error's reason on one line. A validator's report is cut to its first sentence."""
     text = " ".join(str(error).split())
     return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 

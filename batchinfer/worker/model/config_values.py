@@ -1,6 +1,6 @@
 """Checks the values of a config.json before a model is built from them.
 
-The values decide how long loops run and how much memory is allocated. Sizes are therefore bounded
+The values determine the length of loops and the size of allocations. Sizes are therefore bounded
 here, far above the sizes of any model. transformers and the shapes of the weights check the other
 values.
 """

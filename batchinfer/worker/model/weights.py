@@ -170,7 +170,8 @@ def _read(
         return *read(folder, config=config, **options), set()
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)  # or transformers would make quantized layers
+        # Otherwise, transformers would make quantized layers.
+        vars(part).pop("quantization_config", None)
     paths = [folder / name for name in weight_files(folder)]
     tensors = dequantized_tensors(paths, saved_as, options["dtype"])
     model_class: Any = causal_class(config)

@@ -32,8 +32,8 @@ def choose_cores(count: int, own: Set[int], siblings: Callable[[int], Set[int]])
         siblings: returns the logical cores that share a physical core with a logical core.
 
     Returns:
-        None if there are more or fewer cores than threads, because other processes may use the
-        others.
+        None unless there are as many cores as threads. If there are more, other processes may use
+        some.
     """
     if count == len(own):
         return [{core} for core in sorted(own)]

@@ -192,7 +192,7 @@ class ThreadGovernor:
         before, after = window.delay, self._read_delay()
         if before is None or after is None:
             return None
-        # Not negative: the delay of ended threads is lost.
+        # The difference may be negative, because the delay of ended threads is lost.
         return max(0.0, after - before) / window.seconds
 
     def _log_change(self) -> None:
