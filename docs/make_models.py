@@ -101,6 +101,11 @@ _NOTES = {
     "glm4_moe_lite": _LATENT,
 }
 
+_TYPICAL: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 4},
+}
+"""Changes of default configs that are not like those of published models."""
+
 _HEAD = """\
 # Which models run
 
@@ -180,7 +185,7 @@ def encoder_tasks(family: str) -> str:
 @cache
 def answer(family: str) -> str:
     """Return whether a family runs with its default config, or why it is refused."""
-    config = CONFIG_MAPPING[family]()
+    config = CONFIG_MAPPING[family](**_TYPICAL.get(family, {}))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(_saved(config)))
