@@ -190,7 +190,7 @@ ROOMS = [
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(
         "builders",
-        "An engine put together from the control plane and the worker, or simulated.",
+        "Builds an engine from the control plane and the worker, or a simulated engine.",
         ("config", "process", "errors", "console", "engine", "text", "worker"),
     ),
     Room(
@@ -292,7 +292,7 @@ ROOMS = [
     ),
     Room(
         "report",
-        "A job, or the calls of an ``LLM``, as one HTML page: no scripts, no requests.",
+        "Shows a job, or the calls of an ``LLM``, as one HTML page without scripts and requests.",
         ("errors", "console", "engine", "job"),
     ),
     Room(

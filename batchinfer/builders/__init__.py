@@ -1,4 +1,4 @@
-"""An engine put together from the control plane and the worker, or simulated.
+"""Builds an engine from the control plane and the worker, or a simulated engine.
 
 May import: config, process, errors, console, engine, text, worker.
 """

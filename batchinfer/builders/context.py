@@ -29,13 +29,13 @@ class WarmUp(Protocol):
 
         Args:
             own: names of parameters that single rows may change.
-            forced_tokens: the tokens of samples are forced, not sampled.
+            forced_tokens: True if the tokens of samples are forced instead of sampled.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """An engine and its model; the defaults describe a model without a KV pool."""
+    """An engine and its model; the defaults describe a model without a KV cache."""
 
     engine: Engine | EncoderEngine
     tokenizer: Tokenizer
@@ -44,12 +44,12 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """Names of kernels: of linear layers by the dtype of their weights, and of attention."""
+    """Names of the kernels of linear layers, by dtype of the weights, and of attention."""
     device_bytes: Callable[[], int]
-    """Returns the memory in use on the device now."""
+    """Returns the bytes of memory in use on the device now."""
     eos_token_ids: frozenset[int] = frozenset()
     adapters: Mapping[str, int] = field(default_factory=dict)
-    """Number of each of the model's adapters, for ``Request.adapter``."""
+    """Numbers of the model's adapters by name, for ``Request.adapter``."""
     block_size: int = 0
     num_blocks: int = 0
     bytes_per_block: int = 0
@@ -57,15 +57,15 @@ class EngineContext:
     """True if prompts can reuse a common prefix. If False, prompts of equal length run best
     together."""
     keeps_states: bool = False
-    """Whether it has recurrent state, which must be kept where prompts part."""
+    """True if the model has recurrent state, which must be kept where prompts part."""
     load_adapter: Callable[[str, str], None] | None = None
-    """Adds an adapter between steps, by its name and folder; None: not supported."""
+    """Adds an adapter between steps, by its name and folder; None if the model supports none."""
     warm_up: WarmUp | None = None
     """Compiles sampling kernels; None on devices that compile none."""
 
 
 def pool_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
-    """Returns the fields of ``EngineContext`` that follow from a model and its KV pool."""
+    """Return the fields of ``EngineContext`` that follow from a model and its KV cache."""
     return {
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,

@@ -14,7 +14,7 @@ from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Returns the torch device for ``engine.device``.
+    """Return the torch device for ``engine.device``.
 
     Raises:
         DeviceError: ``wanted`` is cuda, and there is no CUDA device.
@@ -29,12 +29,12 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def num_gpus() -> int:
-    """Returns the number of CUDA devices that this process sees."""
+    """Return the number of CUDA devices that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def describe(device: torch.device) -> str:
-    """Returns the device's name, for the summary."""
+    """Return the device's name, for the summary."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads of {os.cpu_count()})"
@@ -43,7 +43,7 @@ def describe(device: torch.device) -> str:
 def set_threads(
     device: torch.device, engine: EngineConfig, log: Callable[[str], None]
 ) -> ThreadCount | None:
-    """Set the number of threads that compute on a CPU; returns None for other devices."""
+    """Set and return the number of threads that compute on a CPU; None for other devices."""
     if device.type != "cpu":
         return None
     threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.found())

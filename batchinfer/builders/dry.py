@@ -1,6 +1,7 @@
 """Builds a simulated engine, which computes nothing, from a model's config and tokenizer.
 
-It reads no weights and uses no device. transformers imports torch if it is installed.
+The simulated engine reads no weights and uses no device. transformers imports torch if torch is
+installed.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ class SimulatedEngine(EngineContext):
     runner: DryRunner | DryEncoder
     num_host_blocks: int = 0
     simulated_share: float = 1.0
-    """Simulated share of the pool's blocks; blocks that sequences cannot fill are left out."""
+    """Share of the KV cache's blocks that is simulated; blocks that sequences cannot fill are left
+    out.
+    """
 
 
 def build_dry_engine(
     model: ModelConfig, engine: EngineConfig, device: Device, *, end_after: int | None = None
 ) -> SimulatedEngine:
-    """Make the simulated engine for a model on a device.
+    """Build the simulated engine for a model on a device.
 
-    The size of the weights follows from the model's config. With ``dtype: auto`` they have the
-    config's dtype, or else float32.
+    The size of the weights follows from the model's config. With ``dtype: auto``, the weights have
+    the config's dtype, or else float32.
 
     Args:
-        device: simulated device; a CPU has the free memory of this machine.
+        device: device to simulate; a CPU has the free memory of this machine.
         end_after: number of tokens of samples that ``END_TOKEN`` may end.
 
     Raises:
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
-        DeviceError: the model or the pool does not fit the device.
+        DeviceError: the model or the KV cache does not fit the device.
     """
     device_type = "cuda" if device.is_gpu else "cpu"
     engine = sized_for(device_type, engine)
@@ -138,7 +141,7 @@ def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device)
 
 
 def device_of(engine: EngineConfig) -> Device:
-    """Returns the simulated device for ``engine.device`` on this machine.
+    """Return the simulated device for ``engine.device`` on this machine.
 
     Raises:
         DeviceError: ``engine.device`` is cuda, and there is no CUDA device.

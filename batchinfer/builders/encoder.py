@@ -1,4 +1,4 @@
-"""Builds the engine of an encoder model, which has no KV pool."""
+"""Builds the engine of an encoder model, which has no KV cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_POOLS = (
     *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
     *("enable_prefix_caching", "preemption", "swap_space"),
 )
-"""Keys of the engine that configure a KV pool."""
+"""Keys of the engine that configure a KV cache."""
 
 
 def build_encoder(
@@ -33,7 +33,7 @@ def build_encoder(
     pinned_kernels: Mapping[str, str],
     tokenizer: Tokenizer | None,
 ) -> EngineContext:
-    """Load an encoder model and make its engine; raises the errors of ``build_engine``."""
+    """Load an encoder model and make its engine; raise the same errors as ``build_engine``."""
     engine = sized_for(device.type, engine)
     thread_count = set_threads(device, engine, log)
     if tokenizer is None:

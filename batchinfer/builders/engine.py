@@ -56,13 +56,13 @@ def build_engine(
 
     Args:
         log: receives lines about threads, kernels and device memory.
-        pinned_kernels: ``EngineContext.kernels`` of the runs that this one resumes.
-        tokenizer: replaces the model's tokenizer, which is then not read.
-        fit_length: limit sequences to the length that fits in the KV pool.
-        more_adapters: adapters can be added to the model later.
-        random_weights: the model's files need not contain weights.
+        pinned_kernels: ``EngineContext.kernels`` of the runs that this run resumes.
+        tokenizer: tokenizer in place of the model's, which is then not read.
+        fit_length: True to limit sequences to the length that fits in the KV cache.
+        more_adapters: True if adapters can be added to the model later.
+        random_weights: True if the model's files need not contain weights.
         check_vocab_size: takes the number of token ids before the weights are loaded, and raises a
-            JobError if the job does not fit it. Not called for encoders, which draw no tokens.
+            JobError if the job does not fit. Encoders, which draw no tokens, skip this check.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -196,8 +196,9 @@ def build_engine(
 
 
 def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
-    """Returns the length of the longest sequence that the pool has room for, up to ``most``, if a
-    step computes at most ``step_tokens`` tokens."""
+    """Return the length, at most ``most``, of the longest sequence that fits in the KV cache, if a
+    step computes at most ``step_tokens`` tokens.
+    """
 
     def slots(length: int) -> int:  # the last token is never fed back, so it needs no KV
         blocks = pool.window_slots.most_slots(length - 1, min(length - 1, step_tokens))
@@ -214,7 +215,7 @@ def _graphs(
     log: Callable[[str], None],
     num_adapters: int,
 ) -> StepGraphs | None:
-    """Captures graphs of steps of every size on CUDA; returns None on other devices."""
+    """Capture graphs of steps of every size on CUDA; return None on other devices."""
     if not cache.pool.is_cuda:
         return None
     graphs = StepGraphs(
@@ -232,7 +233,7 @@ def _graphs(
 
 
 class _SamplingKernels:
-    """A ``WarmUp`` that remembers what it has compiled; ``logits`` makes a row of logits [1, V]."""
+    """A ``WarmUp`` that compiles nothing twice; ``logits`` makes a row of logits [1, V]."""
 
     def __init__(self, logits: Callable[[], torch.Tensor]) -> None:
         self._logits = logits

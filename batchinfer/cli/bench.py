@@ -21,7 +21,7 @@ from batchinfer.errors import DataError, JobError, RowError, StorageError, Usage
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
 _INPUT_LEN = 1024
-"""Default tokens of a synthetic prompt, as in ``vllm bench throughput``."""
+"""Default number of tokens of a synthetic prompt, as in ``vllm bench throughput``."""
 _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
@@ -29,7 +29,7 @@ def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
     """Return the first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
 
     Raises:
-        DataError: the file cannot be read, or a prompt is invalid; names its row.
+        DataError: the file cannot be read, or a prompt is invalid; the message names its row.
     """
     try:
         names = pq.read_schema(path).names
@@ -83,12 +83,12 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
 
     Returns:
         The measurements. With ``options.deterministic``, ``deterministic`` holds the measurements
-        of a second run with ``engine.deterministic``, and ``deterministic_ratio`` the requests per
-        second of the second run divided by the first.
+            of a second run with ``engine.deterministic``. ``deterministic_ratio`` is the requests
+            per second of the second run divided by those of the first run.
 
     Raises:
-        JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
-            run, or the result cannot be written.
+        JobError: the model cannot be run, the dataset cannot be read, no prompt of the dataset can
+            be run, or the result cannot be written.
     """
     read_config(resolve_folder(options.model, None, CONFIG_FILES))
     dataset_prompts: list[str | list[int]] = []
@@ -116,7 +116,7 @@ def _measure(
     """Load the model, run the prompts once, and return the measurements.
 
     Args:
-        engine_keys: more keys of the engine than ``options`` sets.
+        engine_keys: keys of the engine to set in addition to ``options``.
     """
     from batchinfer.llm import LLM  # imports torch, which takes seconds
     from batchinfer.llm.pooling.choose import choose_runner, refused_calls
@@ -181,7 +181,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size: int) -> None:
-    """Raise DataError, naming the row, for a token id outside of the vocabulary."""
+    """Raise DataError that names the row if a token id is outside the vocabulary."""
     for row, prompt in enumerate(prompts):
         for token_id in () if isinstance(prompt, str) else prompt:
             if not 0 <= token_id < vocab_size:

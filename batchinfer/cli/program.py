@@ -68,7 +68,7 @@ def log_as_json(*, keep_stdout: bool) -> JsonLog:
     """Write all further messages as a JSON log on stderr; its last object has the exit code.
 
     Args:
-        keep_stdout: leave stdout alone, because the caller reads a result from it.
+        keep_stdout: True to leave stdout unchanged, because the caller reads a result from it.
     """
     from batchinfer.console.json_log import JsonProgram
 
@@ -104,14 +104,14 @@ def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
 
 
 def _is_full_stdout(error: Exception) -> bool:
-    """Return True if printing raised ``error``: errors about files name the file."""
+    """Return True if ``error`` came from printing; errors about files name the file."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def to_json(data: Any) -> str:
-    """Returns data as the JSON text that commands print."""
+    """Format data as the JSON text that commands print."""
     import json
 
     return json.dumps(data, indent=2)
@@ -127,7 +127,7 @@ def print_stdout(text: str) -> None:
 
 @contextmanager
 def crash_directory(directory: Path) -> Iterator[None]:
-    """Write the crash log of a bug inside this block to ``directory``, if that exists."""
+    """Write the crash log of a bug inside this block to ``directory``, if the folder exists."""
     try:
         yield
     except Exception as error:
@@ -136,7 +136,7 @@ def crash_directory(directory: Path) -> Iterator[None]:
 
 
 def write_crash_log(error: Exception) -> Path:
-    """Write the traceback of ``error`` to a new file: in its crash directory, or a temporary file.
+    """Write the traceback of ``error`` to a new file in its crash directory or to a temporary file.
 
     Raises:
         OSError: no file can be written.

@@ -56,5 +56,5 @@ __all__ = [
 
 
 def field_names(record: type[Record]) -> tuple[str, ...]:
-    """Names of a record's fields, in order."""
+    """Return the names of a record's fields, in order."""
     return tuple(entry.name for entry in fields(record))  # type: ignore[arg-type]

@@ -21,9 +21,9 @@ from batchinfer.config.structured_params import GuidedDecodingParams, Structured
 from batchinfer.config.types import format_value, near_name
 
 _GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy, as in vLLM."""
+"""Temperature below which sampling is greedy, as in vLLM."""
 _MAX_BIAS = 100.0
-"""OpenAI's API clips logit biases to plus or minus this."""
+"""Largest absolute value of a logit bias; OpenAI's API clips biases to it."""
 _UNLIMITED = 2**31 - 1
 _ALIASES: Mapping[str, str] = {
     "guided_decoding": "structured_outputs",
@@ -38,11 +38,11 @@ _ELSEWHERE: Mapping[str, str] = {
     "trace_decode_token_ids": "score given tokens with prompt_logprobs, or a job of task: score",
     "use_beam_search": "call LLM.beam_search",
 }
-"""Parameters of vLLM that are refused, with the alternative."""
+"""Refused parameters of vLLM, with their alternatives."""
 
 
 class RequestOutputKind(Enum):
-    """vLLM's modes of streaming. Without effect: calls return complete outputs."""
+    """vLLM's modes of streaming, without effect, because calls return complete outputs."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -54,27 +54,31 @@ class _CallParams(sampling.SamplingParams):
     """The fields of ``SamplingParams``."""
 
     max_tokens: int | None = 16  # type: ignore[assignment]  # the engine gets a number
-    """Most tokens of a sample; None: up to the model's longest sequence."""
+    """Most tokens of a sample; None for as many as fit in the model's longest sequence."""
     detokenize: bool = True
-    """False: texts stay empty, and log-probabilities have no texts."""
+    """False to leave texts empty, in outputs and in log-probabilities."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1 leaves room for one output token."""
     logits_processors: tuple[Any, ...] | None = None
     """Functions that take the output's token ids so far (a list) and the next token's logits
-    (float32 [vocab_size] on the model's device), and return logits; with three arguments, the
-    prompt's token ids come first. They run in order, before everything else that changes logits,
-    and log-probabilities come from their result. An infinite logit excludes all other tokens."""
+    (float32 [vocab_size] on the model's device), and return logits. A function of three arguments
+    gets the prompt's token ids first. The functions run in order, before everything else that
+    changes logits. Log-probabilities come from their result. An infinite logit excludes all other
+    tokens.
+    """
     output_kind: Any = RequestOutputKind.CUMULATIVE
     """Accepted for compatibility with vLLM; outputs are always complete."""
     extra_args: Mapping[str, Any] | None = None
     """Not used; programs may store values here."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Return the log-probabilities of these token ids with each token, instead of those of the most
-    likely tokens."""
+    """Return the log-probabilities of these token ids with each token, instead of the
+    log-probabilities of the most likely tokens.
+    """
     prompt_logprob_token_ids: Any = None
-    """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``: a list for
-    each prompt token but the first, which may be empty, or an array [tokens, ids] padded with
-    -1."""
+    """Token ids whose log-probabilities are returned in ``prompt_token_id_logprobs``. Give a list,
+    which may be empty, for each prompt token except the first, or an array [tokens, ids] padded
+    with -1.
+    """
     prompt_logprob_start: int | None = None
     """Skip this many prompt tokens after the first in ``prompt_logprob_token_ids``."""
     flat_logprobs: bool = False
@@ -88,14 +92,15 @@ class _CallParams(sampling.SamplingParams):
     skip_clone: bool = False
     """Without effect."""
     best_of: int | None = None
-    """Only None or ``n``. Instead, draw n samples with ``logprobs=0`` and keep those with the
-    highest ``cumulative_logprob``."""
+    """Must be None or ``n``. Instead, draw n samples with ``logprobs=0`` and keep the samples with
+    the highest ``cumulative_logprob``.
+    """
     guided_decoding: Any = None
     """Another name for ``structured_outputs``."""
     response_format: Any = None
     """OpenAI's name for ``structured_outputs``."""
     thinking_token_budget: int | None = None
-    """vLLM's name for ``max_reasoning_tokens``; -1: no limit."""
+    """vLLM's name for ``max_reasoning_tokens``; -1 for no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +184,7 @@ class SamplingParams(_CallParams):
     Parameters may be changed later: ``params.max_tokens = 64``.
 
     Raises:
-        TypeError: a value has the wrong type, or there is no such parameter.
+        TypeError: a value has the wrong type, or a parameter does not exist.
         ValueError: a value is out of range or conflicts with another parameter.
     """
 
@@ -237,7 +242,7 @@ class SamplingParams(_CallParams):
             )
 
     def without_effect(self) -> dict[str, Any]:
-        """Return the parameters without effect whose value is not the default, by name."""
+        """Return parameters without effect that do not have their default value, by name."""
         given = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
         known = self.__dataclass_fields__
         return {name: value for name, value in given.items() if value != known[name].default}
@@ -251,7 +256,7 @@ class SamplingParams(_CallParams):
             max_model_len: most tokens of prompt and output together.
 
         Raises:
-            ValueError: less than ``min_tokens`` tokens fit ``max_model_len``.
+            ValueError: fewer than ``min_tokens`` tokens fit in ``max_model_len``.
         """
         changes: dict[str, Any] = {}
         if self.logprob_token_ids is not None:
@@ -302,17 +307,17 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in ``tokens`` of vLLM's ``sequences``."""
     structured_outputs: Any = None
-    """As in ``SamplingParams``."""
+    """See ``SamplingParams``."""
     skip_special_tokens: bool = False
     """Leave special tokens out of ``text`` of vLLM's ``sequences``."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only None."""
+    """Must be None."""
 
     def sampling(self) -> SamplingParams:
         """Return sampling parameters for a request that returns all of its beams.
 
         Raises:
-            TypeError, ValueError: naming the field.
+            TypeError, ValueError: a field is invalid; the message names it.
         """
         return SamplingParams(
             n=self.beam_width,

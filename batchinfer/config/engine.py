@@ -13,7 +13,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "int8_weight_only", "int4_weight_only")
 
 @dataclass(frozen=True)
 class EngineConfig(Record):
-    """Settings of the engine. Values chosen at run time are not written back."""
+    """Settings of the engine. A run does not change them."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
@@ -22,40 +22,46 @@ class EngineConfig(Record):
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, KV pool and activations together."""
     kv_cache_memory: str | int | float | None = None
-    """Size of the KV pool, like 40GiB (a bare number is GiB); wins over the utilization."""
+    """Size of the KV pool, like 40GiB (a bare number is GiB); overrides gpu_memory_utilization."""
     num_kv_blocks: int | None = None
-    """Blocks in the KV pool; wins over both sizes."""
+    """Number of blocks in the KV pool; overrides both other sizes."""
     max_num_seqs: int = 1024
     """Most sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Most tokens computed in one step. A CPU takes no more than fit its caches."""
+    """Most tokens to compute in one step. A CPU computes no more than fit in its caches."""
     enable_prefix_caching: bool = True
     """Reuse the blocks of equal prefixes across rows."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """What to do with the KV of a sequence that loses its blocks: compute it again, swap it to the
-    host, or (auto) whichever takes less time."""
+    """Treatment of the KV of a sequence that loses its blocks: compute it again, swap it to the
+    host, or (auto) choose the faster way.
+    """
     swap_space: str | int | float = "4GiB"
-    """Host memory for swapped blocks; 0: none. With a CPU's pool at most a quarter of the free
-    memory, unless another size is given."""
+    """Host memory for swapped blocks; 0: none. If the pool is in a CPU's memory, the default is at
+    most a quarter of the free memory.
+    """
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """auto: the model's dtype. fp8, the same as fp8_e4m3: one byte per number with a scale of 1, so
-    that a pool has twice the blocks of a 16-bit one."""
+    that a pool has twice as many blocks as with 16 bits.
+    """
     order: Literal["prefix", "input"] = "prefix"
-    """The order rows run in; output order is always input order."""
+    """Order in which rows run; the output always has the order of the input."""
     order_window: int = 65536
-    """Rows planned together, in whole parts; rows are reordered by prefix within such a window. A
-    window has at most 64 million prompt tokens."""
+    """Number of rows that are planned together, in whole parts; rows are ordered by prefix within
+    such a window. A window has at most 64 million prompt tokens.
+    """
     deterministic: bool = False
     """The bits of a row's results never depend on the other rows of a batch. On a CUDA device this
-    takes slower kernels, and some models are refused. On a CPU it holds anyway for dense models
-    with `cpu_kernels: own` and without `latent_cache`."""
+    needs slower kernels, and some models are refused. On a CPU this is always true for dense models
+    with `cpu_kernels: own` and without `latent_cache`.
+    """
     latent_cache: bool = False
     """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
     instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
     then depend on the other rows of a batch."""
     num_threads: int | None = None
-    """Threads that compute on a CPU. null: OMP_NUM_THREADS if set, else the cores of this process,
-    fewer while other processes use them."""
+    """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if set, else the number of
+    cores that this process may use, or fewer while other processes use them.
+    """
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
     """Kernels for linear layers on a CPU. auto: the fastest for the model's shapes, measured once.
     own: the project's kernels, whose rows do not depend on each other. onednn: oneDNN with packed
@@ -85,7 +91,7 @@ class EngineConfig(Record):
 
     @property
     def swap_bytes(self) -> int:
-        """Host memory for swapped blocks; 0 if nothing would be swapped."""
+        """Bytes of host memory for swapped blocks; 0 if nothing would be swapped."""
         if self.preemption == "recompute" or not self.enable_prefix_caching:
             return 0
         return parse_size(self.swap_space, "swap_space")
@@ -102,11 +108,11 @@ class EngineConfig(Record):
 
 
 _CPU_STEP_TOKENS = 1024
-"""Larger steps overflow a CPU's caches: measured 4 to 10 % slower."""
+"""Most tokens of a step on a CPU. Larger steps overflow its caches and took 4 to 10 % longer."""
 
 
 def sized_for(device_type: str, engine: EngineConfig) -> EngineConfig:
-    """Return the settings with the best step size for a device type, ``cpu`` or ``cuda``."""
+    """Return the settings with the best step size for a type of device, ``cpu`` or ``cuda``."""
     if device_type != "cpu":
         return engine
     tokens = max(_CPU_STEP_TOKENS, engine.max_num_seqs)

@@ -10,7 +10,8 @@ from batchinfer.config.types import Record, coerce_fields
 
 Runner = Literal["generate", "pooling", "whole_texts"]
 """Purpose of a model, as in vLLM. generate: text; pooling: hidden states; whole_texts: hidden
-states of all tokens of a text, which is computed in one step without a KV pool."""
+states of all tokens of a text, computed in one step without a KV cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,23 @@ class ModelConfig(Record):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: str | None = None
-    """Hub id or local directory; None: the model's own."""
+    """Hub id or local directory; None for the model's own tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's."""
+    """Data type of the weights; auto for the checkpoint's data type."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None: the model's limit."""
+    """Most tokens of prompt and output together; None for the model's limit."""
     quantization: str | None = None
-    """One of ``QUANTIZATIONS``; None: the checkpoint's."""
+    """A value of ``QUANTIZATIONS``; None for the checkpoint's quantization."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Folder or hub id of each LoRA adapter by name. Requests use their numbers, in this order from
-    1."""
+    """Folder or hub id of each LoRA adapter by name. Requests use the number of an adapter, which
+    counts from 1 in this order.
+    """
     runner: Runner = "generate"
-    """pooling: the model may have no output head."""
+    """Purpose of the model; with pooling, it may lack an output head."""
 
     @property
     def pools(self) -> bool:
-        """True if the model is run for hidden states."""
+        """True if the model runs for hidden states."""
         return self.runner in ("pooling", "whole_texts")
 
     def __post_init__(self) -> None:

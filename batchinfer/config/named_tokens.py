@@ -60,7 +60,7 @@ def _is_id(value: object) -> bool:
 def check_token_id_table(
     table: TokenIdTable, name: str, *, vocab_size: int, most_ids: int, max_model_len: int
 ) -> None:
-    """Raise ValueError if a table has more than ``most_ids`` in a row or does not fit the model."""
+    """Raise ValueError if a table's rows, ids per row or token ids exceed the limits."""
     num_rows, num_ids = table.shape
     if num_rows > max_model_len - 1:
         raise ValueError(
@@ -76,7 +76,7 @@ def check_token_id_table(
 
 
 def check_named_tokens(token_ids: Sequence[int], name: str, vocab_size: int) -> None:
-    """Raise ValueError if there are too many token ids, or one is outside of the vocabulary."""
+    """Raise ValueError if there are too many token ids, or an id is outside the vocabulary."""
     if len(token_ids) > MAX_NAMED_TOKENS:
         raise ValueError(f"{name} has {len(token_ids)} ids; the most are {MAX_NAMED_TOKENS}")
     if token_ids and min(token_ids) < 0:

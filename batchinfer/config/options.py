@@ -1,6 +1,6 @@
 """Options of ``batchinfer run-batch`` and ``batchinfer bench``.
 
-The module imports nothing heavy, so that usage errors appear quickly.
+The module imports nothing heavy, so usage errors appear quickly.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def _option(help_: str, metavar: str | None = None, *names: str, **limits: Any) 
 Model = Annotated[str, _option("Hub id or local directory.", "MODEL", "--model")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", "NAME")]
 Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
-"""None means the default of the engine or the model."""
+"""A count; None for the default of the engine or the model."""
 Text = str | None
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Options of ``run-batch``: files, the model, and keys of the job; None: the default."""
+    """Options of ``run-batch``: files, the model, and keys of the job; None for the default."""
 
     input_file: Annotated[
         str, _option("File of requests, one per line.", "FILE", "-i", "--input-file")
@@ -94,7 +94,7 @@ class BatchOptions:
     quiet: Annotated[bool, _option("Hide progress.", None, "--quiet")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Return the parsed template variables; raise UsageError unless they are an object."""
+        """Parse the template variables; raise UsageError unless they are a JSON object."""
         text, option = self.default_chat_template_kwargs, "--default-chat-template-kwargs"
         try:
             value = None if text is None else json.loads(text)
@@ -112,7 +112,7 @@ class BenchOptions:
     The names come from ``vllm bench throughput``. Runs ignore end-of-sequence tokens.
 
     Raises:
-        UsageError: unknown dtype or task.
+        UsageError: the dtype or the task is unknown.
         StorageError: ``output_json`` cannot be written.
     """
 
@@ -162,7 +162,7 @@ def given(options: BatchOptions | BenchOptions, names: Iterable[str]) -> dict[st
 
 
 def _check_writable(path: Path) -> None:
-    """Raise StorageError if ``path`` cannot be written; does not create the file."""
+    """Raise StorageError if ``path`` cannot be written; create no file."""
     problem = None
     if path.is_dir():
         problem = "is a folder"

@@ -14,14 +14,18 @@ from batchinfer.config.types import Record, coerce_fields
 
 @dataclass(frozen=True)
 class PromptConfig(Record):
-    """How a row becomes a prompt. One source; default: column ``messages``, else ``prompt``."""
+    """Makes prompts from rows. Set at most one source; default: column ``messages``, else
+    ``prompt``.
+    """
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
     template: str | None = None
     """Jinja2 over the row's columns, run in a sandbox."""
     messages: tuple[Mapping[str, str], ...] | None = None
-    """A conversation: role and content, the content being a template like ``template``."""
+    """A conversation of messages with role and content; each content is a template like
+    ``template``.
+    """
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None
@@ -37,7 +41,9 @@ class PromptConfig(Record):
     """Variables for the chat template, e.g. {enable_thinking: false}."""
     tools: tuple[Mapping[str, Any], ...] | str | None = None
     """Tools that the model may call, in OpenAI's form: a list of {type: function, function: {name,
-    description, parameters}}, or the path of a JSON file with one. The chat template gets them."""
+    description, parameters}}, or the path of a JSON file with such a list. The chat template gets
+    them.
+    """
     tools_column: str | None = None
     """A column with each row's own tools: the list as JSON text, or list<struct>; null: none."""
     tool_choice: str | Mapping[str, Any] = "auto"
@@ -46,7 +52,7 @@ class PromptConfig(Record):
     parse_special_tokens: bool = False
     """false: control tokens such as <|im_end|> inside row text stay text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
-    """What to do if a prompt leaves no room for an output token."""
+    """Treatment of a prompt that leaves no room for an output token."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -70,10 +76,10 @@ class PromptConfig(Record):
 
 @dataclass(frozen=True)
 class AcceptConfig(Record):
-    """Draw samples of a row until enough pass, or ``max_tries`` were drawn.
+    """Draw samples of a row until enough samples pass or ``max_tries`` are drawn.
 
-    The filter checks samples in the order of their indices and keeps the first that pass, so its
-    choice does not depend on the other rows of a batch.
+    The filter checks samples in the order of their indices and keeps the first samples that pass,
+    so its choice does not depend on the other rows of a batch.
     """
 
     regex: str | None = None
@@ -82,11 +88,11 @@ class AcceptConfig(Record):
     schema: Mapping[str, Any] | str | None = None
     """A JSON schema, or its JSON text: the text must be JSON that conforms to it."""
     min_tokens: int = 0
-    """Fewest tokens of an accepted sample, including the token that ends it."""
+    """Least number of tokens of an accepted sample, including the token that ends it."""
     k: int | None = None
-    """Number of samples to keep; null: the row's sampling.n. The n of a single row wins."""
+    """Number of samples to keep; null: the row's sampling.n. A row's own n overrides this key."""
     max_tries: int = 16
-    """Most samples drawn for a row."""
+    """Most samples to draw for a row."""
     dedup: bool = False
     """Keep only the first of a row's samples with the same text."""
 
@@ -109,12 +115,12 @@ class AcceptConfig(Record):
             raise ValueError(f"k is {self.k}, more than max_tries, which is {self.max_tries}")
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError if a row's own parameters conflict with this, naming the parameter."""
+        """Raise ValueError if a row's parameter conflicts with the filter; the message names it."""
         if params.beam_width is not None:
             raise ValueError("beam_width does not go with accept")
         if params.n > self.max_tries:
             raise ValueError(f"n is {params.n}, more than accept.max_tries, {self.max_tries}")
 
     def wanted(self, n: int) -> int:
-        """Return the number of samples to keep of a row that requests ``n`` samples."""
+        """Return the number of samples to keep for a row that requests ``n`` samples."""
         return n if n > 1 or self.k is None else self.k

@@ -1,12 +1,13 @@
 r"""Matches regular expressions in linear time, and makes patterns portable between dialects.
 
-Matching uses Arrow's RE2, which never backtracks, limits the size of compiled patterns, and needs
-no time limit, so the result is the same on every machine. It is imported on first use.
+Matching uses Arrow's RE2, which is imported on first use. RE2 never backtracks and limits the size
+of compiled patterns. So it needs no time limit, and the result is the same on every machine.
 
 Patterns for generated text spell out ``\d``, ``\s`` and ``\w`` in ASCII, because dialects differ:
 llguidance lets ``\d`` match any Unicode digit, while ECMAScript (for JSON Schema) and RE2 match
-ASCII digits but different whitespace. A text generated for ``\s`` uses whitespace of both, and one
-for ``\S`` avoids whitespace of either, so that it passes any checker.
+ASCII digits but different whitespace. A text generated for ``\s`` uses only whitespace of both
+dialects, and a text for ``\S`` avoids whitespace of either dialect, so every checker accepts the
+text.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from __future__ import annotations
 _SYNTAX = "write it in the syntax of RE2, which has no look-around and no back-references"
 
 _BLANKS = r"\t\n\f\r "
-"""RE2's ``\\s``."""
+"""Characters of ``\\s`` in RE2."""
 _ANY_BLANKS = rf"{_BLANKS}\v\u{{A0}}\u{{1680}}\u{{2000}}-\u{{200A}}\u{{2028}}\u{{2029}}" + (
     r"\u{202F}\u{205F}\u{3000}\u{FEFF}"
 )
-"""ECMAScript's, https://tc39.es/ecma262/#prod-WhiteSpace and LineTerminator."""
+"""Characters of ``\\s`` in ECMAScript: tc39.es/ecma262/#prod-WhiteSpace and LineTerminator."""
 _NAMED = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 _POSITIVE = _NAMED | {"s": f"[{_BLANKS}]", "S": f"[^{_ANY_BLANKS}]"}
 _NEGATED = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
-"""Within ``[^...]``."""
+"""Classes within ``[^...]``."""
 
 
 def has_match(pattern: str, text: str) -> bool:

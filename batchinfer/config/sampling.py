@@ -15,7 +15,7 @@ MAX_SAMPLES = 16_384
 """Most samples per prompt, as in vLLM."""
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 32.0
-"""Largest length penalty; the longest sequence to this power is still a finite float."""
+"""Largest length penalty; the longest length to this power is still a finite float."""
 HUGE = 1e30
 """Largest absolute value of a parameter, so that float32 arithmetic does not overflow."""
 
@@ -42,25 +42,25 @@ class SamplingParams(Record):
     """Parameters that choose the output tokens of a row, with vLLM's names and meanings."""
 
     max_tokens: int = 16
-    """Most tokens a sample may have."""
+    """Most tokens of a sample."""
     n: int = 1
-    """Samples per prompt; the prompt is computed once."""
+    """Number of samples per prompt; the prompt is computed once."""
     min_tokens: int = 0
     """Stop tokens and stop strings do not end a sample before it has this many tokens."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Temperature of sampling; 0 takes the most likely token."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
     top_k: int = 0
     """Keep this many most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one."""
+    """Keep tokens that are at least this fraction as likely as the most likely token."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token already in the output."""
+    """Subtract this once from the logit of every token that is in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the output."""
+    """Subtract this from a token's logit for each time that the token is in the output."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    """Divide positive logits and multiply negative logits of tokens in the prompt or the output."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
@@ -72,30 +72,36 @@ class SamplingParams(Record):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same tokens. None: fresh for every call of the Python API."""
+    """Seed of the random numbers: the same seed draws the same tokens. None: a new seed for every
+    call of the Python API.
+    """
     logprobs: int | None = None
     """Write the log-probability of each token, and of this many alternatives (at most 20)."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Numbers to add to the logits of token ids."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these token ids may be sampled."""
+    """Token ids that may be sampled."""
     bad_words: tuple[str, ...] = ()
     """Strings that must not appear in the text."""
     prompt_logprobs: int | None = None
-    """Write the log-probability of each token of the prompt but the first, and of this many
-    alternatives (at most 20)."""
+    """Write the log-probability of each prompt token except the first, and of this many
+    alternatives (at most 20).
+    """
     structured_outputs: Mapping[str, Any] | None = None
-    """The form of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or
-    GBNF} or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar
-    cannot enforce is refused; with unsupported: check, finished texts are checked against it."""
+    """Form of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
+    or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar cannot
+    enforce is refused; with unsupported: check, finished texts are checked against it.
+    """
     beam_width: int | None = None
-    """Beam search with this many beams; the n best are written, best first, and the temperature is
-    ignored. Rules and scores are those of transformers with early_stopping=False."""
+    """Number of beams of beam search. The n best beams are written, best first, and the temperature
+    is ignored. Rules and scores are the same as in transformers with early_stopping=False.
+    """
     length_penalty: float = 1.0
-    """Beams are ranked by their log-probability divided by their length to this power."""
+    """Power of a beam's length by which its log-probability is divided, to rank beams."""
     max_reasoning_tokens: int | None = None
     """Most tokens of reasoning without its markers; then the end marker is forced. Needs
-    output.reasoning."""
+    output.reasoning.
+    """
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -137,13 +143,13 @@ class SamplingParams(Record):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty changes logits."""
+        """True if a penalty changes logits."""
         none = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return none != (0.0, 0.0, 1.0)
 
     @property
     def token_limit(self) -> int:
-        """``max_tokens`` as a number, also in subclasses that allow None."""
+        """Value of ``max_tokens``, which is a number even in subclasses that allow None."""
         return self.max_tokens
 
     def _check_logprobs(self) -> None:
@@ -189,7 +195,7 @@ class SamplingParams(Record):
             object.__setattr__(self, "structured_outputs", normalised(self.structured_outputs))
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise ValueError, naming the field, for a token id that is not below ``vocab_size``."""
+        """Raise ValueError that names the field if a token id is not below ``vocab_size``."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             highest = max(getattr(self, name) or (), default=0)
             if highest >= vocab_size:

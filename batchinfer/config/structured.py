@@ -9,7 +9,9 @@ from typing import Any
 from batchinfer.config.types import format_value, near_name
 
 MAX_CHARACTERS = 2**20
-"""Longest schema, regex, grammar or list of choices; a million words take gigabytes to compile."""
+"""Most characters of a schema, regex, grammar or list of choices; a million words would take
+gigabytes to compile.
+"""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
@@ -18,7 +20,7 @@ _NAME = "structured_outputs"
 
 
 def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
-    """Return the JSON schema to check finished texts against; None if a grammar enforces it.
+    """Return the JSON schema for checks of finished texts; None if a grammar enforces the schema.
 
     Args:
         structured_outputs: result of ``normalised``.
@@ -32,8 +34,8 @@ def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
 def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``structured_outputs`` or OpenAI's ``response_format`` in one form.
 
-    A schema becomes JSON text, because the order of its properties matters: the output follows it,
-    and a comparison of texts respects it.
+    A schema becomes JSON text, because the output follows the order of its properties, and a
+    comparison of texts respects this order.
 
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``,
@@ -43,10 +45,10 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
             ``{type: json_schema, json_schema: {schema: ...}}``, with ``unsupported``.
 
     Returns:
-        One of the first five kinds, with its options; None if the text is unconstrained.
+        One of the first five forms, with its options; None if the text is unconstrained.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: the value is invalid; the message names the key.
     """
     if "type" in value:
         value = _of_response_format(value)
@@ -99,7 +101,7 @@ def schema_text(key: str, value: Any) -> str:
     """Return the JSON text of a schema, given as data or text, with its keys in order.
 
     Raises:
-        ValueError: naming ``key``.
+        ValueError: the schema is invalid; the message names ``key``.
     """
     try:
         loaded = json.loads(value) if isinstance(value, str) else value

@@ -1,10 +1,10 @@
 """vLLM's ``StructuredOutputsParams`` and ``GuidedDecodingParams``, and xgrammar's structural tags.
 
-A structural tag is free text in which a trigger starts one of several tags: a beginning, content
-and an end. It is translated to Lark for llguidance. Both forms are accepted: ``{structures:
-[{begin, schema, end}], triggers}`` and the newer ``{format: {type: triggered_tags, tags: [{begin,
-content, end}], triggers}}`` (xgrammar's docs/structural_tag.md; llguidance's docs/syntax.md for
-lazy lexemes).
+A structural tag describes free text in which a trigger starts one of several tags, each with a
+beginning, content and an end. This module translates it to Lark for llguidance. It accepts both
+forms: ``{structures: [{begin, schema, end}], triggers}`` and the newer ``{format: {type:
+triggered_tags, tags: [{begin, content, end}], triggers}}`` (xgrammar's docs/structural_tag.md;
+llguidance's docs/syntax.md for lazy lexemes).
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ class StructuredOutputsParams:
     """Constraint on a text: one of the first five fields, or a structural tag.
 
     Raises:
-        ValueError: no constraint is given, or several are.
+        ValueError: there is no constraint, or more than one.
     """
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, or its JSON text."""
     regex: str | None = None
     choice: list[str] | None = None
-    """The allowed texts."""
+    """Allowed texts."""
     grammar: str | None = None
-    """Lark, or GBNF (llama.cpp's format, xgrammar's EBNF)."""
+    """A grammar in Lark or GBNF (llama.cpp's format, xgrammar's EBNF)."""
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    """No whitespace between the parts of JSON."""
+    """True for no whitespace between the parts of JSON."""
     disable_additional_properties: bool = False
-    """Objects have only the properties in their schema, unless it sets additionalProperties."""
+    """True if objects have only the properties in their schema, unless it sets
+    additionalProperties.
+    """
     whitespace_pattern: str | None = None
     """Regex for the whitespace between the parts of JSON."""
     structural_tag: str | Mapping[str, Any] | None = None
@@ -77,13 +79,13 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @staticmethod
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
-        """Return the parameters; None if no constraint is given."""
+        """Return the parameters; None without a constraint."""
         kept = {name: value for name, value in given.items() if value is not None}
         return GuidedDecodingParams(**kept) if any(kind in kept for kind in _KINDS) else None
 
 
 def closed_schema(schema: Any) -> Any:
-    """Return a schema whose objects set ``additionalProperties: false`` unless they set it."""
+    """Return a schema whose objects set ``additionalProperties: false`` if they do not set it."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -117,7 +119,7 @@ def structural_grammar(value: Any) -> str:
 
 
 def _parts(tag: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str], bool, bool]:
-    """Return tags, triggers, True if a tag is required, and True if the first tag ends the text."""
+    """Return tags and triggers, then flags: a tag is required, and the first tag ends the text."""
     if "structures" in tag:
         found, form = tag["structures"], tag
         tags = [{**one, "content": {"json_schema": one.get("schema")}} for one in found]

@@ -18,11 +18,12 @@ EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=
 
 @dataclass(frozen=True)
 class ScoreConfig(Record):
-    """What ``task: score`` scores."""
+    """Settings of ``task: score``."""
 
     completions_column: str | None = None
     """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
-    null: the prompt's own text is scored."""
+    null: score the prompt itself.
+    """
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -35,20 +36,24 @@ Pooling = Literal["auto", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_toke
 
 @dataclass(frozen=True)
 class EmbedConfig(Record):
-    """What ``task: embed`` makes of a prompt's hidden states."""
+    """Settings of ``task: embed``: embeddings from a prompt's hidden states."""
 
     pooling: Pooling = "auto"
-    """How hidden states become the embedding. auto: as in the model's 1_Pooling/config.json, else
-    mean for a bidirectional model and lasttoken for a causal one. With any other than lasttoken,
-    texts are computed whole and share no prefixes. cls: the first token's; the others are those of
-    sentence-transformers."""
+    """Method that makes the embedding from hidden states. auto: as in the model's
+    1_Pooling/config.json, else mean for a bidirectional model and lasttoken for a causal model.
+    With every method except lasttoken, texts are computed whole and share no prefixes. cls: the
+    first token's hidden state; the other methods have the names and meanings of
+    sentence-transformers.
+    """
     prompt_name: str | None = None
-    """Name of a prompt in the model's config_sentence_transformers.json, put before each text.
-    null: the default prompt there, if any and unless prompt.template is given; "": none."""
+    """Name of a prompt in the model's config_sentence_transformers.json, which is put before each
+    text. null: the file's default prompt, if any, but no prompt if prompt.template is set; "": no
+    prompt.
+    """
     normalize: bool = True
     """Scale every embedding to length 1."""
     dimensions: int | None = None
-    """Keep this many of the first numbers, then normalize (Matryoshka); null: all."""
+    """Keep this many of the first numbers, then normalize (Matryoshka); null: keep all."""
     dtype: Literal["float32", "float16"] = "float32"
     """Type of the numbers in the output."""
 
@@ -60,24 +65,28 @@ class EmbedConfig(Record):
 
 @dataclass(frozen=True)
 class ClassifyConfig(Record):
-    """What ``task: classify`` classifies, and how."""
+    """Settings of ``task: classify``."""
 
     query_column: str | None = None
-    """A column of queries for a reranker, each scored with its row's document. null: the prompt is
-    classified."""
+    """A column of queries for a reranker, which scores each query with its row's document. null:
+    classify the prompt.
+    """
     document_column: str | None = None
     """The column of documents for query_column."""
     instruction: str | None = None
-    """Instruction for a Qwen3-Reranker: what a document must do for its query. null: the one it was
-    trained with, about passages that answer a web search query."""
+    """Instruction for a Qwen3-Reranker, which says what a document must do for its query. null: the
+    instruction of its training, about passages that answer a web search query.
+    """
     tokens: tuple[str, ...] | None = None
-    """Use these tokens as labels, by their logits after the prompt, like [no, yes]; for a query and
-    a document two tokens, and the score is the probability of the second. null: the model's own
-    head, or the labels in a Qwen3-Reranker's folder."""
+    """Use these tokens as labels, by their logits after the prompt, like [no, yes]. A query and a
+    document need two tokens, and the score is the probability of the second token. null: the
+    model's own head, or the labels in a Qwen3-Reranker's folder.
+    """
     activation: Literal["auto", "softmax", "sigmoid", "none"] = "auto"
-    """How logits become scores. auto: as in the model's config (problem_type, or
-    sentence-transformers' activation), else sigmoid for one label and softmax for several. none:
-    the logits."""
+    """Function that makes scores from logits. auto: as in the model's config (problem_type, or
+    sentence-transformers' activation), else sigmoid for one label and softmax for several labels.
+    none: the scores are the logits.
+    """
 
     def __post_init__(self) -> None:
         coerce_fields(self)

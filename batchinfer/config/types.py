@@ -30,11 +30,12 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class Record:
-    """Base of a frozen dataclass of settings, whose fields' docstrings form the reference.
+    """Base class of frozen dataclasses of settings; docstrings of their fields form the reference.
 
     Raises:
-        TypeError: naming the field, if a value has the wrong type.
-        ValueError: naming the field, if a value is out of range or conflicts with another.
+        TypeError: a value has the wrong type; the message names the field.
+        ValueError: a value is out of range or conflicts with another value; the message names the
+            field.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -56,7 +57,8 @@ def coerce_fields(record: Any) -> None:
             is not a number.
 
     Raises:
-        TypeError: naming the field, its value and what it must be.
+        TypeError: a value has the wrong type; the message names the field, the value and the valid
+            type.
     """
     kind: Any = type(record)
     for name, hint in _hints(kind).items():
@@ -118,7 +120,7 @@ def parse_size(value: str | int | float, key: str) -> int:
     """Return the bytes of a size such as ``"40GiB"``, ``"512 MB"`` or a bare number of GiB.
 
     Raises:
-        ValueError: naming ``key``.
+        ValueError: the text is not a size; the message names ``key``.
     """
     match = _SIZE.fullmatch(str(value))
     if isinstance(value, bool) or match is None:

@@ -18,7 +18,7 @@ from batchinfer.llm.compatibility import settle
 from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 FIT = -1
-"""Value of ``max_model_len`` that means: as long as fits in the KV pool."""
+"""Value of ``max_model_len`` that allows as many tokens as fit in the KV cache."""
 _SUGGESTED = (
     *("adapters", "dtype", "max_logprobs", "max_model_len", "quantization", "seed", "tokenizer"),
     *field_names(EngineConfig),
@@ -30,8 +30,9 @@ _ENGINE_ALIASES: Mapping[str, str] = {
 }
 """Keys of the engine by their names in vLLM."""
 _OUTLINES_WHITESPACE = "[ ]?"
-"""What outlines, a backend of vLLM, writes between the parts of JSON
-(``outlines_core.json_schema.WHITESPACE``)."""
+"""Whitespace between the parts of JSON in outlines, a backend of vLLM
+(``outlines_core.json_schema.WHITESPACE``).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,13 @@ class CallDefaults:
 
 
 def dtype_name(dtype: object) -> Any:
-    """Returns the name of a dtype, which may be torch's or have another name of vLLM's."""
+    """Return the name of a dtype, given as a torch dtype or under any name that vLLM accepts."""
     name = str(dtype)
     return {"half": "float16", "float": "float32"}.get(name, name.removeprefix("torch."))
 
 
 def model_name(model: object) -> str:
-    """Returns the hub id or folder of the model.
+    """Return the hub id or folder of the model.
 
     Raises:
         TypeError: ``model`` is neither a string nor a path.
@@ -76,7 +77,7 @@ def model_name(model: object) -> str:
 
 
 def as_text(path: Any) -> Any:
-    """Returns a path as a string, and everything else as it is."""
+    """Return a path as a string; return other values unchanged."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -116,10 +117,10 @@ def wants_random_weights(load_format: object) -> bool:
 
 
 def template_text(template: str | os.PathLike[str] | None) -> str | None:
-    """Returns the template of ``LLM(chat_template=...)``, which may be its text or its file.
+    """Return the template of ``LLM(chat_template=...)``, which may be a text or a file.
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError, ValueError: the argument is neither a template nor a file.
     """
     if template is None:
         return None
@@ -143,7 +144,7 @@ def reasoning_markers(
         parser: vLLM's name of a parser; "" counts as None.
 
     Raises:
-        ValueError: an argument is unknown, or both are given.
+        ValueError: an argument is unknown, or both arguments are set.
     """
     if not parser:
         return checked_reasoning(reasoning)
@@ -157,15 +158,15 @@ def reasoning_markers(
 
 @dataclass(frozen=True, slots=True)
 class SchemaDefaults:
-    """Settings of an ``LLM`` for JSON schemas of calls that do not set them."""
+    """Settings of an ``LLM`` for JSON schemas, used by calls that do not set them."""
 
     whitespace: Mapping[str, Any]
     """The key of ``structured_outputs`` that limits whitespace, if any."""
     closes_objects: bool
-    """Objects get no properties besides those in the schema."""
+    """True if objects get no properties besides the schema's properties."""
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns ``structured_outputs`` of a call, completed."""
+        """Add the settings to ``structured_outputs`` of a call."""
         found = dict(structure)
         if "json" in found and self.closes_objects:
             found["json"] = closed_schema(json.loads(found["json"]))
@@ -178,11 +179,11 @@ class SchemaDefaults:
 def schema_defaults(
     structured_outputs_config: object, disable_any_whitespace: bool | None
 ) -> SchemaDefaults:
-    """Returns the settings for schemas, and warns about those without effect.
+    """Return the settings for schemas, and warn about settings without effect.
 
     Args:
-        structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields. Of
-            its backends, ``outlines`` chooses the whitespace in JSON.
+        structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields. The
+            backend ``outlines`` sets the whitespace in JSON; other backends have no effect.
         disable_any_whitespace: vLLM's earlier argument for the field of that name.
     """
     given = structured_outputs_config

@@ -22,9 +22,11 @@ from batchinfer.report.report_data import ReportData
 from batchinfer.requests.branch_points import with_branch_points
 
 OnError = Literal["raise", "return"]
-"""What happens to a prompt that cannot run: the call raises, or its output has an ``error``."""
+"""Treatment of a prompt that cannot run: the call raises, or the prompt's output has an
+``error``.
+"""
 ProgressBar = bool | Callable[..., Any]
-"""Whether to show a progress bar, or a function that makes one and is called like tqdm's class."""
+"""True to show a progress bar, or a function that makes one and is called like tqdm's class."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class Calls:
     """Runs the requests of one call at a time. Statistics can be read at any time.
 
     Args:
-        refused: reasons by the names of calls that the model does not support.
+        refused: names of calls that the model does not support, with the reasons.
     """
 
     def __init__(self, context: EngineContext, refused: Mapping[str, str]) -> None:
@@ -48,7 +50,7 @@ class Calls:
 
     @contextmanager
     def one_call(self, name: str) -> Iterator[None]:
-        """Wait until the active call has ended, and make later calls wait for this one.
+        """Wait until the active call has ended, and make later calls wait for this call.
 
         Raises:
             RuntimeError: the active call belongs to this thread, so waiting would never end.
@@ -113,15 +115,15 @@ class Calls:
             self._measured.seconds += time.perf_counter() - began
 
     def reset(self) -> None:
-        """Reset the statistics; an active call counts from here."""
+        """Reset the statistics; count an active call from now on."""
         self._measured = MetricsCollector(self._pool["block_size"])
         self._log = CallLog()
 
     def stats(self) -> Stats:
-        """Returns tokens, throughput and pool of the calls so far."""
+        """Return tokens, throughput and KV cache use of the calls so far."""
         measures = self._measured.metrics()
         return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
 
     def report_data(self, model: str, settings: Mapping[str, Any]) -> ReportData:
-        """Returns the data of a report on the calls so far."""
+        """Return the data of a report on the calls so far."""
         return self._log.report_data(model, self._device, self._pool, settings)

@@ -1,4 +1,4 @@
-"""Decides what happens to arguments and methods of vLLM that this package does not have.
+"""Handles arguments and methods of vLLM that this package does not have.
 
 An argument without effect causes a warning that names it. An unsupported argument is refused unless
 it has its default. An argument with another name in this package is refused with that name.
@@ -59,7 +59,7 @@ long_prefill_token_threshold_ mamba_ master_ mm_ node_rank numa_bind offload_ re
 safetensors_ sleep_ video_pruning_
 """
 NO_EFFECT_PREFIXES = tuple(_PREFIXES.split())
-"""Arguments that start with these prefixes have no effect either."""
+"""Prefixes of arguments that have no effect either."""
 
 ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
@@ -70,7 +70,7 @@ ONLY_VALUES: Mapping[str, tuple[object, ...]] = {
     "tokenizer_mode": ("auto", "hf", "slow"),
     "trust_remote_code": (True,),
 }
-"""Values without effect, by argument; other values are not supported yet."""
+"""Accepted values, which have no effect, by argument; other values are not supported yet."""
 
 _NOT_YET = """
 allowed_local_media_path allowed_media_domains calculate_kv_scales cpu_offload_gb cpu_offload_params
@@ -92,7 +92,7 @@ NOT_YET: Mapping[str, int] = {
     **dict.fromkeys(_NOT_YET.split(), 0),
     **dict.fromkeys(_SIZES.split(), 1),
 }
-"""Unsupported arguments with their default values, which are accepted; so is None."""
+"""Unsupported arguments with their default values; the default and None are accepted."""
 
 ELSEWHERE: Mapping[str, str] = {
     "device_ids": "set the environment variable CUDA_VISIBLE_DEVICES",
@@ -104,7 +104,7 @@ ELSEWHERE: Mapping[str, str] = {
     "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=...), or token ids",
     "tokenizer_revision": "give the tokenizer's folder as tokenizer",
 }
-"""Arguments that are refused, with the alternative."""
+"""Refused arguments, with their alternatives."""
 
 _NO_MISTRAL = (
     "leave it out to use tokenizer.json and the chat template of the model's folder; if they are "
@@ -121,7 +121,7 @@ METHODS: Mapping[str, str] = {
     "update_weights": "save the weights, and make the LLM again",
     "wake_up": "an LLM does not sleep; delete it, and make it again",
 }
-"""Missing methods and attributes of vLLM's ``LLM``, with the alternative."""
+"""Missing methods and attributes of vLLM's ``LLM``, with their alternatives."""
 
 
 def settle(

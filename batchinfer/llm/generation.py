@@ -38,7 +38,9 @@ from batchinfer.text.processes.pool import TextProcesses, WorkerPrompts
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 
 ANY_LENGTH = 2**31
-"""``max_model_len`` of prompt builders, because the engine refuses prompts that are too long."""
+"""Value of ``max_model_len`` for prompt builders, because the engine refuses long prompts
+itself.
+"""
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 _FROM_GENERATION_CONFIG: Mapping[str, str] = {
     "repetition_penalty": "repetition_penalty",
@@ -84,10 +86,10 @@ class GenerationCalls:
         Args:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
                 ``{"prompt_token_ids": ...}``.
-            sampling_params: one for all prompts, or a list with one per prompt; default
+            sampling_params: one object for all prompts, or a list with one per prompt; default
                 ``get_default_sampling_params()``.
             adapter: name of the adapter for all prompts, or a list; None means the base model.
-            lora_request: the adapter as vLLM's class, or a list.
+            lora_request: the adapter as an object of vLLM's class, or a list.
             use_tqdm: True to show a progress bar, or a function that creates one, with the
                 arguments of tqdm's class.
             errors: ``raise``: a prompt that cannot run ends the call before any prompt has run;
@@ -137,7 +139,7 @@ class GenerationCalls:
 
         Args:
             messages: vLLM's name of ``conversations``.
-            chat_template: the text of another template (Jinja2).
+            chat_template: text of another template (Jinja2).
             chat_template_kwargs: more variables for the template.
             add_generation_prompt: True: start a message of the assistant after the last message;
                 False: add nothing.
@@ -147,7 +149,7 @@ class GenerationCalls:
                 ``required``: each answer consists of calls; or ``{"type": "function", "function":
                 {"name": ...}}``: each answer is a call of that tool. A grammar enforces calls, in
                 the format of ``LLM(tool_parser=...)``.
-            others: as of ``generate``.
+            others: see ``generate``.
 
         Raises:
             TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
@@ -227,8 +229,7 @@ class GenerationCalls:
             return [beam_search_output(output, params, tokenizer) for output in outputs]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default parameters of calls: the values in the model's
-        ``generation_config.json`` that differ from transformers' defaults.
+        """Return the default parameters of calls, from the model's ``generation_config.json``.
 
         Unlike in vLLM, changing them does not change later calls.
         """
@@ -236,7 +237,7 @@ class GenerationCalls:
 
     @cached_property
     def _default_params(self) -> SamplingParams:
-        """Raises TypeError or ValueError if a value is out of range."""
+        """Default parameters of calls; raises TypeError or ValueError for a bad value."""
         source, found = self._defaults.generation_config, dict[str, Any]()
         if source == "auto":
             found = _read_generation_config(self._model.name, self._model.revision)
@@ -266,7 +267,7 @@ class GenerationCalls:
         adapter: AdapterNames,
         lora_request: LoRARequests,
     ) -> list[PromptRequest]:
-        """Returns each prompt with its parameters and its adapter."""
+        """Return each prompt with its parameters and its adapter."""
         count = len(prompts)
         each: list[sampling.SamplingParams] = one_for_each(
             self._default_params if given is None else given,
@@ -290,7 +291,7 @@ class GenerationCalls:
         ]
 
     def _checked(self, params: sampling.SamplingParams) -> SamplingParams:
-        """Returns the parameters of a call, checked and completed by those of the ``LLM``."""
+        """Check the parameters of a call, and fill in the parameters of the ``LLM``."""
         checked = SamplingParams.of(params)
         size, longest = self._context.vocab_size, self._context.max_model_len
         check_params(checked, size, self._defaults.max_logprobs, longest)
@@ -308,7 +309,7 @@ class GenerationCalls:
 
 
 def _naming_conversation(error: RowError, at: int) -> RowError:
-    """Name the conversation in the error of a prompt: a call of ``chat`` has no columns."""
+    """Name the conversation in a prompt's error, because a call of ``chat`` has no columns."""
     message = error.message.replace("column messages: the conversation", f"conversation {at}")
     return RowError(error.code, message.replace("column messages", f"conversation {at}"))
 

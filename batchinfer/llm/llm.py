@@ -60,8 +60,8 @@ class LLM(GenerationCalls, PoolingCalls):
         revision: branch, tag or commit of a model on the hub. It does not apply to ``tokenizer``.
         dtype: ``auto`` (as saved), ``float32`` (``float``), ``bfloat16``, ``float16``
             (``half``), or a torch dtype.
-        max_model_len: most tokens of prompt and output together; default: the model's limit; -1:
-            as long as fits in the KV pool.
+        max_model_len: most tokens of prompt and output together; default: the model's limit; -1: as
+            many tokens as fit in the KV cache.
         max_logprobs: most alternatives that ``logprobs`` and ``prompt_logprobs`` may request; -1:
             any number; default: 20, or the whole vocabulary with ``logprobs=-1``.
         logprobs_mode: ``raw_logprobs``: log-probabilities of the unmodified logits;
@@ -69,7 +69,7 @@ class LLM(GenerationCalls, PoolingCalls):
             and ``processed_logits``: the logits themselves. Values of prompt tokens are never
             processed, and beams always have log-probabilities.
         seed: seeds samples whose parameters have no seed, together with the number of the call;
-            default: they differ in every call.
+            default: samples differ in every call.
         load_format: ``dummy`` makes random weights of the model's shapes, to try settings and
             speed without weight files. Other formats have no effect.
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
@@ -79,7 +79,7 @@ class LLM(GenerationCalls, PoolingCalls):
             used.
         generation_config: the source of ``get_default_sampling_params``: ``auto``: the model's
             folder; ``vllm``: none; or another folder.
-        override_generation_config: values that replace those of ``generation_config.json``.
+        override_generation_config: values that replace values of ``generation_config.json``.
         structured_outputs_config: vLLM's class, or a dict; ``disable_any_whitespace`` and
             ``disable_additional_properties`` apply to schemas that do not set them.
         guided_decoding_disable_any_whitespace: the earlier name of ``disable_any_whitespace``.
@@ -205,7 +205,7 @@ class LLM(GenerationCalls, PoolingCalls):
         return True
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the model's tokenizer, as transformers loads it.
+        """Return the model's tokenizer, as transformers loads it.
 
         Raises:
             ValueError: ``skip_tokenizer_init`` was given.
@@ -222,35 +222,36 @@ class LLM(GenerationCalls, PoolingCalls):
 
     @property
     def llm_engine(self) -> EngineView:
-        """Sizes and settings of the engine under vLLM's names, to read."""
+        """Sizes and settings of the engine under vLLM's names; read-only."""
         return self._view
 
     @property
     def model_config(self) -> ModelView:
-        """``llm_engine.model_config``."""
+        """Same as ``llm_engine.model_config``."""
         return self._view.model_config
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and output together, in tokens."""
+        """Most tokens of prompt and output together."""
         return self._context.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
+        """Number of token ids."""
         return self._context.vocab_size
 
     def stats(self) -> Stats:
-        """Returns ``tokens``, ``throughput`` and ``kv`` of all calls so far, as in
+        """Return ``tokens``, ``throughput`` and ``kv`` of all calls so far, as in
         ``summary.json``: a dict, which a notebook shows as a table.
 
-        Never waits: the steps that an active call has finished count.
+        Never waits: finished steps of an active call count.
         """
         return self._calls.stats()
 
     def get_metrics(self) -> list[Metric]:
         """Return counters of all calls so far (tokens, prefix cache hits, preemptions) and the
-        number of active requests, under vLLM's names. Never waits. ``stats`` has more."""
+        number of active requests, under vLLM's names. Never waits. ``stats`` has more numbers.
+        """
         return read_metrics(self.stats(), self._context, str(self._settings["model"]["name"]))
 
     def report(
@@ -279,11 +280,11 @@ class LLM(GenerationCalls, PoolingCalls):
         return Path(path)
 
     def reset_stats(self) -> None:
-        """Reset ``stats``. Never waits: an active call counts from here."""
+        """Reset ``stats``. Never waits: an active call counts from now on."""
         self._calls.reset()
 
     def reward(self, *_: object, **__: object) -> NoReturn:
-        """vLLM's call for reward models, which is not built yet."""
+        """Refuse vLLM's call for reward models, which is not supported yet."""
         raise NotYetError("LLM.reward")
 
     if not TYPE_CHECKING:

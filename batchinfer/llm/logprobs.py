@@ -14,23 +14,24 @@ from batchinfer.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token, its rank (1 = most likely) and its text."""
+    """Log-probability of a token, with its rank (1 is most likely) and its text."""
 
     logprob: float
     rank: int | None = None
-    """None for a token that ``logprob_token_ids`` names."""
+    """Rank of the token; None for a token that ``logprob_token_ids`` names."""
     decoded_token: str | None = None
-    """The text that the token adds; the last token of a character adds all of it. None with
-    ``detokenize=False``."""
+    """Text that the token adds; the last token of a character adds the whole character. None with
+    ``detokenize=False``.
+    """
 
 
 @dataclass
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
     """The log-probabilities of many positions, read like a list of dicts by token id.
 
-    A few long lists give the garbage collector less work than millions of dicts. Names are those of
-    vLLM's class (vllm/logprobs.py). Position i has the entries from ``start_indices[i]`` to
-    ``end_indices[i]``; the first token of a prompt has none.
+    A few long lists give the garbage collector less work than millions of dicts. The names are the
+    same as in vLLM's class (vllm/logprobs.py). Position i has the entries from ``start_indices[i]``
+    to ``end_indices[i]``; the first token of a prompt has no entries.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -80,17 +81,17 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
 Logprobs = list[dict[int, Logprob]] | FlatLogprobs
 """One entry for each output token."""
 PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
-"""One entry for each prompt token; that of the first is None."""
+"""One entry for each prompt token; None for the first token."""
 
 
 def output_logprobs(
     tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> Logprobs:
-    """Returns, for each output token, it and its alternatives: the best first, or those named.
+    """Return log-probabilities of each output token and of its best or named alternatives.
 
     Args:
-        text: ids that end with those of ``tokens``; the ids before them help to decode.
-        tokenizer: None leaves texts out.
+        text: token ids that end with ``tokens``; the ids before help to decode.
+        tokenizer: decodes tokens; None to leave texts out.
     """
     positions = _positions(tokens, text, tokenizer)
     return _flat(positions) if flat else list(positions)
@@ -99,10 +100,10 @@ def output_logprobs(
 def prompt_logprobs(
     tokens: Sequence[TokenLogprobs], prompt: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> PromptLogprobs:
-    """Returns the same for the tokens of a prompt, after no entries for the first.
+    """Return the same for a prompt's tokens; the first token has no entries.
 
     Args:
-        tokens: from the second token on.
+        tokens: tokens of the prompt from the second on.
         prompt: ids of the whole prompt.
     """
     positions = chain([None], _positions(tokens, prompt, tokenizer))

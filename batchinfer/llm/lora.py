@@ -17,7 +17,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 1
-    """Ignored: the name identifies an adapter."""
+    """Ignored, because the name identifies an adapter."""
     lora_path: str = ""
     """Folder or hub id. It also selects an adapter that was loaded under another name."""
     base_model_name: str | None = None
@@ -31,7 +31,7 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """``lora_name``."""
+        """Same as ``lora_name``."""
         return self.lora_name
 
 
@@ -52,7 +52,7 @@ class Adapters:
         self._load = context.load_adapter
 
     def numbers(self, adapter: AdapterNames, lora_request: LoRARequests, count: int) -> list[int]:
-        """Returns the number of the adapter of each of ``count`` prompts; 0 is the base model.
+        """Return the adapter's number for each of ``count`` prompts; 0 is the base model.
 
         Raises:
             TypeError, ValueError: an adapter is invalid or unknown, or the numbers of adapters and
@@ -94,7 +94,7 @@ class Adapters:
 
 
 def requests_of_each(lora_request: LoRARequests, count: int) -> list[LoRARequest | None]:
-    """Returns the request of each of ``count`` prompts."""
+    """Return the request for each of ``count`` prompts."""
     what, plural = "LoRARequest(...)", "lora_requests"
     kinds = (LoRARequest, NoneType)
     return one_for_each(lora_request, kinds, "lora_request", what, count, plural)

@@ -44,22 +44,23 @@ class CompletionOutput:
     """Sum over all tokens; None unless the call requests log-probabilities or beams."""
     logprobs: Logprobs | None = None
     score: float | None = None
-    """Ranks beams; None without beam search."""
+    """Score that ranks beams; None without beam search."""
     reasoning: str | None = None
-    """With ``LLM(reasoning=...)``: the model's reasoning, which is not in ``text``."""
+    """The model's reasoning, which ``text`` does not contain; only with ``LLM(reasoning=...)``."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
-    """With ``LLM(tool_parser=...)``: calls of the tools that ``chat`` was given, which are not in
-    ``text``; each has a ``name`` and ``arguments``, JSON text."""
+    """Tool calls, which ``text`` does not contain; only with ``LLM(tool_parser=...)`` and tools of
+    ``chat``. Each call has a ``name`` and ``arguments`` as JSON text.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times at which a prompt arrived, started and finished, under vLLM's names.
 
-    Times are in seconds. ``arrival_time`` is a wall clock time (``time.time``); times that end in
-    ``_ts`` count from when the prompt was queued. The last token is the last token of
-    the sample that finished last. If a prompt never ran, all times but the arrival are 0.
+    Times are in seconds. ``arrival_time`` is a wall clock time (``time.time``). Times that end in
+    ``_ts`` count from the time when the prompt was queued. The last token is the last token of the
+    sample that finished last. If a prompt never ran, all times except the arrival are 0.
     """
 
     arrival_time: float
@@ -68,7 +69,7 @@ class RequestMetrics:
     first_token_ts: float
     last_token_ts: float
     num_generation_tokens: int
-    """Tokens of all samples."""
+    """Number of tokens of all samples."""
 
     @property
     def first_token_latency(self) -> float:
@@ -119,14 +120,15 @@ def _drop_unknown_fields(record: type[_Record]) -> type[_Record]:
 class RequestOutput:
     """A prompt and its samples, or the ``error`` of a prompt that could not run.
 
-    Programs may create one with fields of later vLLM versions, which are dropped with a warning.
+    A program may create an object with fields of later vLLM versions, which are dropped with a
+    warning.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None
-    """Log-probabilities of each prompt token, if requested; None for the first token."""
+    """Log-probabilities of each prompt token if requested; None for the first token."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0

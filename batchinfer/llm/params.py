@@ -26,7 +26,7 @@ MODES: Mapping[str, LogprobsMode] = {
 
 
 def read_logprobs_mode(name: object) -> LogprobsMode:
-    """Returns the mode that ``LLM(logprobs_mode=...)`` names.
+    """Return the mode that ``LLM(logprobs_mode=...)`` names.
 
     Raises:
         ValueError: the mode is unknown.
@@ -45,7 +45,7 @@ def check_params(
         max_logprobs: ``LLM(max_logprobs=...)``.
 
     Raises:
-        ValueError: too many log-probabilities, or a token id outside of the vocabulary.
+        ValueError: too many log-probabilities, or a token id outside the vocabulary.
     """
     params.check_token_ids(vocab_size)
     params.check_call()
@@ -73,7 +73,7 @@ def check_params(
 def as_called(
     requests: Sequence[Request], params: SamplingParams, mode: LogprobsMode
 ) -> Sequence[Request]:
-    """Return the requests of a prompt with the options that only the Python API has."""
+    """Return a prompt's requests with the options that only the Python API has."""
     named, processors = params.logprob_token_ids or (), params.logits_processors or ()
     table, scored_from = params.prompt_logprob_token_ids, 1
     if mode == LogprobsMode.RAW and not named and table is None and not processors:
@@ -101,7 +101,8 @@ def _with_prompt(processor: Callable[..., Any]) -> LogitsProcessor:
     """Return a logits processor that also takes the prompt's token ids.
 
     Args:
-        processor: function of (output token ids, logits), or of these after the prompt's token ids.
+        processor: function of (output token ids, logits), or of (prompt token ids, output token
+            ids, logits).
 
     Raises:
         TypeError: ``processor`` takes neither two nor three arguments.
@@ -133,7 +134,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def rows_to_score_problem(params: SamplingParams, num_prompt_tokens: int) -> str | None:
-    """Return the reason why ``prompt_logprob_token_ids`` do not fit the prompt, or None."""
+    """Return why ``prompt_logprob_token_ids`` do not fit the prompt; None if they fit."""
     table, skipped = params.prompt_logprob_token_ids, params.prompt_logprob_start or 0
     wanted = max(num_prompt_tokens - 1 - skipped, 0)
     if table is None or len(table) == wanted:

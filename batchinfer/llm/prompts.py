@@ -39,10 +39,11 @@ _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
 def read_prompts(
     prompts: PromptLike | Sequence[PromptLike], vocab_size: int, *, has_tokenizer: bool
 ) -> list[str | Prompt]:
-    """Returns each prompt as its text, or as a ``Prompt`` of its token ids.
+    """Return each prompt as its text, or as a ``Prompt`` of its token ids.
 
     Raises:
-        TypeError, ValueError: an item is not a prompt; names its index and what it must be.
+        TypeError, ValueError: an item is not a prompt; the message names its index and valid
+            prompts.
     """
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
     found = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
@@ -58,10 +59,10 @@ def read_prompts(
 def read_conversations(
     conversations: Conversation | Sequence[Conversation],
 ) -> list[list[Mapping[str, Any]]]:
-    """Returns the conversations as a list; a single one becomes a list of one.
+    """Return the conversations as a list; a single conversation becomes a list of one.
 
     Raises:
-        TypeError: a message is not a dict; names the conversation and the message.
+        TypeError: a message is not a dict; the error names the conversation and the message.
     """
     items: list[Any] = listed(conversations, "conversations", _MESSAGES)
     if items and isinstance(items[0], Mapping):
@@ -78,7 +79,7 @@ def read_conversations(
 
 
 def _plain(value: Any) -> Any:
-    """Returns ``value`` with every mapping, list and string in it as Python's own type."""
+    """Return ``value`` with every mapping, list and string in it as Python's own type."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -92,7 +93,7 @@ def final_message(
     """Return how the prompt of a conversation ends, from vLLM's arguments.
 
     Raises:
-        ValueError: both are True.
+        ValueError: both arguments are True.
     """
     if continue_final_message:
         if add_generation_prompt:
@@ -110,7 +111,7 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
     """Return the tools of a chat; None if it has no tools or ``choice`` is ``none``.
 
     Args:
-        has_parser: the format of the model's tool calls is known.
+        has_parser: True if the format of the model's tool calls is known.
 
     Raises:
         ValueError: the tools or the choice are invalid, or the choice needs a known format.
@@ -151,8 +152,9 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
 
 
 def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]:
-    """Return, for a prompt that is a dict, its text or token ids, the text to show for token ids,
-    and the name of the value in messages."""
+    """Return the text or token ids of a prompt that is a dict, the text to show for token ids, and
+    the value's name in messages.
+    """
     others = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
         settle(name, others, _KEYS, stacklevel=8)
@@ -171,7 +173,7 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
 
 
 def checked_text(text: str, name: str) -> str:
-    """Returns a string as Python's own type.
+    """Return a string as Python's own type.
 
     Raises:
         ValueError: the string cannot be encoded as UTF-8.
@@ -204,7 +206,7 @@ def _checked_ids(ids: Sequence[Any] | np.ndarray[Any, Any], name: str, vocab_siz
 
 
 def listed(values: Any, name: str, expected: str) -> list[Any]:
-    """Returns the items of a list, an array or a column of a data frame.
+    """Return the items of a list, an array or a column of a data frame.
 
     Raises:
         TypeError: ``values`` has another type; the message names ``expected``.
@@ -220,7 +222,7 @@ def listed(values: Any, name: str, expected: str) -> list[Any]:
 def one_for_each(
     value: Any, kinds: type | tuple[type, ...], name: str, what: str, count: int, plural: str
 ) -> list[Any]:
-    """Returns an argument of a call for each of its prompts: one value for all, or a list.
+    """Return a call's argument for each of its prompts, from one value or a list.
 
     Args:
         kinds: types of a single value.
@@ -244,6 +246,6 @@ def one_for_each(
 
 
 def kind_of(value: object) -> str:
-    """Returns the type of a value for messages: ``a list``, ``None``."""
+    """Return the type of a value for messages: ``a list``, ``None``."""
     kind = type(value).__name__
     return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

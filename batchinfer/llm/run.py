@@ -34,9 +34,9 @@ class CallRunner:
 
     Args:
         seed: seeds samples whose parameters have no seed, together with the number of the call;
-            None: they differ in every call.
-        reasoning: format of the model's reasoning; None: reasoning stays in the text.
-        tool_format: format of the model's tool calls; None: calls stay in the text.
+            None if samples differ in every call.
+        reasoning: format of the model's reasoning; None if reasoning stays in the text.
+        tool_format: format of the model's tool calls; None if calls stay in the text.
         mode: meaning of log-probabilities; log-probabilities of beams are always raw.
     """
 
@@ -73,7 +73,7 @@ class CallRunner:
     def run(
         self, items: Sequence[PromptRequest], on_error: OnError, use_tqdm: ProgressBar
     ) -> list[RequestOutput]:
-        """Returns the output of each prompt.
+        """Return the output of each prompt.
 
         Raises:
             ValueError: a prompt cannot run, and ``on_error`` is ``raise``. No prompt has run then.
@@ -120,11 +120,12 @@ class CallRunner:
         seed: int,
         made: dict[tuple[int, int | None], RowSampling],
     ) -> PromptRow:
-        """Returns the row of a prompt.
+        """Return the row of a prompt.
 
         Args:
             made: sampling of earlier rows, by their parameters and, if ``max_tokens`` is None, the
-                prompt's length. Most calls use one for all rows, and a check takes 0.1 ms.
+                prompt's length. Most calls have the same parameters for all rows, and a check takes
+                0.1 ms.
 
         Raises:
             RowError: the prompt or its parameters cannot be run.
@@ -152,7 +153,7 @@ class CallRunner:
         return PromptRow(at, prompt, sampling, adapter=item.adapter)
 
     def _first_requests(self, row: PromptRow, params: SamplingParams) -> Sequence[Request]:
-        """Returns the requests that a row starts with.
+        """Return the requests that a row starts with.
 
         Raises:
             RowError: the row cannot run.
@@ -184,8 +185,9 @@ class CallRunner:
         return as_called(requests, params, LogprobsMode.RAW if params.beam_width else self._mode)
 
     def _too_long_message(self, length: int) -> str:
-        """Contains the words that programs written for vLLM look for
-        (vllm/v1/engine/input_processor.py)."""
+        """Return an error message with vLLM's words, which programs search for
+        (vllm/v1/engine/input_processor.py).
+        """
         most = self._engine.max_model_len
         return (
             f"The decoder prompt (length {length}) plus the number of requested output tokens (at "

@@ -12,17 +12,17 @@ from batchinfer.llm.pooling.runner import PoolingRunner
 
 
 class ModelView(SimpleNamespace):
-    """vLLM's ``ModelConfig``; ``dtype`` is the argument of ``LLM``."""
+    """Settings of the model in the form of vLLM's ``ModelConfig``."""
 
     embedder: PoolingRunner
 
     @property
     def embedding_size(self) -> int:
-        """Dimensions of an embedding; reads the model's files."""
+        """Number of dimensions of an embedding; reads the model's files."""
         return self.embedder.embedding_size
 
     def get_vocab_size(self) -> int:
-        """Returns the size of the vocabulary."""
+        """Return the size of the vocabulary."""
         return int(self.vocab_size)
 
 
@@ -60,15 +60,15 @@ class EngineView:
         )
 
     def get_model_config(self) -> ModelView:
-        """Returns ``model_config``."""
+        """Return ``model_config``."""
         return self.model_config
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of requests that wait or run; 0 unless a call is running."""
+        """Return the number of requests that wait or run; 0 unless a call is running."""
         return self._engine.num_unfinished
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return True if any request waits or runs."""
         return self._engine.num_unfinished > 0
 
 
@@ -102,7 +102,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
 def read_metrics(
     stats: Mapping[str, Mapping[str, float]], context: EngineContext, model: str
 ) -> list[Metric]:
-    """Returns the counters and gauges of an engine.
+    """Return the counters and gauges of an engine.
 
     Args:
         stats: the result of ``LLM.stats``.

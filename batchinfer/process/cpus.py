@@ -37,12 +37,12 @@ class CpuLimits:
 
 
 def available_cpus() -> int:
-    """Returns the number of cores that this process may use, at least 1."""
+    """Return the number of cores that this process may use, at least 1."""
     return cpu_limits().count
 
 
 def cpu_limits(root: str = "/") -> CpuLimits:
-    """Returns the limits on the cores of this process.
+    """Return the limits on the cores of this process.
 
     Args:
         root: folder with ``proc`` and ``sys``.

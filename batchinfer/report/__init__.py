@@ -1,8 +1,8 @@
-"""A job, or the calls of an ``LLM``, as one HTML page: no scripts, no requests.
+"""Shows a job, or the calls of an ``LLM``, as one HTML page without scripts and requests.
 
 ``from_output`` and ``from_calls`` collect the numbers in a ``ReportData``; ``timeline`` and
-``histograms`` reduce steps and rows to a few hundred points. ``captions`` puts them into words,
-``charts`` and ``svg`` into pictures. ``page`` makes the HTML, ``write`` the file.
+``histograms`` reduce steps and rows to a few hundred points. ``captions`` describes the points in
+words, and ``charts`` and ``svg`` draw them. ``page`` makes the HTML, and ``write`` writes the file.
 
 May import: errors, console, engine, job.
 """

@@ -17,7 +17,7 @@ _AROUND_ROWS = {
     *("reading finished rows", "checking ids", "finding saved codes"),
     *("reading and planning rows", "merging statistics"),
 }
-"""Phases before the first row and after the last, other than loading."""
+"""Phases before the first row and after the last row, except loading."""
 _NOTICEABLE = 0.01
 """Smallest share to mention."""
 
@@ -29,7 +29,7 @@ class Outcome:
     word: str
     """Outcome, such as ``Finished``."""
     rest: str
-    """The rest of the sentence."""
+    """Rest of the sentence."""
     tone: str
     """``good``, ``bad`` or ``used``."""
     advice: str = ""
@@ -118,14 +118,14 @@ def _good(data: ReportData) -> str:
 
 
 def _done(data: ReportData) -> str:
-    """Say how many rows are done, such as ``5 of 10 rows (50%)``."""
+    """Say how many rows are done, for example ``5 of 10 rows (50%)``."""
     share = data.rows_done / data.rows_total if data.rows_total else 0.0
     rows = counted(data.rows_total, "row")
     return f"{data.rows_done:,} of {rows} ({whole_percent(share)})"
 
 
 def _work(data: ReportData) -> str:
-    """Say the share of the work done, if it differs from the share of finished rows."""
+    """State the finished share of the work, if it differs from the share of finished rows."""
     done = data.rows_done / data.rows_total if data.rows_total else 0.0
     if data.share is None or whole_percent(data.share) == whole_percent(done):
         return ""
@@ -165,7 +165,7 @@ def memory(data: ReportData) -> str:
 
 
 def pool(data: ReportData) -> str:
-    """Describe the size of the KV pool."""
+    """Describe the size of the KV cache."""
     if not data.kv:
         return ""
     blocks, block_bytes = data.kv["num_blocks"], data.kv["bytes_per_block"]
@@ -253,7 +253,8 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
     """Name the longest phases of loading, or of the time ``around`` the rows.
 
     Args:
-        within_s: time that contains the phases. A longer phase ended before it, and is omitted.
+        within_s: time that contains the phases. A longer phase ended before this time, and is
+            omitted.
     """
     names = [name for name in data.phases if (name in _AROUND_ROWS) == around]
     longest = sorted(names, key=lambda name: -data.phases[name])[:_MOST_WAITS]
@@ -262,7 +263,7 @@ def _waits(data: ReportData, within_s: float, *, around: bool = False) -> str:
 
 
 def prompt_slices(data: ReportData) -> list[Slice]:
-    """Return the numbers of prompt tokens computed, and found in the pool."""
+    """Return the number of computed prompt tokens, and of prompt tokens found in the KV cache."""
     cached = data.lengths.sums["cached_tokens"]
     computed = data.lengths.sums["prompt_tokens"] - cached
     return [
@@ -272,7 +273,7 @@ def prompt_slices(data: ReportData) -> list[Slice]:
 
 
 def memory_slices(data: ReportData) -> list[Slice]:
-    """Return the memory held, and the memory saved by sharing, in bytes."""
+    """Return the bytes of memory that are held, and the bytes that sharing saves."""
     used = float(data.timeline.mean("kv_blocks_used").mean())
     saved = max(float(data.timeline.mean("kv_logical_blocks").mean()) - used, 0.0)
     return [
@@ -297,7 +298,7 @@ def sharing_caption(data: ReportData) -> str:
 
 
 def pressure_caption(data: ReportData) -> str:
-    """Say how many rows ran at a time, and what happened when memory ran short."""
+    """Say how many rows ran at a time, and how often memory ran short."""
     sums = data.lengths.sums
     caption = (
         f"On average {data.timeline.totals.mean('mean_running'):,.0f} ran at a time"
@@ -326,7 +327,7 @@ def pressure_caption(data: ReportData) -> str:
 
 
 def lanes_caption(data: ReportData) -> str:
-    """Say how many workers there were, and over what time."""
+    """Say how many workers ran, and for how long."""
     died = sum("died" in lane.state for lane in data.lanes)
     caption = (
         f"{counted(len(data.lanes), 'worker')} over {duration(data.timeline.span_s)}, from the "
@@ -354,10 +355,10 @@ def _latency(seconds: float) -> str:
 
 
 def together(data: ReportData) -> str:
-    """Say that charts add up several workers; "" for one worker."""
+    """Say that charts add up several workers; return "" for one worker."""
     return " The chart adds up all workers." if data.lanes else ""
 
 
 def _on_one_worker(data: ReportData) -> str:
-    """Say that a number is of one worker; "" if there is only one."""
+    """Say that a number describes one worker; return "" if there is only one worker."""
     return " on one worker" if data.lanes else ""

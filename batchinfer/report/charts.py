@@ -34,7 +34,7 @@ def all_series(data: ReportData) -> Mapping[str, Series]:
 
 
 def memory(timeline: Timeline) -> Series:
-    """Memory that running rows took, would take without sharing, and would take if reserved."""
+    """Return the memory of running rows: in use, without sharing, and with reserved space."""
     mean = timeline.mean
     reserved = mean("contiguous_blocks")
     layers = [
@@ -48,7 +48,7 @@ def memory(timeline: Timeline) -> Series:
 
 
 def held_by_rows(timeline: Timeline) -> Series:
-    """Blocks that running rows hold, by how many rows hold them, and what sharing saves."""
+    """Return blocks that running rows hold, by number of holders, and blocks saved by sharing."""
     used, waste = timeline.mean("kv_blocks_used"), timeline.mean("waste_blocks")
     saved = np.maximum(timeline.mean("kv_logical_blocks") - used, 0)
     # Shared blocks are nearly always full; empty slots of other blocks count as waste.
@@ -63,7 +63,7 @@ def held_by_rows(timeline: Timeline) -> Series:
 
 
 def whole_pool(timeline: Timeline) -> Series:
-    """Blocks that running rows hold, and blocks kept for later rows."""
+    """Return blocks that running rows hold, and blocks kept for later rows."""
     used, kept = timeline.mean("kv_blocks_used"), timeline.mean("kv_blocks_cached")
     layers = [
         Layer("used", "held by running rows", used),
@@ -74,7 +74,7 @@ def whole_pool(timeline: Timeline) -> Series:
 
 
 def running(timeline: Timeline, unit: str) -> Series:
-    """Sequences that run, and sequences whose blocks are on the host."""
+    """Return sequences that run, and sequences whose blocks are on the host."""
     layers = [Layer("used", "running", timeline.mean("num_running"))]
     swapped = timeline.mean("num_swapped")
     if swapped.any():
@@ -83,14 +83,14 @@ def running(timeline: Timeline, unit: str) -> Series:
 
 
 def waiting(timeline: Timeline) -> Series:
-    """Rows in the engine's queue."""
+    """Return rows in the engine's queue."""
     layers = [Layer("idle", "waiting", timeline.mean("num_waiting"))]
     format_value = partial(amount, unit="rows")
     return Series("rows in the queue", timeline.edges_s, layers, "rows", format_value)
 
 
 def tokens_per_second(timeline: Timeline, *, draws: bool) -> Series:
-    """Tokens per second: of prompts, recomputed, and of answers if the job draws any."""
+    """Return tokens per second: prompt tokens, recomputed tokens, and answer tokens if any."""
     again = timeline.mean("recomputed_tokens")
     layers = [Layer("used", "answers", timeline.mean("decode_tokens"))] if draws else []
     prompts = np.maximum(timeline.mean("prefill_tokens") - again, 0)

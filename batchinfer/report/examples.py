@@ -1,4 +1,4 @@
-"""Finds a few rows of a job, and a few failed rows; reads little of a large job."""
+"""Finds a few rows and a few failed rows of a job, without reading much of a large job."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, EXAMPLES_PER_CODE = 12, 3
 MOST_CHARACTERS = 2000
-"""Longest text that is read; the page shows less."""
+"""Most characters of a text to read; the page shows less."""
 _MOST_BYTES = 1 << 20
-"""A larger value of another type, such as a conversation, is not read."""
+"""Most bytes of a value of another type, such as a conversation; larger values are not read."""
 
 
 def find_examples(
@@ -36,7 +36,7 @@ def find_examples(
     """Return rows from the beginning of a few finished parts, spread over the job.
 
     Args:
-        task: the job's task; None: this version does not know the task.
+        task: the job's task; None if this version does not know the task.
     """
     if not records or task is None:
         return []
@@ -58,7 +58,7 @@ def find_failures(
     """Return failed rows by code, with examples; read a part only if it may add an example.
 
     Args:
-        ids: output column of ids; None: the output has no ids.
+        ids: output column of ids; None if the output has no ids.
     """
     examples: dict[str, list[tuple[str, str]]] = defaultdict(list)
 
@@ -83,7 +83,7 @@ def find_failures(
 def _errors(
     out: OutputDir, path: PurePath, done: FinishedRows, ids: str | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield failed rows that are not in ``done``: their names, codes and messages."""
+    """Yield names, codes and messages of failed rows that are not in ``done``."""
     for batch in batches(out, path, ["row_id", "error", *([] if ids is None else [ids])]):
         rows = done.removed_from(batch)
         failed = rows.filter(rows.column("error").is_valid())
@@ -111,7 +111,7 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
 
 
 def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
-    """Choose kept columns. Texts and conversations come first: they show what a row is about."""
+    """Choose kept columns to show. Texts and conversations come first, because they say most."""
     kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}

@@ -22,7 +22,7 @@ _CHUNK_ROWS = 1024
 
 
 class _Table:
-    """A growing table of numbers. One thread adds rows while any thread reads the finished ones."""
+    """A growing table of numbers. One thread adds rows; any thread may read finished rows."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -43,7 +43,7 @@ class _Table:
 
 
 class CallLog:
-    """The steps and rows of an ``LLM``'s calls, in about 150 bytes a step."""
+    """Stores the steps and rows of an ``LLM``'s calls, in about 150 bytes per step."""
 
     def __init__(self) -> None:
         self._steps = _Table(STEP_COLUMNS)

@@ -29,7 +29,7 @@ _MAX_ERROR_RATE = 0.01  # used if no run has recorded its job
 
 
 def from_output(out: OutputDir, now: float) -> ReportData:
-    """Read what is finished in ``out``, a batch at a time; ``now`` is in seconds since 1970.
+    """Read the finished rows of ``out``, a batch at a time; ``now`` is in seconds since 1970.
 
     Raises:
         DataError: ``out`` holds no job's output, or its plan is damaged.
@@ -98,7 +98,7 @@ def _records(out: OutputDir, plan: Manifest) -> Iterator[tuple[Part, PartRecord]
 
 
 def _state(status: Status, max_error_rate: float, merged: bool) -> str:
-    """Return the job's state. A run writes its report just before it ends, without _SUCCESS yet."""
+    """Return the job's state. A run writes its report at its end, before it writes ``_SUCCESS``."""
     if merged or status.state == "finished_with_errors":
         too_many = status.rows_error > max_error_rate * status.rows_total
         return "finished with too many errors" if too_many else "finished"
@@ -106,7 +106,7 @@ def _state(status: Status, max_error_rate: float, merged: bool) -> str:
 
 
 def _update(status: Status) -> str:
-    """Say how far an update is; "" without one."""
+    """Describe the progress of an update; return "" without an update."""
     line = None if status.update is None else status.update.line
     return "" if line is None else f"{line.label}: {line.value}{line.note}"
 
@@ -118,7 +118,7 @@ def _facts(run: Run) -> RunFacts:
 
 
 def _device(run: Run) -> str:
-    """Return a run's device, and each kernel library with what it computed."""
+    """Return a run's device, and each kernel library with the layers that it computed."""
     computed: dict[str, list[str]] = {}
     for what, name in run.kernels.items():
         computed.setdefault(name, []).append(what)
@@ -127,7 +127,7 @@ def _device(run: Run) -> str:
 
 
 def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any]]:
-    """Return the job by sections; keys outside a section come first."""
+    """Return the sections of the job; keys outside a section come first."""
     plain = {key: value for key, value in job.items() if not isinstance(value, dict) or not value}
     sections = {key: value for key, value in job.items() if key not in plain}
     files = {file.path: f"{file.num_rows:,} rows" for file in plan.inputs[:_MOST_FILES]}

@@ -24,10 +24,10 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Limits of the number of bars; empty bars on both sides fill up a small number."""
+"""Most and fewest bars of a histogram; empty bars on both sides fill it up."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
-"""Slots of times per factor of ten, which makes times accurate to about a percent."""
+"""Number of slots of time per factor of ten, so that times are right to about a percent."""
 _DECADES = (-3, 9)
 
 

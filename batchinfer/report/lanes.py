@@ -23,7 +23,7 @@ _DEATH_SLICES = 2
 
 
 class Piece(NamedTuple):
-    """A piece of a bar, and its share of the whole."""
+    """A piece of a bar, with its share of the whole bar."""
 
     color: str
     share: float
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The time of one worker."""
+    """The states of one worker over time."""
 
     worker: str
     pieces: Sequence[Piece]
@@ -40,7 +40,7 @@ class Lane:
     busy: float
     """Share of the time with a loaded model in which the worker computed."""
     state: str
-    """State in words, such as ``ended``."""
+    """Final state in words, such as ``ended``."""
 
 
 def lanes_of(runs: Sequence[Run], timeline: Timeline, living: Set[str]) -> list[Lane]:

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without scripts, which requests nothing."""
+"""Makes the page of a report: one HTML file without scripts and without requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def page(data: ReportData, price: Price | None = None) -> str:
     """Return the report on ``data`` as HTML.
 
     Args:
-        price: the machine's price; None: the page shows no cost.
+        price: the machine's price; None to show no cost.
     """
     environment = _environment()
     light, dark = (Markup("".join(_variables(theme))) for theme in (0, 1))
@@ -74,7 +74,7 @@ def page(data: ReportData, price: Price | None = None) -> str:
 
 
 def _contents(data: ReportData, job: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yield the page's sections: anchor, name, number of errors."""
+    """Yield the anchor, the name and the number of errors of each section of the page."""
     has_steps = bool(data.timeline.totals.steps)
     sections = [
         ("failure", "Why it failed", data.error),
@@ -171,15 +171,15 @@ def _pieces(slices: Sequence[captions.Slice]) -> list[lanes.Piece]:
 
 
 def _with_options(text: str) -> Markup:
-    """Mark command-line options in this program's texts as code that does not wrap."""
+    """Mark command-line options in batchinfer's texts as code that does not wrap."""
     return Markup(re.sub(r"--[a-z-]+", r'<span class="code whole">\g<0></span>', str(escape(text))))
 
 
 def _sanitized(value: Any) -> Any:
-    """Sanitize every text on the page except markup from this program."""
+    """Sanitize every text on the page except batchinfer's own markup."""
     return sanitize(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _as_json(value: Any) -> str:
-    """Return a key's value as in a job file."""
+    """Return the value of a key in the form of a job file."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

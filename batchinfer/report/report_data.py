@@ -13,16 +13,16 @@ from batchinfer.report.timeline import Timeline
 
 @dataclass(frozen=True)
 class Example:
-    """A row. Its texts are unchanged; the page sanitizes them."""
+    """A row to show. Its texts are unchanged; the page sanitizes them."""
 
     row_id: int
     inputs: Sequence[tuple[str, str]]
-    """Columns and values."""
+    """Names and values of input columns."""
     answer: str | None
     facts: str
     """Number of tokens of the row, and its finish reasons."""
     error: tuple[str, str] | None = None
-    """Code and message."""
+    """Code and message of the row's error."""
 
 
 @dataclass(frozen=True)
@@ -74,51 +74,51 @@ class ReportData:
     rows_done: int
     rows_failed: int
     total_s: float
-    """Seconds of all runs, added up also for parallel runs."""
+    """Sum of the seconds of all runs, including parallel runs."""
     load_s: float
     engine_s: float
-    """Seconds in which at least one engine ran."""
+    """Seconds during which at least one engine ran."""
     wall_s: float
-    """Seconds in which at least one run was active."""
+    """Seconds during which at least one run was active."""
     timeline: Timeline
     lengths: Lengths
     kv: Mapping[str, int]
-    """``block_size``, ``num_blocks``, ``bytes_per_block``; empty if nothing ran."""
+    """Values of ``block_size``, ``num_blocks`` and ``bytes_per_block``; empty if nothing ran."""
     unit: str = "row"
-    """Name of what the charts count: ``row``, or ``sequence`` if a row has several."""
+    """Unit that the charts count: ``row``, or ``sequence`` if a row has several sequences."""
     draws: bool = True
     """True if rows draw tokens; otherwise the model only reads their prompts."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each named wait, summed over all runs."""
     out_of_memory: int = 0
     rows_reused: int = 0
-    """Number of rows copied from other outputs; part of ``rows_done``."""
+    """Number of rows copied from other outputs; ``rows_done`` includes them."""
     max_error_rate: float = 0.0
     share: float | None = None
-    """Share of the work done by a running job; running rows count by their tokens."""
+    """Finished share of a running job's work; running rows count by their tokens."""
     eta_s: float | None = None
     eta_is_most: bool = False
     phase: str = ""
-    """Name of the wait, while no rows run."""
+    """Name of the phase while no rows run."""
     error: str = ""
     """Error of the latest run."""
     failures: Sequence[Failure] = ()
     examples: Sequence[Example] = ()
     runs: Sequence[RunFacts] = ()
     lanes: Sequence[Lane] = ()
-    """Parallel workers."""
+    """Lanes of parallel workers."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """The sections of the job, with their keys and values."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_pool(self) -> bool:
-        """True if the model has a KV pool; an encoder has none."""
+        """True if the model has a KV cache; an encoder has no KV cache."""
         return bool(self.kv.get("num_blocks"))
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens of finished rows; before all are finished, all tokens drawn so far."""
+        """Output tokens of finished rows; before the job is finished, all tokens drawn so far."""
         finished = self.lengths.sums["output_tokens"]
         if self.rows_done == self.rows_total:
             return finished
@@ -131,7 +131,7 @@ class ReportData:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens found in the pool, as in ``summary.json``."""
+        """Share of the prompt tokens found in the KV cache, as in ``summary.json``."""
         return self._prompt_share("cached_tokens")
 
     @property

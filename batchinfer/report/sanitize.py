@@ -1,4 +1,4 @@
-"""Makes untrusted text safe for the page: the page shows the text, and no part of it acts."""
+"""Makes untrusted text safe for the page, which shows the text but never runs any part of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 _MOST_MARKS = 3
-"""Limit of combining marks on one character. More marks would cover the lines above and below."""
+"""Most combining marks on one character. More marks would cover the lines above and below."""
 _KEPT = "\n\t\u200c\u200d"  # some scripts and emoji need these joiners
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _USERINFO = re.compile(r"(://)[^/\s@]*@")

@@ -23,13 +23,13 @@ from batchinfer.report.timeline import Float, Timeline
 
 _BATCH_ROWS = 16384
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
-"""Errors of a file that is damaged, or that a running job has just merged into another."""
+"""Errors of a file that is damaged, or that a running job has just merged into another file."""
 
 
 def batches(
     out: OutputDir, path: PurePath, columns: Sequence[str], rows: int = _BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of some columns of a Parquet file; stop where the file is damaged."""
+    """Yield batches of some columns of a Parquet file; stop at a damaged place."""
     try:
         with out.files.open(path) as file:
             reader = pq.ParquetFile(file, pre_buffer=False)
@@ -41,11 +41,11 @@ def batches(
 def read_timeline(
     out: OutputDir, files: Sequence[PurePath], runs: Sequence[Run], merged: bool
 ) -> Timeline:
-    """Return the steps of all runs, in sequence or in parallel, as the runs were.
+    """Return the steps of all runs on one timeline, on which runs may overlap.
 
     Args:
         files: files of steps, in order.
-        merged: True if ``files`` also hold the last steps of each run.
+        merged: True if ``files`` include the last steps of each run.
     """
     last = [] if merged else [run.unsampled for run in runs if run.unsampled is not None]
 
@@ -74,10 +74,10 @@ def read_timeline(
 
 
 def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the start of each run's clock, in seconds since the first; times without runs count 0.
+    """Return the start of each run's clock, in seconds since the first, without idle times.
 
     Args:
-        ends: end of each run's last step, on the run's clock.
+        ends: end of each run's last step on the run's clock.
     """
     began = {run.run_id: run.saved_at - run.engine_s for run in runs if writer_of(run.run_id)}
     offsets: dict[str, float] = {}
@@ -94,7 +94,7 @@ def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]
 
 
 class FinishedRows:
-    """The rows of finished parts, some of which may still be in a segment as well.
+    """The rows of finished parts. Some of the rows may still be in a segment too.
 
     Args:
         ranges: the parts' rows, in order.
@@ -139,7 +139,7 @@ def _by_run(
 
 
 def _columns(batch: pa.RecordBatch, names: Sequence[str]) -> dict[str, Float]:
-    """Return columns by name; zeros for a column that outputs of older versions do not have."""
+    """Return columns by name; zeros for a column that an older version did not write."""
     return {
         name: batch.column(name).to_numpy(zero_copy_only=False).astype(np.float64)
         if name in batch.schema.names

@@ -1,9 +1,10 @@
-"""Charts as SVG: areas over time, and histograms, with their values as tooltips (SVG titles).
+"""Draws charts as SVG: areas over time, and histograms, with values as tooltips (SVG titles).
 
-A chart holds only numbers and words of this program; text from data stays in the page around it.
+A chart holds only numbers and words of this program; text from data stays in the page around the
+chart.
 
-Everything drawn has a contrast of at least 3 with the card, by its own color or by its edge (WCAG
-2.2, success criterion 1.4.11). A line of the card's color separates areas that touch.
+Every shape, or its edge, has a contrast of at least 3 with the card (WCAG 2.2, success criterion
+1.4.11). A line of the card's color separates areas that touch.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ CHART = {
     "line": ("#dfe3e8", "#2b333d"),
     "card": ("#ffffff", "#191f26"),
 }
-"""Colors, light and dark; each has one meaning. The edges of pale areas make them visible."""
+"""Light and dark colors, each with one meaning. Edges make pale areas visible."""
 Shape = tuple[int, int]
 """Width and height in units of the SVG; the page scales a chart to its column."""
 WIDE: Shape = (1090, 300)
 NARROW: Shape = (440, 240)
 TOOLTIPS = 48
-"""Number of spans of time, each with a tooltip."""
+"""Number of spans of time in a chart; each span has a tooltip."""
 _TOP, _RIGHT, _BOTTOM = 12, 22, 30
 _LEFT, _CHARACTER = 28, 6.5
-"""Room left of the labels, and the width of one of their characters. Labels are a sixth larger on a
-phone."""
+"""Space to the left of labels, and the width of a label's character. Labels are a sixth larger on a
+phone.
+"""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _AXIS = f'font-size="12" fill="{CHART["ink"][0]}"'
 
@@ -66,7 +68,7 @@ def edge(name: str) -> str:
 def chart_rules() -> Iterator[str]:
     """Yield CSS rules that give charts the theme's colors.
 
-    A chart itself has the light ones, so that it is a complete picture outside the page.
+    A chart itself has the light colors, so that it is a complete picture outside the page.
     """
     for name, (color, _) in CHART.items():
         yield f'svg [fill="{color}"]{{fill:var(--{name})}}'
@@ -90,8 +92,8 @@ class Series:
     Args:
         name: a description for screen readers.
         edges_s: bounds of the slices of time, one more than there are values.
-        layers: the lowest first. Layers that are not ``stacked`` overlap instead.
-        unit: ``bytes``, or the plural of what is counted.
+        layers: layers from the lowest up. Layers that are not ``stacked`` overlap.
+        unit: ``bytes``, or the plural of the counted things.
         format_value: formats a value with its unit.
     """
 
@@ -110,7 +112,7 @@ class _Plot:
         first, last: ends of the horizontal axis.
         most: the largest value; the vertical axis begins at 0.
         y_label: formats a value of the vertical axis.
-        least_step: between labels of the vertical axis.
+        least_step: least distance between labels of the vertical axis.
     """
 
     def __init__(
@@ -132,16 +134,16 @@ class _Plot:
         self._right, self.bottom = shape[0] - _RIGHT, shape[1] - _BOTTOM
 
     def x(self, value: Any) -> Any:
-        """Return the horizontal coordinate of a value, or of each in an array."""
+        """Return the horizontal coordinate of a value, or of each value in an array."""
         share = (value - self._first) / (self._last - self._first)
         return self._left + share * (self._right - self._left)
 
     def y(self, value: Any) -> Any:
-        """Return the vertical coordinate of a value, or of each in an array."""
+        """Return the vertical coordinate of a value, or of each value in an array."""
         return self.bottom - value / self._highest * (self.bottom - _TOP)
 
     def bar(self, start: float, stop: float, height: float | None = None, gap: float = 0.0) -> str:
-        """Return attributes of a rectangle between two values; None: of the plot's full height."""
+        """Return attributes of a rectangle between two values; None for the plot's full height."""
         left, right = self.x(start), self.x(stop)
         top = _TOP if height is None else self.y(height)
         size = f'width="{_short(right - left - gap)}" height="{_short(self.bottom - top)}"'
@@ -158,8 +160,9 @@ class _Plot:
         """Return the whole chart.
 
         Args:
-            tooltips: the span and the text of each.
-            x_step: between labels of the horizontal axis; every second one may be left out.
+            tooltips: the span and the text of each tooltip.
+            x_step: distance between labels of the horizontal axis; every second label may be left
+                out.
         """
         width, height = self._shape
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
@@ -238,7 +241,7 @@ def _tokens(first: int, last: int) -> str:
 
 
 def _stacked(layers: Sequence[Layer]) -> list[Layer]:
-    """Stack the layers; the highest comes first, so that it is drawn behind the rest."""
+    """Stack the layers; return the highest layer first, because it is drawn behind the others."""
     areas = [layer for layer in layers if not layer.is_line]
     tops = np.cumsum([np.maximum(layer.values, 0) for layer in areas], axis=0)
     stack = [replace(layer, values=top) for layer, top in zip(areas, tops, strict=True)]
@@ -274,7 +277,7 @@ def _mark(plot: _Plot, layer: Layer, times: Float, values: Float) -> str:
 def _step(span: float, count: int) -> float:
     """Return 1, 2 or 5 times a power of ten, so that a span has about ``count`` such steps.
 
-    As in d3-array's ``ticks``: the geometric means of neighboring factors decide.
+    As in d3-array's ``ticks``, the geometric mean of neighboring factors separates them.
     """
     power = 10.0 ** math.floor(math.log10(span / count))
     excess = span / count / power

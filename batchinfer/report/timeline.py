@@ -1,8 +1,8 @@
 """Reduces steps over time to a few hundred points.
 
-A step's states hold from the end of the step before it to its own end, and what it computed is
-spread evenly over that time. Each point is the exact mean of its slice of time, and memory does
-not grow with the number of steps.
+The states of a step hold from the end of the step before to the step's end, and its computed tokens
+are spread evenly over that time. Each point is the exact mean of its slice of time. Memory does not
+grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class Totals:
 
     steps: int = 0
     prompt_ms: float = 0.0
-    """Time of steps that computed prompt tokens."""
+    """Milliseconds of steps that computed prompt tokens."""
     answer_ms: float = 0.0
-    """Time of the other steps."""
+    """Milliseconds of the other steps."""
     answer_tokens: int = 0
-    """Tokens drawn, including those of unfinished rows."""
+    """Number of drawn tokens, including tokens of unfinished rows."""
     cow_copies: int = 0
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """For each measure the sum of its values times step time, and under ``NAME ms`` the sum of step
-    time where it is defined."""
+    """Sum of values times step time by measure, and under ``NAME ms`` the sum of step times with a
+    value.
+    """
 
     def mean(self, name: str) -> float:
         """Return a measure as ``summary.json`` defines it."""
@@ -67,7 +68,7 @@ class Totals:
 
 
 class Timeline:
-    """Collects steps.
+    """Collects steps and computes means over slices of time.
 
     Args:
         span_s: end of the last step; all steps end between 0 and this time.
@@ -126,7 +127,7 @@ class Timeline:
         return self._sums[name] / np.diff(self.edges_s)
 
     def _spread(self, times: Float, amounts: Float) -> Float:
-        """Return amounts in each slice of time, where they accrue evenly between ``times``."""
+        """Return the amount in each slice of time, if amounts accrue evenly between ``times``."""
         so_far = np.concatenate([[0.0], np.cumsum(amounts)])
         # If two steps end at the same time, the second step's amount counts in the first step.
         at_edges = np.interp(self.edges_s, times, so_far)

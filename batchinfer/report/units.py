@@ -11,7 +11,7 @@ def amount(count: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share; below 10%, to a tenth. Only zero is 0%, and only the whole is 100%."""
+    """Format a share, to a tenth below 10%. Only zero becomes 0%, and only the whole 100%."""
     if 0 < share < 0.0005:
         return "under 0.1%"
     if 0.9945 < share < 1:
@@ -42,7 +42,7 @@ def money(amount: float, currency: str) -> str:
 def moment(seconds: float) -> str:
     """Format a time in seconds since 1970, such as ``2026-11-22 21:10 UTC+01:00``, in local time.
 
-    Returns "" for 0, and for a time that does not exist: the clock was not set.
+    Return "" for 0 and for an invalid time, because the clock was not set.
     """
     try:
         at = datetime.fromtimestamp(seconds).astimezone() if seconds else None

@@ -21,8 +21,8 @@ def write_report(
 
     Args:
         now: seconds since 1970.
-        price: the machine's price; None: the report shows no cost.
-        to: the file; None: ``report.html`` in ``out``.
+        price: the machine's price; None to show no cost.
+        to: the file to write; None for ``report.html`` in ``out``.
 
     Raises:
         DataError: there is no job's output, or its plan is damaged.
@@ -40,10 +40,10 @@ def write_report(
 
 
 def report_at_end(out: OutputDir, log: Callable[[str], None]) -> bool:
-    """Write the report on a job that has just ended, and return whether that worked.
+    """Write the report on a job that has just ended, and return True if it was written.
 
     Args:
-        log: receives, in one line, why there is no report.
+        log: receives one line that says why there is no report.
     """
     try:
         write_report(out, time.time())

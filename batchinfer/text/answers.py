@@ -18,7 +18,7 @@ class Answer:
 
     text: str
     reasoning: str | None = None
-    """None if the model did not reason, or if the reasoning stays in ``text``."""
+    """The model's reasoning; None if the model did not reason, or ``text`` holds the reasoning."""
     num_reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls of the row's tools, which are not in ``text``."""
@@ -28,8 +28,8 @@ class AnswerReader:
     """Separates the parts of samples.
 
     Args:
-        reasoning: format of the model's reasoning; None: the reasoning stays in the answer.
-        tool_format: format of the model's tool calls; None: the calls stay in the answer.
+        reasoning: format of the model's reasoning; None if reasoning stays in the answer.
+        tool_format: format of the model's tool calls; None if calls stay in the answer.
     """
 
     def __init__(

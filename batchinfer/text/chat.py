@@ -1,9 +1,9 @@
 """Renders a conversation with a chat template, as transformers' ``apply_chat_template`` does.
 
-A content may be a list of text parts. Some templates loop over parts, some take only one text, some
-take only parts, and this may depend on the role. Rendering a test conversation finds out which.
-(vLLM reads it off the template's syntax, in ``vllm/entrypoints/chat_utils.py``, which fails behind
-a macro or a filter.)
+The content of a message may be a list of text parts. Some templates loop over parts, some take only
+one text, some take only parts, and this may depend on the role. Rendering a test conversation shows
+which form a template takes. (vLLM analyzes the template's syntax in
+``vllm/entrypoints/chat_utils.py``, which fails behind a macro or a filter.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FinalMessage = Literal["auto", "answer", "continue", "leave"]
 answer: always open an answer; continue: always continue the last message; leave: do neither."""
 
 _END_MARK = "\U0010fffd "
-"""Marks the end of the message to continue; its space shows whether the template trims messages."""
+"""Mark at the end of the message to continue. Its space shows if the template trims messages."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _PROBES = ("first7tExt", "second7tExt")
 """Texts that no template contains."""
@@ -100,7 +100,7 @@ class ChatTemplate:
             **kwargs,
         }
         self.content_format = functools.cache(self._find_format)
-        """Function that returns the form of content that the template takes for a role."""
+        """Returns the form of content that the template takes for a role."""
 
     def _find_format(self, role: str) -> ContentFormat:
         parts = [{"type": "text", "text": text} for text in _PROBES]
@@ -112,7 +112,7 @@ class ChatTemplate:
         return ContentFormat.ANY if takes_text else ContentFormat.PARTS
 
     def _probe(self, role: str, content: object) -> str:
-        """Render a conversation with a message of ``role``; "" if that fails."""
+        """Render a conversation with a message of ``role``; return "" if rendering fails."""
         plain = "x" if isinstance(content, str) else [{"type": "text", "text": "x"}]
         call = {"type": "function", "function": {"name": "x", "arguments": {}}, "id": "123456789"}
         before: list[Message] = [
@@ -182,7 +182,7 @@ class ChatTemplate:
         return render_template(self._template, variables, self._origin)
 
     def _render_open(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Mark the end of the last message, render, and cut there, as transformers does."""
+        """Mark the end of the last message, render, and cut at the mark, as transformers does."""
         last = messages[-1]
         content = last.get("content")
         *others, end = content if isinstance(content, list) and content else [content]

@@ -1,9 +1,9 @@
 """Distinguishes control-token text in a row's columns from control tokens in templates.
 
 ``<|im_end|>`` in a template ends a turn; the same characters in a row are plain text. Both look the
-same after rendering. So marks replace the row's occurrences before rendering: private-use
+same after rendering. So before rendering, marks replace such text in rows. Marks are private-use
 characters, which no template operation can split. transformers' ``sanitize_control_tokens`` has the
-same aim, with markers around the token.
+same aim, but puts markers around the token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ControlTokens:
         self._endings = {token[-n:] for token in self.tokens for n in range(1, len(token))}
 
     def occur_in(self, text: str) -> bool:
-        """Return whether a control token's text is in ``text``."""
+        """Return True if ``text`` contains the text of a control token."""
         return self.pattern.search(text) is not None
 
     def beginning_at_end(self, text: str) -> int:
@@ -36,13 +36,14 @@ class ControlTokens:
         return next((n for n in lengths if text[-n:] in self._beginnings), 0)
 
     def ending_at_start(self, text: str) -> int:
-        """Return the length of the longest rest of a control token at the start of ``text``."""
+        """Return the length of the longest end of a control token at the start of ``text``."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if text[:n] in self._endings), 0)
 
     def can_form_in(self, text: str) -> bool:
-        """Return whether ``text`` contains a control token's text, or part of one at an edge, which
-        a template's text could complete."""
+        """Return True if ``text`` contains a control token's text, or a part of one at its start or
+        end, which a template's text could complete.
+        """
         at_edges = self.beginning_at_end(text) or self.ending_at_start(text)
         return bool(at_edges) or self.occur_in(text)
 
@@ -51,7 +52,7 @@ class Marks:
     """The marks of one row, and the pieces of text that they replace."""
 
     def __init__(self, tokens: ControlTokens, texts: Iterable[str]) -> None:
-        """``texts`` are all texts of the row; marks are characters that they do not contain."""
+        """Choose marks that do not occur in ``texts``, which are all texts of the row."""
         taken = {char for text in texts for char in _MARK.findall(text)}
         self._tokens = tokens
         self._free = (chr(code) for code in _MARKS if chr(code) not in taken)
@@ -59,7 +60,7 @@ class Marks:
         self._piece_of: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
-        """Replace control-token texts, and parts of them at the edges, by marks."""
+        """Replace control-token texts, and parts of them at the start or end, by marks."""
         text = self._tokens.pattern.sub(lambda match: self._mark(match[0]), text)
         if length := self._tokens.beginning_at_end(text):
             text = text[:-length] + self._mark(text[-length:])
@@ -84,7 +85,7 @@ _Tree: TypeAlias = "dict[str, _Tree]"
 def _any_of(texts: Collection[str]) -> str:
     """Return a pattern for any of ``texts``, the longest first, as a tree of common prefixes.
 
-    A plain alternation of a few thousand reserved tokens would try each one at every ``<``.
+    A plain alternation of a few thousand reserved tokens would try each token at every ``<``.
     """
     tree: _Tree = {}
     for text in texts:

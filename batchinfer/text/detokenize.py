@@ -10,7 +10,7 @@ from batchinfer.protocols import FinishedSample, StopChecker, StopMatch
 from batchinfer.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are not UTF-8, or not yet."""
+"""Character in place of bytes that are not UTF-8, or are an incomplete character."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG_WINDOW = 64  # tokens; only long runs of invalid UTF-8 reach this length
 MAX_CHAR_TOKENS = 4
@@ -21,9 +21,9 @@ class IncrementalDetokenizer:
     """Decodes one sample token by token, with the same text as decoding all tokens at once.
 
     Decoders look back: the first token of a text may lose its leading space, and a character's
-    bytes may be spread over tokens. The window therefore starts with a prefix of tokens whose text
-    is known, and new text is the rest, as in vLLM's and TGI's detokenizers. The window moves only
-    to a point that later tokens cannot change.
+    bytes may be spread over tokens. So the window starts with a prefix of tokens whose text is
+    known, and the text after the prefix is new, as in vLLM's and TGI's detokenizers. The window
+    moves only to a point that later tokens cannot change.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -33,8 +33,9 @@ class IncrementalDetokenizer:
         self._prefix_tokens = 0
         self._prefix_chars = 0
         self.tail = ""
-        """The text after what ``push`` has returned. It may still change: it may end in the
-        replacement for an incomplete character."""
+        """Text after the text that ``push`` has returned. It may still change, because it may end
+        in the replacement for an incomplete character.
+        """
 
     def push(self, token_id: int) -> str:
         """Add the next token, and return the text that has become final since the last call."""
@@ -45,7 +46,7 @@ class IncrementalDetokenizer:
         return newly_settled
 
     def _settle(self) -> str:
-        """Move the window past the tail, if that can no longer change."""
+        """Move the window past the tail, if the tail can no longer change."""
         if not self.tail:
             return ""
         if self._tokenizer.has_byte_fallback:
@@ -58,7 +59,8 @@ class IncrementalDetokenizer:
 
     def _settle_invalid(self) -> str:
         """Settle most of a long run of bytes that are not UTF-8, up to a point that splits no
-        character: both sides have the same text separately as together."""
+        character. At such a point, both sides decode to the same text separately as together.
+        """
         text = self._decode(self._window)
         last = len(self._window) - MAX_CHAR_TOKENS
         for end in range(last, max(last - MAX_CHAR_TOKENS, self._prefix_tokens), -1):
@@ -68,8 +70,9 @@ class IncrementalDetokenizer:
         return ""
 
     def _move_to(self, end: int, text: str | None = None) -> str:
-        """Make the window's tokens up to ``end`` the prefix; ``text`` is their new text (default:
-        the tail)."""
+        """Make the window's tokens up to ``end`` the prefix. They add ``text``, by default the
+        tail.
+        """
         text = self.tail if text is None else text
         prefix_chars = len(self._decode(self._window[self._prefix_tokens : end]))
         if prefix_chars == 0:  # a stripped space at the start hides the prefix's end
@@ -87,7 +90,8 @@ class IncrementalDetokenizer:
 class StopStringChecker:
     """Searches one sample for stop strings, which may span tokens.
 
-    The match that ends first in the text counts; if several end together, the first in the list.
+    The match that ends first in the text counts; if several end together, the first string in the
+    list.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class StopStringChecker:
 def make_stop_checker_factory(
     tokenizer: Tokenizer, params: SamplingParams
 ) -> Callable[[], StopChecker] | None:
-    """Return a factory of stop checkers, one for each sample; None without stop strings."""
+    """Return a function that makes a sample's stop checker; None without stop strings."""
     if not params.stop:
         return None
     return lambda: StopStringChecker(
@@ -149,7 +153,7 @@ def make_stop_checker_factory(
 
 
 def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingParams) -> str:
-    """Return a sample's text, without the token or string that stopped it, unless asked for."""
+    """Return a sample's text. The token or string that stopped it is included only on request."""
     token_ids, match = sample.token_ids, sample.stop_match
     stopped_by_token = sample.finish_reason == "stop" and match is None
     if stopped_by_token and not params.include_stop_str_in_output:
@@ -162,11 +166,11 @@ def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingPa
 def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
     """Return the text that a token adds to the tokens before it.
 
-    The token that completes a character adds all of it, as in vLLM's
+    The token that completes a character adds the whole character, as in vLLM's
     ``LogprobsProcessor._correct_decoded_token`` (vllm/v1/engine/logprobs.py).
 
     Args:
-        before: ids of the tokens before it; the last ``MAX_CHAR_TOKENS`` suffice.
+        before: ids of the tokens before the token; the last ``MAX_CHAR_TOKENS`` suffice.
     """
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     if REPLACEMENT not in (text[:1], text[-1:]):
@@ -187,8 +191,8 @@ def bad_words_token_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each text in ``bad_words``, at the start of a text and after a space.
 
-    Like vLLM, which leaves out the second form if its length differs. Texts with ids from
-    ``vocab_size`` on, which the model cannot write, are left out.
+    Like vLLM, this function omits the second form if its length differs. It also omits texts with
+    ids of ``vocab_size`` or more, which the model cannot write.
     """
     spellings = [space + word.lstrip() for word in bad_words for space in ("", " ")]
     encoded = tokenizer.encode_batch(spellings, add_special_tokens=False, parse_special_tokens=True)

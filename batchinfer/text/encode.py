@@ -19,19 +19,19 @@ class RenderedText:
     """A row's text before it is tokenized."""
 
     text: str
-    """Has marks in place of the row's own control-token texts, unless ``marks`` is None."""
+    """Text with marks in place of the row's own control-token texts, unless ``marks`` is None."""
     add_special_tokens: bool
     marks: Marks | None
     has_control_text: bool
 
     @property
     def restored(self) -> str:
-        """The text without marks."""
+        """Text without marks."""
         return self.text if self.marks is None else self.marks.restore(self.text)
 
 
 class TextEncoder:
-    """Tokenizes rendered rows. Their own text never becomes a control token."""
+    """Tokenizes rendered rows. The rows' own text never becomes a control token."""
 
     def __init__(self, tokenizer: Tokenizer, *, parse_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -75,7 +75,7 @@ class TextEncoder:
         )
 
     def _has_hidden_control(self, item: RenderedText, token_ids: TokenIds) -> bool:
-        """Return whether the text has more control tokens than are visible in it.
+        """Return True if the tokenized text has more control tokens than are visible in the text.
 
         Some tokenizers find them in normalized text (full-width letters, other case).
         """
@@ -84,7 +84,7 @@ class TextEncoder:
         return found > 0 and found > len(self._tokenizer.control.pattern.findall(item.text))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
-        """Drop the second BOS of a text that begins with its own."""
+        """Drop the second BOS of a text that already begins with a BOS."""
         bos = self._tokenizer.bos_token_id
         if isinstance(result, RowError) or bos is None or len(result) < 2:
             return result

@@ -1,7 +1,7 @@
 """Structured output: masks of the tokens that keep a text within its grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles and follows grammars, with limits on
-the work: it refuses a schema that is too large, and a sample fails if a step takes too much work.
+the work. It refuses a schema that is too large, and a sample fails if a step takes too much work.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 _CACHED = 256
-"""Number of compiled grammars to keep: rows often repeat them."""
+"""Number of compiled grammars to keep, because rows often repeat grammars."""
 _PROBED_TOKENS = 3
-"""Number of tokens to try, because some expressions need too much work only in use."""
+"""Number of tokens to try in a new grammar, because some expressions fail only in use."""
 _BYTES = 256
 
 _IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
-"""Beginnings of messages about grammars that allow no text, so that widening does not help."""
+"""Beginnings of messages about grammars that allow no text; widening does not help them."""
 
 
 class CompiledGrammar:
     """A grammar compiled for one model's tokenizer.
 
     Args:
-        matcher: matcher at the beginning of a text, copied for each sample.
+        matcher: matcher at the beginning of a text; each sample copies it.
         eos_token_id: token that ends a complete text.
         masks: makes the token masks of samples, [samples, words].
     """
@@ -51,7 +51,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """Matches one sample. The matcher is made on first use, so that waiting rows need none."""
+    """Matches one sample. The matcher is made on first use, so waiting rows have no matcher."""
 
     __slots__ = ("_beginning", "_eos_token_id", "_matcher")
 
@@ -94,7 +94,7 @@ class GrammarCompiler:
     """Compiles ``structured_outputs`` for one model. Thread-safe.
 
     Args:
-        vocab_size: the model's token ids are below it.
+        vocab_size: upper limit of the model's token ids.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class GrammarCompiler:
         """Return the grammar of ``SamplingParams.structured_outputs``.
 
         Raises:
-            GrammarError: it does not compile for this model, or llguidance is not installed.
+            GrammarError: the grammar does not compile for this model, or llguidance is not
+                installed.
         """
         return self._compiled(json.dumps(structured_outputs))
 
@@ -120,7 +121,7 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, self._eos_token_ids[0], self.masks)
 
     def _for_model(self) -> LLTokenizer:
-        """Return llguidance's tokenizer; making one of a large vocabulary takes a second."""
+        """Return llguidance's tokenizer; with a large vocabulary, making it takes a second."""
         _require_llguidance()
         from llguidance import LLTokenizer
 
@@ -178,7 +179,7 @@ def _probe(matcher: LLMatcher, num_tokens: int) -> None:
     """Make the masks of a text's first tokens.
 
     Raises:
-        GrammarError: no text fits, or this takes too much work.
+        GrammarError: no text fits, or the masks take too much work.
     """
     from llguidance.numpy import fill_next_token_bitmask
 
@@ -217,7 +218,7 @@ def _byte_tokenizer() -> LLTokenizer:
 
 
 class _Bytes:
-    """The attributes that llguidance's wrapper of tokenizers reads."""
+    """A tokenizer with the attributes that llguidance's wrapper reads."""
 
     eos_token_id = _BYTES
     bos_token_id = None

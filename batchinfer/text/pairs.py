@@ -1,8 +1,8 @@
 """Builds the prompts of rerankers from a query and a document.
 
-``PairBuilder`` lets the tokenizer join both, as sentence-transformers' ``CrossEncoder`` does (in
-transformers, ``tokenizer(query, document)``). ``QuestionBuilder`` asks the model in words whether
-the document meets the query; the words are from Qwen3-Reranker's model card
+``PairBuilder`` lets the tokenizer join query and document, as sentence-transformers'
+``CrossEncoder`` does (in transformers, ``tokenizer(query, document)``). ``QuestionBuilder`` asks
+the model in words if the document meets the query; the words are from Qwen3-Reranker's model card
 (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 

@@ -1,6 +1,6 @@
-"""The source of a row's prompt: a column, a template, or a conversation of templates.
+"""Reads the source of a row's prompt: a column, a template, or a conversation of templates.
 
-Also finds settings that contradict each other, regardless of data and model.
+The module also finds settings that contradict each other for any data and model.
 
 A row template is Jinja2 over the columns of one row, in the sandbox. Each column is a variable.
 ``row`` has all of them, for names that are not identifiers: ``row['prompt text']``. A column called
@@ -36,7 +36,7 @@ _MAX_COLUMNS_SHOWN = 20
 _DEFAULT_COLUMNS = ("messages", "prompt")
 _ROW = "row"
 _WORDS = re.compile(r"\{\{-?\s*\w+( +\w+)+\s*-?\}\}")
-"""Probably a column whose name contains spaces."""
+"""Expression that is probably a column name with spaces."""
 
 
 @functools.cache
@@ -46,18 +46,18 @@ def _environment() -> PromptEnvironment:
 
 @functools.cache
 def _name_environment() -> PromptEnvironment:
-    """An environment to find names with, without globals: a column may be called ``range``."""
+    """Make an environment without globals, to find names: a column may be called ``range``."""
     environment = PromptEnvironment()
     environment.globals.clear()
     return environment
 
 
 class _Names(UncomputedCode, meta.TrackingCodeGenerator):
-    """Finds names, like ``meta.find_undeclared_variables``."""
+    """Finds undeclared names, like ``meta.find_undeclared_variables``."""
 
 
 class RowTemplate:
-    """A compiled row template. Text of the row is never taken for a template."""
+    """A compiled row template. Text of a row is never parsed as a template."""
 
     def __init__(self, source: str, key: str) -> None:
         """Compile ``source``; ``key`` is the job file's key that holds it, for messages.
@@ -108,7 +108,7 @@ class RowTemplate:
 def _columns_of_row(tree: nodes.Template) -> tuple[frozenset[str], bool]:
     """Return the columns read as ``row["name"]`` or ``row.name``.
 
-    Also return whether ``row`` is used in any other way, so that the template may read all columns.
+    Also return True if ``row`` is used in any other way, so that the template may read all columns.
     """
     attributes = [
         node.attr
@@ -144,7 +144,7 @@ class PromptSource:
     """Reads a row's text or conversation.
 
     Args:
-        columns: the input columns it reads.
+        columns: the input columns that the source reads.
         read: returns the text or conversation of a row, or raises a ``RowError``:
             ``empty_prompt``, ``template_error``, ``unsupported_content``.
     """
@@ -238,7 +238,7 @@ def checked_template(source: str, key: str, available: frozenset[str]) -> RowTem
     """Return a template that reads only columns in ``available``.
 
     Raises:
-        UsageError: it is invalid, or reads another column.
+        UsageError: the template is invalid, or reads another column.
     """
     template = RowTemplate(source, key)
     if missing := sorted(template.columns(available) - available):
@@ -254,7 +254,7 @@ def _require_text(text: str, where: str) -> str:
 
 
 def _found(columns: Sequence[str], name: str = "") -> str:
-    """List the columns, and suggest the one that ``name`` may have meant."""
+    """List the columns, and suggest a column whose name is similar to ``name``."""
     shown = ", ".join(columns[:_MAX_COLUMNS_SHOWN])
     hidden = len(columns) - _MAX_COLUMNS_SHOWN
     more = f" and {hidden} more" if hidden > 0 else ""
@@ -263,7 +263,7 @@ def _found(columns: Sequence[str], name: str = "") -> str:
 
 
 def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
-    """Yield invalid keys of the job file, each with the predicate of a sentence about it."""
+    """Yield invalid keys of the job file, each with the predicate of a sentence about the key."""
     if config.messages is not None and not config.messages:
         yield "prompt.messages", "is empty; give at least one message"
     if config.template is not None and not config.template.strip():

@@ -1,4 +1,4 @@
-"""Rows to prompts: render each row, tokenize a batch at a time, check the length."""
+"""Makes prompts from rows: renders each row, tokenizes a batch at a time, checks lengths."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ class Prompt:
 
     token_ids: TokenIds
     text: str | None
-    """The text before any truncation; None if the row brought token ids."""
+    """Text of the prompt before any truncation; None if the row has token ids."""
     truncated: bool
     has_control_text: bool
-    """The row's text contained the text of a control token, which stayed plain text."""
+    """True if the row's text contains the text of a control token, which stays plain text."""
     first_segment: int | None = field(default=None, kw_only=True)
-    """Number of tokens that the tokenizer assigns to the first text of a pair; None: no pair."""
+    """Number of tokens that the tokenizer assigns to the first text of a pair; None if there is no
+    pair.
+    """
     unpooled: int = field(default=0, kw_only=True)
-    """Leading tokens that pooling leaves out."""
+    """Number of leading tokens that pooling leaves out."""
 
     @property
     def num_tokens_after(self) -> int:
@@ -50,7 +52,7 @@ def _unpickled(kind: type[Prompt], values: dict[str, Any]) -> Prompt:
 
 
 Rendered = RenderedText | TokenIds | RowError
-"""A row's text, the token ids that it brings, or its error."""
+"""A row's text, its token ids, or its error."""
 
 
 class PromptTooLongError(RowError):
@@ -94,16 +96,16 @@ class PromptBuilder:
         return self.tokenize(self.render(rows))
 
     def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
-        """Build prompts immediately; other builders with this method build in the background."""
+        """Build prompts at once; other builders with this method build in the background."""
         built = self.build(rows)
         return lambda: built
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
-        """Return the text, the token ids or the error of each row: the first half of ``build``."""
+        """Do the first step of ``build``: return the text, token ids or error of each row."""
         return [or_error(self._renderer.render, row) for row in rows]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
-        """Tokenize texts and check lengths: the second half of ``build``."""
+        """Do the second step of ``build``: tokenize texts and check lengths."""
         encoded = iter(
             self._encoder.encode([item for item in rendered if isinstance(item, RenderedText)])
         )
@@ -133,7 +135,7 @@ class PromptBuilder:
 
 
 class RawTexts:
-    """Makes prompts of plain texts: no template, special tokens parsed, any length.
+    """Makes prompts of plain texts of any length: no template, special tokens parsed.
 
     Replaces a ``PromptBuilder`` for rows whose column ``text`` is valid Unicode.
     """

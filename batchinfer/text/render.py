@@ -41,20 +41,20 @@ class RowRenderer:
     Args:
         columns: columns of the data.
         conversation_columns: columns that contain conversations, if known. A missing chat template
-            is then an error of the job, not of each row.
+            is then an error of the job instead of each row.
         chat_template_source: content of the file that ``config.chat_template`` names.
-        vocab_size: limit of rows' token ids; default: the tokenizer's.
-        now: time for chat templates, the same for all rows; default: the time of this call.
-        appended_column: column whose texts follow the rendered text. Their control-token texts get
-            marks as well.
-        final_message: what follows a conversation.
-        variables_column: column, if it is in the data, of a row's own
-            ``config.chat_template_kwargs``, which override those of the job.
+        vocab_size: upper limit of rows' token ids, by default the tokenizer's.
+        now: time for chat templates, the same for all rows; by default the time of this call.
+        appended_column: column whose texts follow the rendered text. Control-token texts in this
+            column get marks too.
+        final_message: text that follows a conversation.
+        variables_column: column with a row's own ``config.chat_template_kwargs``, which override
+            the job's values; ignored if it is not in the data.
 
     Raises:
         UsageError: settings contradict each other or the columns.
         DataError: a column is missing.
-        ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
+        ModelError: the tokenizer's chat template is invalid, or is needed but missing.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class RowRenderer:
         for key, problem in conflicts(config):
             raise UsageError(f"{key} {problem}")
         self.vocab_size = vocab_size or tokenizer.vocab_size
-        """Limit of rows' token ids."""
+        """Upper limit of rows' token ids."""
         self._ids_column = config.token_ids_column
         if self._ids_column is not None:
             require_column(self._ids_column, "prompt.token_ids_column", columns)
             self.columns = tuple(filter(None, [self._ids_column, appended_column]))
-            """The input columns that ``render`` needs, and ``appended_column``."""
+            """Input columns that ``render`` needs, and ``appended_column``."""
             return
         available = frozenset(columns)
         self._control = None if config.parse_special_tokens else tokenizer.control
@@ -102,8 +102,8 @@ class RowRenderer:
             _refuse_chat_settings(config, talks=bool(talks))
 
     def render(self, row: Mapping[str, object]) -> RenderedText | TokenIds:
-        """Return the row's text, with marks in place of its own control-token texts, or the token
-        ids that it brings.
+        """Return the row's text, with marks in place of its own control-token texts, or its token
+        ids.
 
         Raises:
             RowError: ``empty_prompt``, ``invalid_utf8``, ``template_error``,

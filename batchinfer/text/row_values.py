@@ -1,4 +1,4 @@
-"""Values of a row as text: strict UTF-8, checked conversations."""
+"""Converts values of a row to text: decodes strict UTF-8 and checks conversations."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
     """Return a row's own token ids, int32.
 
     Raises:
-        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for anything but ids.
+        RowError: ``empty_prompt`` without ids, ``unsupported_content`` for other values.
     """
     if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
         raise RowError("empty_prompt", f"{where} holds no token ids")
@@ -108,10 +108,10 @@ def row_token_ids(value: object, where: str, vocab_size: int) -> npt.NDArray[np.
 def as_messages(value: list[Any], column: str) -> list[Message]:
     """Return the messages of a conversation, without null fields.
 
-    A content is a text, or a list of text parts ``{"type": "text", "text": ...}``.
+    The content of a message is a text, or a list of text parts ``{"type": "text", "text": ...}``.
 
     Raises:
-        RowError: ``empty_prompt``; ``unsupported_content`` for anything else.
+        RowError: ``empty_prompt``, or ``unsupported_content`` for other content.
     """
     messages = [
         _as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)
@@ -152,7 +152,7 @@ def _as_message(item: object, where: str) -> Message:
 
 
 def _part_text(part: object, where: str) -> str:
-    """Return the text of one part of a content."""
+    """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in ("text", None):

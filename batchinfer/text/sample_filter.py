@@ -1,4 +1,4 @@
-"""Decides which finished samples pass the rules of ``accept``, and which of these to keep."""
+"""Decides which finished samples pass the rules of ``accept``, and which samples to keep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict(Enum):
     REJECTED = "rejected"
     DUPLICATE = "duplicate"
     SURPLUS = "surplus"
-    """Not checked, because enough samples are kept already."""
+    """The sample was not checked, because enough samples are kept already."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Judge:
         """Add the verdicts on a row's next samples.
 
         Args:
-            samples: in order: text, number of tokens, and whether the text follows the row's own
-                parameters.
+            samples: samples in order, each with its text, its number of tokens, and True if the
+                text follows the row's own parameters.
         """
         for text, num_tokens, follows_params in samples:
             row.verdicts.append(self._verdict(text, num_tokens, follows_params, row))

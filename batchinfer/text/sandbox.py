@@ -1,7 +1,7 @@
-"""Jinja2 in a sandbox, for row and for chat templates.
+"""Jinja2 in a sandbox, for row templates and chat templates.
 
-Jinja2's own sandbox protects Python's internals; this one also removes randomness, and protects the
-row. It bounds neither time nor memory: worker processes with limits render the templates
+Jinja2's own sandbox protects Python's internals. This sandbox also removes randomness, and protects
+the row. It bounds neither time nor memory, so worker processes with limits render the templates
 (``batchinfer.text.processes``).
 """
 
@@ -34,7 +34,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without HTML escapes; arguments as in transformers."""
+    """Return JSON without HTML escapes, with the same arguments as in transformers."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -46,7 +46,7 @@ def _raise_exception(message: object) -> None:
 
 
 class _PlainNamespace(Namespace):
-    """A namespace without Python's internal names and without an address in its text."""
+    """A namespace without Python's internal names, whose text shows no memory address."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -58,7 +58,7 @@ class _PlainNamespace(Namespace):
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}``, which marks the assistant's text: ignored."""
+    """Ignores ``{% generation %}...{% endgeneration %}``, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja2 declares it so)
 
@@ -69,8 +69,9 @@ class _GenerationTag(Extension):
 
 
 class UncomputedCode(CodeGenerator):
-    """Computes constants when a template is rendered, not when the job's own process, which has no
-    limits, compiles it."""
+    """Computes constants when a worker renders a template, not when the job's process compiles it,
+    because that process has no limits.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

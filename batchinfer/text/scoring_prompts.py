@@ -1,12 +1,12 @@
 """Builds prompts with completions to score.
 
-Prompt and completion are separated as in EleutherAI's lm-evaluation-harness
-(``_encode_pair`` in lm_eval/api/model.py), so that scores are comparable: whitespace at the end of
-the prompt belongs to the completion; prompt and completion are tokenized as one text; the
-completion's tokens follow as many tokens as the prompt has alone. So all completions of a row share
-the prompt's tokens. A prompt that is scored itself starts with the beginning-of-sequence token, as
-in ``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless
-it comes from a chat template.
+Prompt and completion are separated as in EleutherAI's lm-evaluation-harness (``_encode_pair`` in
+lm_eval/api/model.py), so that scores are comparable. Whitespace at the end of the prompt belongs to
+the completion. Prompt and completion are tokenized as one text, and the completion's tokens begin
+after as many tokens as the prompt has alone. So all completions of a row share the prompt's tokens.
+A prompt that is scored itself starts with the beginning-of-sequence token, as in
+``loglikelihood_rolling`` (or with the end-of-sequence token if the model has no other), unless it
+comes from a chat template.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ScoredPrompt(Prompt):
 
     @property
     def num_tokens_after(self) -> int:
-        """Tokens computed after the prompt: all of each completion but the last."""
+        """Number of tokens to compute after the prompt: all except the last of each completion."""
         return sum(len(completion) - 1 for completion in self.completions)
 
 
@@ -46,7 +46,7 @@ class ScoringBuilder:
     """Builds prompts with completions from rows. Thread-safe.
 
     Args:
-        completions_column: column of the completions; None: prompts themselves are scored.
+        completions_column: column of the completions; None to score the prompts themselves.
         columns: columns of the data.
         max_model_len: most tokens of a prompt and its longest completion together.
         options: options of ``RowRenderer``, which also raises its errors.
@@ -84,11 +84,11 @@ class ScoringBuilder:
         return self.tokenize(self.render(rows))
 
     def render(self, rows: Sequence[RowValues]) -> list[_Draft | RowError]:
-        """Do the first half of ``build``: return the rows' texts, or their errors."""
+        """Do the first step of ``build``: return the rows' texts, or their errors."""
         return [or_error(self._draft, row) for row in rows]
 
     def tokenize(self, drafts: Sequence[_Draft | RowError]) -> list[Prompt | RowError]:
-        """Do the second half of ``build``."""
+        """Do the second step of ``build``."""
         texts = [text for draft in drafts if isinstance(draft, _Draft) for text in draft.texts]
         encoded = iter(self._encoder.encode(texts))
         return [
@@ -119,7 +119,7 @@ class ScoringBuilder:
         return RenderedText(marks.mark(text), False, marks, self._control.occur_in(text))
 
     def _read_completions(self, row: RowValues) -> tuple[Any, ...]:
-        """Return a row's completions, if there is a column: all are texts, or all are token ids.
+        """Return a row's completions, all as texts or all as token ids; none without a column.
 
         Raises:
             RowError: ``empty_completion``, ``invalid_utf8``, ``unsupported_content``,
@@ -182,18 +182,18 @@ class _Draft:
     """A row before tokenizing."""
 
     texts: list[RenderedText]
-    """The prompt, if it is text; then the completions, if they are text."""
+    """The prompt if it is text, then the completions if they are text."""
     ids: TokenIds | None = None
-    """Token ids of the prompt, if the row brings them."""
+    """Token ids of the prompt, if the row has token ids."""
     completion_ids: tuple[TokenIds, ...] = ()
-    """Token ids of the completions, if the row brings them."""
+    """Token ids of the completions, if the row has token ids."""
     prefix_token_id: int | None = None
     """Token to put before a text prompt that does not begin with it."""
     whole: str | None = None
-    """The prompt's text with the whitespace at its end."""
+    """Text of the prompt with the whitespace at its end."""
 
     def prompt(self, ids: list[TokenIds]) -> ScoredPrompt:
-        """Return the prompt, given the token ids of ``texts``."""
+        """Make the prompt from the token ids of ``texts``."""
         has_control = any(text.has_control_text for text in self.texts)
         if self.ids is not None:
             completions = self.completion_ids or tuple(ids)

@@ -20,7 +20,7 @@ TokenIds = npt.NDArray[np.int32]
 _Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
-"""Most characters in one call: the backend needs about 200 bytes for each."""
+"""Most characters in one call, because the backend needs about 200 bytes for each."""
 _WORD_PIECE_SPACES = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
@@ -44,13 +44,15 @@ class Tokenizer:
 
         Args:
             backend: transformers' ``tokenizer.backend_tokenizer``.
-            chat_template: transformers' ``tokenizer.chat_template``, the default one.
+            chat_template: transformers' ``tokenizer.chat_template``; of several templates, the
+                default.
             special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
             control_tokens: texts of the added tokens that steer the model. A row's text never
                 becomes one of them, unless the job parses special tokens.
-            clean_up_tokenization_spaces: transformers' setting, which BPE ignores there too.
+            clean_up_tokenization_spaces: transformers' setting, which has no effect on BPE.
             has_token_type_ids: True if transformers' ``tokenizer.model_input_names`` has
-                ``token_type_ids``; otherwise all tokens of a pair count as the first text's.
+                ``token_type_ids``; otherwise all tokens of a pair count as tokens of the first
+                text.
         """
         self._backend = _private_copy(backend.to_str())
         self.chat_template = chat_template
@@ -66,7 +68,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """One more than the highest token id, added tokens included."""
+        """One more than the highest token id, including added tokens."""
         added = self._backend.get_added_tokens_decoder()
         return max(
             self._backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
@@ -123,7 +125,7 @@ class Tokenizer:
 
     @property
     def serialised(self) -> str:
-        """The backend as the JSON text of a tokenizer file."""
+        """Return the backend as the JSON text of a tokenizer file."""
         text: str = self._backend.to_str()
         return text
 
@@ -140,7 +142,8 @@ class Tokenizer:
         Args:
             texts: valid Unicode (no lone surrogates).
             add_special_tokens: add BOS and other tokens, as ``tokenizer(text)`` does.
-            parse_special_tokens: otherwise the text of a control token stays plain text.
+            parse_special_tokens: True to parse the texts of control tokens, which otherwise stay
+                plain text.
         """
         return _encode(self._parsing(parse_special_tokens), texts, add_special_tokens)
 
@@ -148,13 +151,14 @@ class Tokenizer:
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
     ) -> list[tuple[TokenIds, int]]:
         """Return the token ids of each pair, joined as ``tokenizer(first, second)`` does, and the
-        number of ids of the first text. The arguments are the same as in ``encode_batch``."""
+        number of ids of the first text. The arguments are the same as in ``encode_batch``.
+        """
         return self._encode_pairs(self._parsing(parse_special_tokens), pairs)
 
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
     ) -> tuple[TokenIds, int]:
-        """Encode one pair, cut to ``max_tokens`` ids as transformers' ``longest_first`` does."""
+        """Encode a pair, cut to ``max_tokens`` ids as by transformers' ``longest_first``."""
         cutting = _private_copy(self._parsing(parse_special_tokens).to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
         return self._encode_pairs(cutting, [pair])[0]
@@ -199,7 +203,7 @@ class Tokenizer:
         return int(np.count_nonzero(self._is_control[known]))
 
     def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool) -> str:
-        """Return the text of ``token_ids``, as transformers' ``tokenizer.decode``.
+        """Return the text of ``token_ids``, like transformers' ``tokenizer.decode``.
 
         Raises:
             RowError: ``tokenizer_error``: the decoder fails.
@@ -232,7 +236,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _is_control(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size], without the unknown token, which any odd character becomes."""
+        """True for control tokens, bool [vocab_size], except the unknown token, which any odd
+        character becomes.
+        """
         ids = [self._backend.token_to_id(token) for token in self.control.tokens]
         is_control = np.zeros(self.vocab_size, dtype=np.bool_)
         is_control[[id_ for id_ in ids if id_ is not None]] = True
@@ -243,10 +249,11 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain_backend(self) -> Backend:
-        """The backend with its control tokens renamed to secret texts, ids kept.
+        """Backend whose control tokens have secret texts instead of their own, and the same ids.
 
-        Text then never becomes a control token, however the tokenizer finds them (added tokens,
-        normalized text, whole words, merges). A template's own control tokens get their new names.
+        So text never becomes a control token, in whichever way the tokenizer finds tokens (added
+        tokens, normalized text, whole words, merges). A template's own control tokens get their new
+        names.
         """
         return _private_copy(
             json.dumps(_renamed(json.loads(self._backend.to_str()), self._secret_of))
@@ -254,7 +261,7 @@ class Tokenizer:
 
 
 def no_tokenizer() -> Tokenizer:
-    """Return a tokenizer without tokens, which decodes any ids to no text."""
+    """Return a tokenizer without tokens, which decodes any ids to an empty text."""
     return Tokenizer(
         Backend(BPE()), chat_template=None, special_tokens={}, control_tokens=frozenset()
     )

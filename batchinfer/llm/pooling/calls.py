@@ -73,19 +73,20 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed prompts, from the hidden states of their tokens.
+        """Compute embeddings of prompts from the hidden states of their tokens.
 
         Args:
-            prompts: as for ``generate``; texts are used raw.
-            pooling_params: one for all prompts, or a list with one per prompt. ``dimensions`` cuts
-                embeddings; ``normalize=False`` leaves their length unchanged.
+            prompts: see ``generate``; texts are used raw.
+            pooling_params: one object for all prompts, or a list with one per prompt.
+                ``dimensions`` cuts embeddings; ``normalize=False`` leaves their length unchanged.
             others: as for ``generate``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.embedding`` is a list of floats.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as for ``generate``; or too many ``dimensions``.
+            TypeError, ValueError, RuntimeError: see ``generate``; ValueError also for too many
+                ``dimensions``.
             NotYetError: an argument is not supported yet.
         """
         _check("embed", others, errors)
@@ -108,7 +109,7 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Classify prompts with a model that has a head for it (``...ForSequenceClassification``).
+        """Classify prompts; the model must have a head for it (``...ForSequenceClassification``).
 
         Args:
             pooling_params: ``activation=False`` returns logits.
@@ -186,10 +187,10 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """Score the similarity of texts: of one text with several texts, or pair by pair.
+        """Score the similarity of one text to several texts, or of pairs of texts.
 
-        A model with a head for one label scores both texts joined by its tokenizer. With other
-        models, the score is the cosine of the embeddings.
+        If the model has a head for one label, it scores both texts, which its tokenizer joins. For
+        other models, the score is the cosine of the embeddings.
 
         Args:
             data_1: one text, or the same number of texts as ``data_2``.

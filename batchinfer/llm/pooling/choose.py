@@ -49,7 +49,7 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
 
 
 def _embeds_whole_texts(model: str, revision: str | None) -> bool:
-    """Whether embeddings need the hidden states of more tokens than the last."""
+    """Return True if embeddings need hidden states of other tokens than the last."""
     try:
         modules = read_embedding_modules(model, revision)
     except ModelError:  # raised again when an embedding is requested
@@ -58,7 +58,7 @@ def _embeds_whole_texts(model: str, revision: str | None) -> bool:
 
 
 def class_name(model: str, revision: str | None) -> str:
-    """Returns the first class in config.json; "" if it cannot be read, which loading reports."""
+    """Return the first class in config.json; "" if it cannot be read, which loading reports."""
     return _class_of(_config_values(model, revision))
 
 
@@ -76,11 +76,11 @@ def _config_values(model: str, revision: str | None) -> Mapping[str, Any]:
 
 
 def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
-    """Returns the answers of a reranker, no and yes, from vLLM's argument.
+    """Return the words for no and yes that a reranker answers, from vLLM's argument.
 
     Raises:
         NotYetError: the argument overrides other keys.
-        ValueError: there are not two tokens.
+        ValueError: the number of tokens is not 2.
     """
     if not hf_overrides:
         return None
@@ -95,7 +95,7 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 
 
 def refused_calls(runner: Runner) -> dict[str, str]:
-    """Return the reasons by the names of calls that a model with this runner does not support."""
+    """Return the names of calls that this runner does not support, with the reasons."""
     why = 'the model is loaded for pooling and writes no text; give runner="generate"'
     calls = ("generate", "chat", "beam_search") if runner in ("pooling", "whole_texts") else ()
     return dict.fromkeys(calls, why)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _ACTIVATES = ("use_activation", "normalize", "activation", "softmax")
-"""Names of the same setting."""
+"""Names of one setting, which vLLM has renamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,17 @@ class PoolingParams:
 
     Raises:
         TypeError: a parameter has the wrong type.
-        ValueError: a parameter is out of range, or two contradict each other.
+        ValueError: a parameter is out of range, or two parameters contradict each other.
     """
 
     truncate_prompt_tokens: int | None = None
     """Cut the end of a longer prompt to this many tokens, as vLLM does for pooling. Special tokens
-    around a text stay, and the longer text of a pair is cut. -1: as long as the model allows."""
+    around a text stay, and the longer text of a pair is cut. -1 for the model's limit.
+    """
     dimensions: int | None = None
     """Keep only the first dimensions of an embedding (Matryoshka)."""
     use_activation: bool | None = None
-    """False: embeddings are not normalized, labels and scores are logits."""
+    """False for embeddings that are not normalized, and for logits as labels and scores."""
     normalize: bool | None = None
     """The earlier name of ``use_activation`` for embeddings."""
     activation: bool | None = None
@@ -76,11 +77,11 @@ class ClassificationOutput:
     """The scores of a prompt."""
 
     probs: list[float]
-    """One for each label, by its id."""
+    """Scores of the labels, in the order of their ids."""
 
     @property
     def num_classes(self) -> int:
-        """The number of labels."""
+        """Number of labels."""
         return len(self.probs)
 
 
@@ -96,7 +97,7 @@ class PoolingOutput:
     """The result of ``encode`` for a prompt."""
 
     data: torch.Tensor
-    """float32: the embedding [D], or the scores of the labels [L]."""
+    """The embedding [D], or the scores of the labels [L], float32."""
 
 
 T = TypeVar("T")

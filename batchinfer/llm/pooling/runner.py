@@ -45,8 +45,8 @@ class PoolingRunner:
     """Runs prompts, and turns their hidden states into embeddings or scores.
 
     Args:
-        tokens: tokens with which a reranker answers no and yes; None: the model has its own head.
-        random_weights: the model's weights are random, so it cannot use a stored head.
+        tokens: tokens with which a reranker answers no and yes; None if the model has its own head.
+        random_weights: True if the model's weights are random, so that it cannot use a stored head.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PoolingRunner:
 
     @cached_property
     def is_classifier(self) -> bool:
-        """True if a head scores two texts; otherwise the similarity of their embeddings does."""
+        """True if a head scores two texts; False if the similarity of embeddings is the score."""
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
@@ -78,7 +78,7 @@ class PoolingRunner:
         return self._modules.width
 
     def embedder(self, params: PoolingParams) -> Embedder:
-        """Returns the function from a hidden state [H] to an embedding, float32 [D].
+        """Return the function from a hidden state [H] to an embedding, float32 [D].
 
         Raises:
             ValueError: the model is loaded to write text, or ``dimensions`` is too large.
@@ -98,7 +98,7 @@ class PoolingRunner:
         return embedder
 
     def classifier(self, params: PoolingParams) -> Classifier:
-        """Returns the function from a hidden state [H] to scores, float32 [L].
+        """Return the function from a hidden state [H] to scores, float32 [L].
 
         Raises:
             ModelError: the model has no classification head.
@@ -122,7 +122,7 @@ class PoolingRunner:
         on_error: OnError,
         use_tqdm: ProgressBar,
     ) -> list[Output]:
-        """Returns the output of each prompt.
+        """Return the output of each prompt.
 
         Args:
             make_result: turns the values of a head into the output's ``outputs``.
@@ -172,7 +172,7 @@ class PoolingRunner:
         return row if refusal is None else PromptRow(at, RowError(*refusal))
 
     def most_tokens(self, params: PoolingParams) -> int | None:
-        """Return the most tokens of a prompt, to which longer prompts are cut; None: no limit.
+        """Return the number of tokens to which longer prompts are cut; None for no limit.
 
         Raises:
             ValueError: ``truncate_prompt_tokens`` is more than ``max_model_len``.

@@ -9,8 +9,9 @@ A template or a tokenizer's pattern is a program, so it needs a process of its o
 fill memory, or trigger a bug in native code, which then panics, overflows its stack or aborts. No
 check finds all of these faults beforehand, and they end the process in which they happen.
 
-``multiprocessing``'s fork server does not fit: it imports the user's ``__main__`` again, which
-fails for a script without a guard, and each worker would load the tokenizer itself, which takes
-half a second and 100 MB for a vocabulary of 150,000. This package uses only its ``Connection``, for
-messages. Forking the job's own process would be unsafe, because torch has threads.
+The fork server of ``multiprocessing`` does not fit. It imports the user's ``__main__`` again, which
+fails for a script without a guard. Each worker would load the tokenizer itself, which takes half a
+second and 100 MB for a vocabulary of 150,000. This package uses only the ``Connection`` of
+``multiprocessing``, for messages. It would be unsafe to fork the job's own process, because torch
+has threads.
 """

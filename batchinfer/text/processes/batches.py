@@ -1,4 +1,4 @@
-"""Splits rows into batches of pickles, small enough that workers share the work evenly."""
+"""Splits rows into batches of pickles, which are so small that workers share the work evenly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Split rows into about ``num_batches`` batches of at most 256 rows and 128 KiB.
 
-    A row that cannot be sent is in no batch: its error goes to ``results`` at its index.
+    A row that cannot be sent is in no batch; its error is stored in ``results`` at its index.
     """
     most_rows = min(max(_MIN_ROWS, -(-len(rows) // num_batches)), _MAX_ROWS)
     batch = Batch()

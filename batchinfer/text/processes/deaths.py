@@ -9,9 +9,9 @@ from batchinfer.text.processes.limits import Limits
 
 _MAX_MESSAGE_CHARS = 200
 _OUT_OF_MEMORY = "memory allocation of"
-"""Printed by Rust's runtime before it aborts."""
+"""Text that Rust's runtime prints before it aborts."""
 _COMPUTES_S = 0.1
-"""A process with less processor time than this only waited."""
+"""Processor time in seconds; a process with less only waited."""
 _KILLED = "another process killed it (SIGKILL), as the system does when it runs out of memory"
 
 
@@ -20,7 +20,7 @@ class End:
     """Facts from the operating system about the end of a worker process."""
 
     exit_code: int
-    """Negative for a signal."""
+    """Exit code of the process, negative for a signal."""
     stderr: str
     """Last bytes that the process wrote to stderr."""
     cpu_seconds: float
@@ -32,7 +32,7 @@ class Death:
     """Why a worker process died."""
 
     predicate: str
-    """Rest of a sentence that begins with "the template" or "the tokenizer"."""
+    """Predicate for a sentence that begins with "the template" or "the tokenizer"."""
     is_certain: bool = False
     """True if the row alone caused the death, not earlier rows or the machine."""
     is_bug: bool = False

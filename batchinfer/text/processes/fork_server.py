@@ -1,8 +1,8 @@
-"""The process that forks workers: it loads the tokenizer, and has one thread and no torch.
+"""The process that forks workers. It loads the tokenizer, has one thread, and imports no torch.
 
 A fork takes milliseconds, for a tokenizer of any size, and workers share its memory. The server
-runs no row itself, so it always notices when the process that started it has gone, and then kills
-its workers.
+runs no row itself, so it always notices the end of the process that started it, and then kills its
+workers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from batchinfer.text.processes.worker import serve
 from batchinfer.text.tokenizer import Tokenizer
 
 GREETING = b"batchinfer: makes prompts\n"
-"""The first bytes that the server sends, by which the parent recognizes a Python interpreter."""
+"""First bytes that the server sends, so that the parent recognizes a Python interpreter."""
 # Seconds between checks of the parent: another child may keep its end of the pipe open.
 _LOOK_S = 1.0
 _STDERR_BYTES = 4096
-"""Number of last bytes of a worker's stderr to keep: they say why native code died."""
+"""Number of last bytes of a worker's stderr to keep, which say why native code died."""
 _CRASHED = 70
 
 
@@ -53,7 +53,7 @@ class _ForkServer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._stderr: dict[int, int] = {}
-        """Pipe to read a worker's stderr from, by the worker's process id."""
+        """Read end of the pipe of each worker's stderr, by the worker's process id."""
 
     def run(self) -> None:
         """Answer requests: None asks for a new worker; a process id asks how that worker ended."""

@@ -1,13 +1,13 @@
 """Limits of a worker process that the operating system enforces: processor time, time, memory.
 
-Timers end the process by the signal's default action, which no code in it can delay: a regular
-expression in native code is interrupted like a loop in Python. One timer counts the process's own
-processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended machine does not matter. A
-second, generous timer (``ITIMER_REAL``) ends a process that waits without computing. It also runs
-while the process is stopped or its virtual machine is paused, so its first alarm blames no row.
-Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux cannot limit
-resident memory. macOS supports neither (``setrlimit`` fails), so memory is unlimited there; see
-``BOUNDS_MEMORY``.
+A timer ends the process by the default action of a signal, which no code in the process can delay.
+It interrupts a regular expression in native code as well as a loop in Python. One timer counts the
+process's own processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspended machine does
+not matter. A second, generous timer (``ITIMER_REAL``) ends a process that waits without computing.
+This timer also runs while the process is stopped or its virtual machine is paused, so its first
+alarm blames no row. Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux
+cannot limit resident memory. macOS supports neither (``setrlimit`` fails), so memory is unlimited
+there; see ``BOUNDS_MEMORY``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ class Limits:
     """Limits of one worker process."""
 
     cpu_seconds: float = 10.0
-    """Processor time for a row that runs alone."""
+    """Seconds of processor time for a row that runs alone."""
     shared_cpu_seconds: float = 2.5
-    """Processor time for a batch of rows. The rows of a batch that takes more run one by one."""
+    """Seconds of processor time for a batch of rows. If a batch takes longer, its rows run one by
+    one.
+    """
     seconds: float = 60.0
-    """Wall-clock time for a row or a batch."""
+    """Seconds of wall-clock time for a row or a batch."""
     patient_seconds: float = 300.0
-    """Wall-clock time for a row that runs again after it exceeded ``seconds``."""
+    """Seconds of wall-clock time for a row that runs again after it exceeded ``seconds``."""
     memory_bytes: int = 2**30
-    """Address space that the process may add to its size at the start."""
+    """Bytes of address space that the process may use beyond its size at the start."""
 
 
 BOUNDS_MEMORY = sys.platform == "linux"

@@ -19,7 +19,7 @@ from batchinfer.text.processes.workers import Workers
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
-"""Limit of workers: one process cannot send rows to more."""
+"""Most workers, because one process cannot send rows to more."""
 _BATCHES_PER_WORKER = 2  # per call, so that no worker waits long for another worker's last batch
 _LIMITS = Limits()
 
@@ -29,12 +29,12 @@ _Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
 class TextProcesses:
     """Worker processes that make prompts with one tokenizer. Thread-safe.
 
-    The fork server starts at once, workers when there is work. After an interrupt, after the
-    server's death, and in a process forked from this one, the next call starts a new server;
-    unfinished calls fail.
+    The fork server starts at once, and workers start when there is work. After an interrupt, after
+    the server's death, and in a process forked from this process, unfinished calls fail and the
+    next call starts a new server.
 
     Args:
-        most: initial limit of workers; default: the number of cores that this process may use.
+        most: initial limit of workers, by default the number of cores that this process may use.
         limits: limits of each worker.
     """
 

@@ -36,9 +36,9 @@ _ENVIRONMENT = {  # a forking process needs one thread; workers use the other co
 _END_S = 2.0
 _LOOK_S = 0.1
 _ANSWER_S = 120.0
-"""Time within which a live server answers on any machine."""
+"""Seconds within which a live server answers on any machine."""
 _STDERR_BYTES = 4096
-"""Number of last bytes of the server's stderr to read: they say why the server died."""
+"""Number of last bytes of the server's stderr to read, which say why the server died."""
 
 
 class ForkRefusedError(Exception):
@@ -55,9 +55,9 @@ class ServerProcess:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        """Held from each request until its answer."""
+        """Lock that is held from each request until its answer."""
         self._pids: set[int] = set()
-        """Workers that may be alive."""
+        """Process ids of workers that may be alive."""
         self.owner = os.getpid()
         self._closed_for: Exception | None = None
         self.has_failed = False
@@ -128,7 +128,7 @@ class ServerProcess:
         """End the server and its workers immediately.
 
         Args:
-            reason: reason in the error of unfinished calls; None: they raise ``StoppedError``.
+            reason: reason in the error of unfinished calls; None if they raise ``StoppedError``.
         """
         if self._closed_for is not None:
             return
@@ -173,7 +173,7 @@ class ServerProcess:
             return b""
 
     def _hang_up(self) -> None:
-        """Shut the connection down, for the server and for threads here that wait for it.
+        """Shut the connection down for the server, and for threads here that wait for an answer.
 
         Closing it is not enough if a forked process has it open too.
         """
@@ -228,7 +228,7 @@ def not_started(reason: str) -> DeviceError:
 
 
 def _require_interpreter() -> None:
-    """Check that this is a Python interpreter: a frozen application would start itself again."""
+    """Check for a Python interpreter, because a frozen application would start itself again."""
     if getattr(sys, "frozen", False):
         raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
     if not sys.executable:
@@ -239,7 +239,7 @@ def _require_interpreter() -> None:
 
 
 def _occupy_standard_streams() -> None:
-    """Open standard streams that are closed; otherwise a print could go to a worker's pipe."""
+    """Open closed standard streams, because prints could otherwise go to a worker's pipe."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -252,7 +252,7 @@ def _unnamed_file() -> IO[bytes]:
 
 
 def _paths() -> list[str]:
-    """Return ``sys.path`` with absolute paths: relative ones depend on the current folder."""
+    """Return ``sys.path`` with absolute paths, which do not depend on the current folder."""
     return [
         os.path.abspath(path) if os.path.exists(path or os.curdir) else path for path in sys.path
     ]

@@ -19,7 +19,7 @@ Result = Prompt | RowError
 
 
 class Builder(Protocol):
-    """Makes prompts of rows, in two halves."""
+    """Makes prompts of rows in two steps."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -42,8 +42,8 @@ BuilderFactory = Callable[..., Builder]
 def serve(connection: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
     """Answer requests until the other end is closed, or until a row exceeds a limit.
 
-    A request is a pickled ``BuilderFactory``, pickled rows and the seconds that they may take. A
-    batch of rows gets less processor time than a single row. A request without rows asks for the
+    A request is a pickled ``BuilderFactory``, pickled rows, and the seconds that the rows may take.
+    A batch of rows gets less processor time than a single row. A request without rows asks for the
     builder's columns.
 
     Answers are tuples that begin with a word: ``columns`` (names), ``rendered`` (sent for a single
@@ -74,7 +74,7 @@ class _Worker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._builders: dict[bytes, Builder] = {}
-        """Builders used last, by factory: the calls of one job alternate between a few."""
+        """Builders used last, by factory. The calls of a job alternate between a few factories."""
 
     def answer(self, factory: bytes, rows: Sequence[bytes], seconds: float) -> None:
         try:

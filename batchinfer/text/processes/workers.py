@@ -1,7 +1,7 @@
 """Lends the workers of one fork server to threads, and finds the rows that kill workers.
 
-A row is blamed for a worker's death only if nothing else can be the cause: if it took too much
-processor time, or if it was the worker's first row. Otherwise it runs again in a new worker.
+A row is blamed for a worker's death only if nothing else can be the cause: the row took too much
+processor time, or it was the worker's first row. Otherwise the row runs again in a new worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchinfer.text.processes.server_process import ForkRefusedError, ServerPro
 from batchinfer.text.processes.worker import Result
 
 _MAX_OUTSIDE = 4
-"""Number of outside causes for one row after which this machine counts as unable to run workers."""
+"""Most outside causes for one row; after more, this machine counts as unable to run workers."""
 
 
 @dataclass(eq=False)
@@ -30,15 +30,15 @@ class _Worker:
     has_worked: bool = False
     is_dead: bool = False
     has_rendered: bool = False
-    """True once the worker's single row is rendered: the tokenizer then causes a failure."""
+    """True once the worker's single row is rendered; only the tokenizer can then fail."""
 
 
 class Workers:
     """The workers of a fork server. Thread-safe: each thread uses its own worker.
 
     Args:
-        most: limit of workers. It is halved when the system kills a worker or keeps it from
-            computing, as the machine then has too little memory or too many processes.
+        most: limit of workers. The limit is halved when the system kills a worker or keeps it from
+            computing, because the machine then has too little memory or too many processes.
     """
 
     def __init__(self, server: ServerProcess, limits: Limits, most: int) -> None:
@@ -178,7 +178,7 @@ class Workers:
         return self._num_lent + len(self._idle)
 
     def _halve(self) -> None:
-        """Continue with half of the remaining workers."""
+        """Halve the limit of workers."""
         with self._changed:
             self.most = max(
                 1, self._num_living // 2

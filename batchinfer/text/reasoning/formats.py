@@ -1,6 +1,6 @@
 """Finds the markers of a model's reasoning in its chat template and its tokenizer.
 
-Markers are those of vLLM's parsers (vllm/reasoning) and SGLang's
+The markers come from the parsers of vLLM (vllm/reasoning) and SGLang
 (python/sglang/srt/parser/reasoning_parser.py).
 """
 
@@ -43,7 +43,7 @@ PARSERS: Mapping[str, str | Mapping[str, str]] = {
 
 
 def checked_reasoning(wanted: object) -> str | Mapping[str, str]:
-    """Return ``wanted``; raises ValueError unless ``find_reasoning_format`` accepts it."""
+    """Return ``wanted``; raise ValueError unless ``find_reasoning_format`` accepts it."""
     if isinstance(wanted, str) and wanted in ("auto", "none"):
         return wanted
     if (
@@ -66,10 +66,10 @@ def find_reasoning_format(
     Args:
         wanted: ``none``, ``auto`` (by the chat template, then by the tokenizer's tokens), or the
             markers: ``{start: text, end: text}``.
-        chat_template: source of the template in use; None: the tokenizer's.
+        chat_template: source of the template in use; None for the tokenizer's template.
 
     Raises:
-        UsageError: ``auto``, but there are no known markers.
+        UsageError: ``wanted`` is ``auto``, but there are no known markers.
     """
     if wanted == "none":
         return None

@@ -1,4 +1,4 @@
-"""A grammar for answers that follow reasoning; the reasoning is free text with an optional budget.
+"""A grammar for answers that follow reasoning, which is free text with an optional budget.
 
 When the budget is used up, the tokens of the end marker are forced, as vLLM's
 ``ThinkingTokenBudgetLogitsProcessor`` does (vllm/v1/sample/logits_processor/builtin.py).
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import TokenIds
 
 _FREE = np.int32(-1)
-"""A word of a mask that allows all of its tokens."""
+"""A word of a mask that allows all tokens of the word."""
 
 
 class ReasoningGrammar:
     """A constraint on samples that may reason before they answer.
 
     Args:
-        prompt_token_ids: ids of the prompt, which may start or end the reasoning.
-        answer: the grammar of the answer; None: any text.
-        budget: most tokens of reasoning, without markers; None: any number.
-        eos_token_ids: not allowed during reasoning if the answer has a grammar.
+        prompt_token_ids: token ids of the prompt, which may start or end the reasoning.
+        answer: the grammar of the answer; None for any text.
+        budget: most tokens of reasoning, without markers; None for any number.
+        eos_token_ids: tokens that are not allowed during reasoning if the answer has a grammar.
         masks: makes token masks.
     """
 
@@ -57,7 +57,7 @@ class ReasoningGrammar:
 
 
 class _State:
-    """The matcher of one sample: before, in or after its reasoning."""
+    """Matches one sample, before, in or after its reasoning."""
 
     def __init__(self, grammar: ReasoningGrammar) -> None:
         reasoning = grammar.reasoning
@@ -109,14 +109,14 @@ class _State:
                 forced = len(self._follow(token_id))
 
     def _answers(self, token_id: int) -> bool:
-        """True if a token is part of the answer."""
+        """Return True if a token is part of the answer."""
         if not self._has_answered and not self._due and self._tracker.phase is Phase.BEFORE:
             starts = self._may_start() and token_id == self._start[0]
             self._has_answered = self._answer is not None and not starts
         return self._has_answered
 
     def _may_start(self) -> bool:
-        """True if the sample may start to reason; a token that fits the answer starts it."""
+        """Return True if the start token starts reasoning, because it cannot begin the answer."""
         if self._has_answered or self._answer is None or not self._start:
             return False
         if self._tracker.phase is not Phase.BEFORE:

@@ -1,7 +1,7 @@
 """OpenAI's harmony format, which gpt-oss writes: messages in channels.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>``
-with the generation prompt ``<|start|>assistant``. Reasoning is in the channel ``analysis``; a
+with the generation prompt ``<|start|>assistant``. Reasoning is in the channel ``analysis``, and a
 message to a recipient is a tool call (https://github.com/openai/harmony, docs/format.md).
 """
 
@@ -24,7 +24,7 @@ _TO_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message, by the positions of its tokens in the sample."""
+    """A message, described by the positions of its tokens in the sample."""
 
     head: str
     first_token: int
@@ -48,7 +48,7 @@ class HarmonyTracker:
         self._tokenizer = tokenizer
         self._start, self._message, self._ends = start, message, ends
         self._head: list[int] | None = []
-        """Tokens of the current message's head; None in the body."""
+        """Tokens of the current message's head; None in the body of a message."""
 
     def take(self, token_id: int) -> None:
         if token_id == self._start or (token_id in self._ends and self._head is None):
@@ -63,7 +63,7 @@ class HarmonyTracker:
 
 
 class HarmonyFormat:
-    """The format of gpt-oss."""
+    """Splits reasoning and answers in gpt-oss's format."""
 
     start_token_ids: tuple[int, ...] = ()
 

@@ -1,8 +1,8 @@
 """Reasoning between a start and an end marker, like ``<think>`` and ``</think>``.
 
-A marker that is an added token is found by its id, even if the text omits special tokens. The text
-of a row cannot imitate it. Other markers are found in the text, because tokens may extend beyond
-them.
+A marker that is an added token is found by its id, even if the text omits special tokens, and the
+text of a row cannot imitate it. Other markers are found in the text, because a token may extend
+beyond a marker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenMarker:
         self.token_ids = (token_id,)
 
     def find(self, sample: SampleText, after: Place | None) -> Place | None:
-        """Return the first place in a sample, or the first after another marker."""
+        """Return the marker's first place in a sample, or its first place after another marker."""
         places = np.flatnonzero(sample.token_ids == self.token_ids[0])
         places = places[places >= (0 if after is None else after.after_token)]
         if not len(places):
@@ -53,14 +53,17 @@ class TokenMarker:
         return int(places[-1]) + 1 if len(places) else 0
 
     def watcher(self) -> Callable[[int], bool]:
-        """Return a function of a sample's next token: True if the token completes the marker."""
+        """Return a function of a sample's next token that returns True if the token ends the
+        marker.
+        """
         return lambda token_id: token_id == self.token_ids[0]
 
 
 class TextMarker:
     """A marker that is ordinary text, with the methods of ``TokenMarker``.
 
-    In a prompt it counts only at the very end, as elsewhere it may be part of a user's text.
+    In a prompt, the marker counts only at the very end, because elsewhere it may be part of a
+    user's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
@@ -112,10 +115,10 @@ class MarkerTracker:
 
 
 class MarkerFormat:
-    """Reasoning between two markers; the prompt may contain the first, or both.
+    """Splits reasoning between two markers; the prompt may contain the first marker or both.
 
     As in vLLM's parsers for DeepSeek R1 and Qwen3 (vllm/reasoning/basic_parsers.py), an end marker
-    without a start ends reasoning that began with the sample. Unlike in vLLM, a sample
+    without a start marker ends reasoning that began with the sample. Unlike in vLLM, a sample
     without markers is reasoning only if the prompt started the reasoning.
 
     Args:

@@ -17,10 +17,10 @@ from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 
 class SampleText:
-    """The text of a sample, equal to that of ``output_text``, and the text positions of its tokens.
+    """The text of a sample, as ``output_text`` returns it, and the text positions of its tokens.
 
     Args:
-        keeps_special: keep special tokens in the text, even if ``params`` skip them.
+        keeps_special: True to keep special tokens in the text, even if ``params`` skip them.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class SampleText:
         self._tokenizer = tokenizer
         self._skips = params.skip_special_tokens and not keeps_special
         self.num_tokens = len(sample.token_ids)
-        """Tokens of the sample, including its end token."""
+        """Number of tokens of the sample, including its end token."""
         ids, match = sample.token_ids, sample.stop_match
         stopped_by_token = sample.finish_reason == "stop" and match is None
         if stopped_by_token and not params.include_stop_str_in_output:
             ids = ids[:-1]
         self.token_ids: npt.NDArray[np.int32] = ids
-        """The tokens of the text."""
+        """Token ids of the text."""
         text = self._decode(len(ids))
         if match is not None:
             shown = len(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
@@ -68,7 +68,7 @@ class Phase(Enum):
     """Neither the reasoning nor the answer has begun."""
     THINKING = "thinking"
     BETWEEN = "between"
-    """In the head of a message or in a tool call."""
+    """The sample is in the head of a message or in a tool call."""
     ANSWER = "answer"
 
 
@@ -79,7 +79,7 @@ class Split:
     reasoning: str | None
     """Reasoning without markers and surrounding whitespace; None if the model did not reason."""
     text: str
-    """Answer; without leading whitespace if it follows reasoning."""
+    """The answer, without leading whitespace if it follows reasoning."""
     num_reasoning_tokens: int
     """Number of tokens of the reasoning, including its markers."""
 
@@ -89,7 +89,7 @@ class ReasoningTracker(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """The current phase."""
+        """Current phase of the sample."""
         ...
 
     @property
@@ -103,16 +103,16 @@ class ReasoningTracker(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """The markers of a model's reasoning, for one tokenizer."""
+    """Splits reasoning and answers of a model, for one tokenizer."""
 
     @property
     def start_token_ids(self) -> Sequence[int]:
-        """The tokens with which a sample starts its reasoning; may be empty."""
+        """Tokens with which a sample starts its reasoning; may be empty."""
         ...
 
     @property
     def end_token_ids(self) -> Sequence[int]:
-        """The tokens that end the reasoning and start the answer."""
+        """Tokens that end the reasoning and start the answer."""
         ...
 
     def tracker(self, prompt_token_ids: TokenIds) -> ReasoningTracker:

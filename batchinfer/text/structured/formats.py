@@ -1,7 +1,7 @@
 """Regular expressions for the values of ``format`` in JSON schemas.
 
-Dates exist in the calendar, second 60 only where leap seconds are (RFC 3339, section 5.7), and host
-names and their labels have limited lengths (RFC 1123, section 2.1).
+They allow only dates of the calendar, second 60 only at leap seconds (RFC 3339, section 5.7), and
+host names and labels up to the longest lengths (RFC 1123, section 2.1).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]"
 
 
 def _label(most: int) -> str:
-    """A label of a host name, without hyphens in both its third and fourth place (Punycode)."""
+    """Return the pattern of a host name's label, without hyphens in places 3 and 4 (Punycode)."""
     longer = f"{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,{most - 5}}}{_ALNUM}"
     return f"{_ALNUM}(?:{_ALNUM}|{_INNER}{{1,2}}{_ALNUM}|{longer})?"
 
 
 _MAILBOX = rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}"
-"""At most 63 of the 64 characters that are valid."""
+"""Pattern of a mailbox of at most 63 characters; 64 would be valid."""
 _MAIL_HOST = rf"{_label(40)}(?:\.{_label(40)}){{0,5}}"
-"""At most 245 of 253 characters: an exact expression takes too much work to intersect."""
+"""Pattern of a host of at most 245 characters; 253 would be valid, but take too much work."""
 
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (f"^{_DATE}$",),
@@ -44,4 +44,4 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "hostname": (rf"^{_label(63)}(?:\.{_label(63)})*$", "^.{1,253}$"),
     "email": (f"^{_MAILBOX}@{_MAIL_HOST}$",),
 }
-"""Patterns that a string of a format must all match."""
+"""Patterns by format; a string must match all patterns of its format."""

@@ -1,8 +1,8 @@
 """Translates GBNF grammars, as llama.cpp, xgrammar and vLLM accept them, to Lark.
 
-The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...`` from ``root`` on,
-made of strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins a
-comment. A rule ends where the next one begins, even on the same line. Lark matches a terminal
+The syntax is defined in llama.cpp's grammars/README.md: rules ``name ::= ...``, the first of which
+is ``root``, with strings, character classes, ``.``, groups, ``|`` and ``* + ? {m,n}``; ``#`` begins
+a comment. A rule ends where the next rule begins, even on the same line. Lark matches a terminal
 greedily and GBNF does not, so every terminal is a single character.
 """
 
@@ -37,7 +37,7 @@ class GbnfError(ValueError):
 
 
 def is_gbnf(grammar: str) -> bool:
-    """True if a grammar defines its rules with ``::=``, which Lark does not have."""
+    """Return True if a grammar defines rules with ``::=``, which Lark does not have."""
     return "::=" in _IN_STRINGS.sub("", grammar)
 
 
@@ -49,10 +49,10 @@ class _Token:
 
 
 def lark_of(grammar: str) -> str:
-    """Return a GBNF grammar in Lark, token by token: rules have nearly the same syntax in both.
+    """Translate a GBNF grammar to Lark, token by token: rules have nearly the same syntax in both.
 
     Raises:
-        GbnfError: it is not valid GBNF.
+        GbnfError: the grammar is not valid GBNF.
     """
     tokens = list(_tokens(grammar))
     defined = [one.text for one, after in pairwise(tokens) if (one.kind, after.kind) == _RULE]
@@ -134,7 +134,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
 
 
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:
-    """Yield the characters of a string or class, and whether each was escaped."""
+    """Yield the characters of a string or class, each with True if it was escaped."""
     at = 0
     while at < len(text):
         match = _ESCAPE.match(text, at)

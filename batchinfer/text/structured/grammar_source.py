@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Source = Callable[[], str]
-"""Return a grammar in llguidance's form, or raises GrammarError."""
+"""Returns a grammar in llguidance's form, or raises GrammarError."""
 
 _WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""Default between the parts of JSON: as json.dumps writes it, with and without an indent. JSON
-allows endless whitespace, in which small models get stuck."""
+"""Default pattern of whitespace between the parts of JSON: as json.dumps writes it, with or without
+an indent. JSON allows endless whitespace, in which small models get stuck.
+"""
 _UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
 """Beginnings of messages about valid schemas that grammars cannot enforce."""
 _HINT = "with unsupported: check, finished texts are judged by the whole schema"
@@ -40,11 +41,11 @@ class GrammarError(ValueError):
 def sources(
     structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
 ) -> Iterator[Source]:
-    """Yield the grammar to use; with ``unsupported: check``, then grammars that each allow more.
+    """Yield the grammar to use; with ``unsupported: check``, also yield grammars that allow more.
 
     Args:
         structured_outputs: in its normal form.
-        compiles: whether a source compiles.
+        compiles: returns True if a source compiles.
 
     Raises:
         GrammarError: the schema is invalid.
@@ -115,7 +116,7 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """Return a grammar in Lark, from one in Lark or GBNF."""
+    """Convert a grammar in Lark or GBNF to Lark."""
     if is_gbnf(grammar):
         try:
             return lark_of(grammar)

@@ -1,7 +1,7 @@
 """Rewrites JSON schemas for grammars: exactly, or widened to what a grammar can express.
 
-Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12): keys below
-``properties`` are names and keys below ``enum`` are values, so neither count as keywords.
+Rewriting follows JSON Schema's keywords (https://json-schema.org/draft/2020-12). Keys below
+``properties`` are names and keys below ``enum`` are values, so neither are keywords.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DRAFTS_OF_LONE_REFERENCES = ("draft-03", "draft-04", "draft-06", "draft-07")
 """Drafts in which keywords next to a reference are ignored."""
 _BESIDE_REFERENCES = frozenset(("$ref", "$schema", "definitions", "$defs"))
 _LARGEST = 2**63
-"""llguidance's limit for whole numbers."""
+"""Limit of llguidance for whole numbers."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}),
@@ -53,7 +53,9 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     )
 )
-"""Keywords that no grammar supports. Each only restricts, so dropping it allows more texts."""
+"""Keywords that no grammar supports. Each keyword only restricts texts, so dropping it allows
+more.
+"""
 _APART = (
     ("pattern", "format", "minLength", "maxLength"),
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -63,7 +65,7 @@ _APART = (
 
 
 def exact_schema(schema: Any) -> Any:
-    """Return a schema that allows the same texts, in keywords that llguidance understands.
+    """Return a schema with llguidance's keywords that allows the same texts as ``schema``.
 
     Counts like ``2.0`` become whole numbers, classes in patterns become ASCII classes, and keywords
     without meaning are dropped. Formats become patterns; unknown formats are annotations, as JSON
@@ -91,18 +93,18 @@ def inexact_numbers(schema: Any) -> list[int]:
 def widened_schema(schema: Any) -> Any:
     """Return a schema that a grammar supports and that allows every text that ``schema`` allows.
 
-    Drops ``not``, ``if`` and others with the schemas in them, in which dropping a keyword would
-    restrict. ``oneOf`` becomes ``anyOf``. Also drops broken references and numbers that a grammar
-    would change.
+    The schema has no ``not``, ``if`` and similar keywords, because dropping a keyword inside them
+    would restrict texts. ``oneOf`` becomes ``anyOf``. Broken references and numbers that a grammar
+    would change are dropped too.
     """
     return _without_broken_references(_rewritten(schema, _without_unsupported))
 
 
 def loosened_schema(schema: Any, compiles: Callable[[Keywords], bool]) -> Any:
-    """Return a widened schema without keywords that do not compile; allows all that it did.
+    """Drop keywords that do not compile from a widened schema; the result allows no fewer texts.
 
     Args:
-        compiles: whether keywords compile by themselves.
+        compiles: returns True if keywords compile by themselves.
     """
 
     def change(keywords: Keywords) -> Keywords:
@@ -131,7 +133,7 @@ def outermost_type(schema: Any) -> Any:
 
 
 def _rewritten(schema: Any, change: Callable[[Keywords], Keywords]) -> Any:
-    """Apply ``change`` to a schema and all schemas in it, the innermost first."""
+    """Apply ``change`` to a schema and all schemas in it, innermost schemas first."""
     if isinstance(schema, list):
         return [_rewritten(item, change) for item in schema]
     if not isinstance(schema, dict):

@@ -10,9 +10,9 @@ from batchinfer.errors import install_command
 from batchinfer.text.structured.schema_work import GROWING, num_steps
 
 MAX_BACKTRACKS = 1_000_000
-"""Limit of backtracking for a pattern of a schema."""
+"""Most backtracking steps for a pattern of a schema."""
 MAX_STEPS = 10_000_000
-"""Limit of schemas to visit for one text; this many visits take half a second to a few."""
+"""Most schemas to visit for one text; this many visits take half a second to a few seconds."""
 _MAX_MESSAGE = 200
 
 
@@ -23,13 +23,13 @@ class SchemaError(ValueError):
 class JsonValidator:
     """Validates texts by a JSON schema.
 
-    Patterns are ECMAScript's, matched in linear time where possible and else with limited
-    backtracking. Nothing is fetched. The default draft is 2020-12. A text that takes too much work
-    to validate is not allowed.
+    Patterns have ECMAScript's syntax. They are matched in linear time if possible, else with
+    limited backtracking. The validator fetches nothing. The default draft is 2020-12. A text that
+    takes too much work to validate is not allowed.
 
     Args:
-        schema: its JSON text.
-        check_formats: whether ``format`` is enforced.
+        schema: JSON text of the schema.
+        check_formats: True to enforce ``format``.
 
     Raises:
         SchemaError: the schema is invalid, or the package is not installed.
@@ -58,14 +58,14 @@ class JsonValidator:
             raise SchemaError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
 
     def allows(self, text: str) -> bool:
-        """True if a text is JSON that the schema allows."""
+        """Return True if a text is JSON that the schema allows."""
         try:
             return bool(self._validator.is_valid(self._value(text)))
         except (ValueError, RecursionError):
             return False
 
     def problem(self, text: str) -> str:
-        """Return the reason, in one line, why a text is not allowed."""
+        """Return in one line why a text is not allowed."""
         try:
             error = next(self._validator.iter_errors(self._value(text)), None)
         except _TooMuchWorkError as too_much:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.int32]
 _FEW_CORES = 4
-"""Number of cores up to which one thread makes all masks: the threads of the model's linear layers
-still spin and would delay further threads. On 2 cores, several threads took up to 1.8 times as
-long."""
+"""Number of cores up to which one thread makes all masks. The threads of the model's linear layers
+still spin and would delay further threads: on 2 cores, several threads took up to 1.8 times as
+long.
+"""
 
 
 class MaskedState(Protocol):
@@ -32,7 +33,7 @@ class MaskedState(Protocol):
         ...
 
     def apply_to(self, mask: Mask) -> None:
-        """Change the matcher's mask in place, [words]; without a matcher, it is all zeros."""
+        """Change the matcher's mask, [words], in place; without a matcher, it is all zeros."""
         ...
 
 
@@ -64,7 +65,7 @@ class TokenMasks:
 
     @cached_property
     def _executor(self) -> LLExecutor | None:
-        """Threads that make masks, if there are enough cores."""
+        """Return threads that make masks, if there are enough cores."""
         from llguidance import LLExecutor
 
         return LLExecutor() if available_cpus() > _FEW_CORES else None

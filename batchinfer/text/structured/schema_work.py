@@ -1,8 +1,7 @@
-"""Computes a bound of the work to validate a value by a JSON schema, which references can make
-exponential.
+"""Bounds the work to validate a value by a JSON schema; references can make it exponential.
 
-Forty schemas that each refer to the next twice mean 10^12 visits; so do a few that refer to
-themselves twice for each level of a value.
+Forty schemas that each refer twice to the next schema mean 10^12 visits. So do a few schemas that
+refer to themselves twice for each level of a value.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _OF_NAMES = frozenset(("additionalProperties", "propertyNames", "unevaluatedProp
 _OF_ITSELF = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else"))
 _BY_NAME = frozenset(("dependentSchemas", "dependencies"))
 _UNEVALUATED = 3
-"""Visits of the keywords next to ``unevaluated...``, measured with jsonschema-rs."""
+"""Number of visits of the keywords next to ``unevaluated...``, measured with jsonschema-rs."""
 _NAMES = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 GROWING = (*_REFERENCES, "unevaluatedItems", "unevaluatedProperties")
-"""Without these keywords, the work is at most the schema's size times the value's."""
+"""Without these keywords, the work is at most the schema's size times the value's size."""
 
 
 def num_steps(schema: Any, value: Any) -> int:
@@ -46,7 +45,7 @@ def num_steps(schema: Any, value: Any) -> int:
 def _parts(
     place: dict[str, Any], value: Any, root: Any, named: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the schemas in a schema, with the parts of the value that they apply to."""
+    """Yield the schemas in a schema, each with the parts of the value to which it applies."""
     fields = value if isinstance(value, dict) else {}
     items = value if isinstance(value, list) else []
     for key, held in place.items():

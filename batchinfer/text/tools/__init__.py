@@ -1,5 +1,6 @@
 """Tools that a model may call, and the formats of its calls.
 
-``row_tools`` reads the tools of a row; ``formats`` finds the format of a model; ``json_formats``,
-``tag_formats`` and ``text_formats`` are the formats, and ``call_grammar`` makes their grammars.
+``row_tools`` reads the tools of a row, and ``formats`` finds the format of a model.
+``json_formats``, ``tag_formats`` and ``text_formats`` define formats, and ``call_grammar`` makes
+their grammars.
 """

@@ -1,7 +1,7 @@
-"""Grammars (llguidance's Lark) of calls that a sample must make.
+"""Makes grammars (llguidance's Lark) of calls that a sample must make.
 
 Every format has its own rules around the name of a tool. The arguments are a JSON object that
-follows the tool's schema, or one parameter after another in the order of the schema.
+follows the tool's schema, or parameters in the order of the schema.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 ANY_TEXT = "ANY_TEXT: /(?s:.*)/"
-"""A terminal: any text without special tokens."""
+"""Terminal that matches any text without special tokens."""
 _DEFINITIONS = ("$defs", "definitions")
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spacing of json.dumps, as in the conversations that models are trained on."""
@@ -44,7 +44,7 @@ class Parameter:
 
     @property
     def is_text(self) -> bool:
-        """True if the value is any string; grammars of plain text ignore pattern and length."""
+        """True if the value may be any string; grammars of plain text ignore pattern and length."""
         return self.schema.get("type") == "string" and not {"enum", "const"} & set(self.schema)
 
     @property
@@ -60,7 +60,7 @@ def object_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
     """Return a grammar whose rule ``call`` is a JSON object of a tool's name and arguments.
 
     Args:
-        names: the keys of name and arguments.
+        names: the JSON keys of the name and the arguments.
         body: the other rules.
     """
     rules = list[str]()
@@ -100,7 +100,7 @@ def parameter_grammar(
     tools: Tools, body: str, call: Callable[[str, list[Parameter]], str]
 ) -> str | None:
     """Return a grammar whose rule ``call`` is a tool's name and its parameters; None if a schema
-    does not list these.
+    does not list its parameters.
 
     Args:
         body: the other rules.
@@ -122,7 +122,7 @@ def quoted(text: str) -> str:
 
 
 def marker(tokenizer: Tokenizer, text: str) -> str:
-    """Return a marker as the grammar's token if it is an added token, else as a string."""
+    """Return a marker as a token of the grammar if it is an added token, else as a string."""
     token_id = tokenizer.added_token_id(text)
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
@@ -133,7 +133,7 @@ def markers(tokenizer: Tokenizer, *texts: str) -> list[str]:
 
 
 def text_until(tokenizer: Tokenizer, rule: str, end: str, before: str = "") -> str:
-    """Return the rule ``rule`` of any text that ends with a marker.
+    """Return a rule named ``rule`` for any text that ends with a marker.
 
     Args:
         before: text that precedes the marker.

@@ -63,8 +63,9 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary',), "llama3_json"),
 )
-"""Texts in a chat template that show a format; the first match counts. None: an unknown format
-that looks like another."""
+"""Texts in a chat template that show a format; the first match counts. None stands for an unknown
+format that looks like a known format.
+"""
 
 
 def find_tool_format(
@@ -74,7 +75,7 @@ def find_tool_format(
 
     Args:
         wanted: ``none``, ``auto`` or a name in ``FORMATS``.
-        chat_template: source of the template in use; None: the tokenizer's.
+        chat_template: source of the template in use; None for the tokenizer's template.
 
     Raises:
         UsageError: the name is unknown, or ``auto`` finds no known format.

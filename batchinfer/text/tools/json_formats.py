@@ -146,7 +146,8 @@ class MistralFormat(ToolFormat):
 
 class LlamaJsonFormat(ToolFormat):
     """``{"name": ..., "parameters": {...}}``, separated by ``;``, after an optional
-    ``<|python_tag|>``: Llama 3.1 to 3.3, and 4, which has other markers."""
+    ``<|python_tag|>``: Llama 3.1 to 3.3, and Llama 4, which has other markers.
+    """
 
     _BEGIN = re.compile(r"<\|python_(?:tag|start)\|>")
 
@@ -174,7 +175,7 @@ class DeepSeekFormat(ToolFormat):
     separator and put the arguments in a fenced block after the name.
 
     Args:
-        fenced: write calls as V3 does; both forms are read.
+        fenced: True to write calls as V3 does; both forms are read.
     """
 
     _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001

@@ -1,4 +1,4 @@
-"""Reads and checks the tools of a row, and makes the grammar of an answer that must call a tool."""
+"""Reads and checks the tools of a row, and makes grammars of answers that must call a tool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[\w.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class RowTools:
-    """Tools that a row may call, and its ``tool_choice``."""
+    """Tools that a row may call, and the row's ``tool_choice``."""
 
     tools: Tools
     choice: Choice = "auto"
@@ -32,14 +32,14 @@ class RowTools:
 
     @property
     def key(self) -> str:
-        """A string that identifies the tools and the choice."""
+        """String that identifies the tools and the choice."""
         return json.dumps([list(self.tools), self.choice, self.several], ensure_ascii=False)
 
     def grammar(self, tools_as: ToolFormat, tokenizer: Tokenizer) -> str | None:
-        """Return a grammar (Lark) of the answer; None if it is free.
+        """Return a grammar (Lark) of the answer; None if the answer is free.
 
         Raises:
-            ValueError: calls of that format have no grammar.
+            ValueError: calls in this format have no grammar.
         """
         if self.choice == "auto":
             return None
@@ -57,7 +57,7 @@ class RowTools:
 
 
 def checked_choice(value: object, tools: Tools) -> Choice:
-    """Return a valid ``tool_choice``; raises ValueError if it is invalid or names no tool."""
+    """Return ``choice``; raise ValueError if it is invalid or names no tool."""
     if value in ("auto", "none", "required"):
         return str(value)
     function = value.get("function") if isinstance(value, Mapping) else None
@@ -81,7 +81,7 @@ def checked_tools(value: object) -> Tools:
         value: a list of OpenAI's definitions, or its JSON text; null fields are dropped.
 
     Raises:
-        ValueError: a definition is invalid, or two have the same name.
+        ValueError: a definition is invalid, or two definitions have the same name.
     """
     if isinstance(value, str):
         try:
@@ -155,7 +155,7 @@ class RowToolsReader:
         """Return the tools of a row; None without tools, or with the choice ``none``.
 
         Raises:
-            RowError: ``unsupported_content``: its column has invalid tools.
+            RowError: ``unsupported_content``: the row's tools are invalid.
         """
         if self.column is None:
             return self._all

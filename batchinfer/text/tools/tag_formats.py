@@ -35,9 +35,9 @@ class TagFormat(ToolFormat):
 
     Args:
         outer: the tag around a call, or around all calls.
-        call, parameter: the start of their tags, up to the name.
+        call, parameter: the start of a call's and a parameter's tag, up to the name.
         after_name: the end of these tags, after the name.
-        is_around_all: whether one ``outer`` surrounds all calls.
+        is_around_all: True if one ``outer`` surrounds all calls.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TagFormat(ToolFormat):
         return ParsedCalls(text.partition(begin)[0].strip(), tuple(calls)) if calls else None
 
     def _read(self, written: str, body: str, end: str, tools: Tools) -> ToolCall | None:
-        """Return a call; None if it is cut off: only the last end marker may be missing."""
+        """Return a call; None if it is cut off. Only the last end marker may be missing."""
         name = written.strip()
         if not end and not body.rstrip().endswith(self._parameter_end):
             return None
@@ -101,7 +101,7 @@ class TagFormat(ToolFormat):
 
 
 def _choices(parameter: Parameter) -> str:
-    """Return the rule of a value that is one of several strings, or JSON."""
+    """Return the rule of a value that is JSON, or one of several strings."""
     if parameter.texts is None:
         return parameter.rule
     return f"({' | '.join(map(quoted, parameter.texts))})"

@@ -36,8 +36,8 @@ class PythonicFormat(ToolFormat):
 
     Args:
         begin, end: optional markers around the calls.
-        may_be_bare: the grammar has no markers if the tokenizer does not have them.
-        has_lines: the calls are lines instead of a list: OLMo 3.
+        may_be_bare: True if the grammar has no markers when the tokenizer lacks them.
+        has_lines: True if each call is a line, as in OLMo 3, instead of an item of a list.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
 
 
 class HarmonyCalls(ToolFormat):
-    """gpt-oss' messages to ``functions.name``; its other messages are the text."""
+    """Messages of gpt-oss to ``functions.name``; all other messages are the text."""
 
     spans_thinking = True
     _BETWEEN = re.compile(r"<\|(?:start|end|call|return)\|>")

@@ -23,13 +23,14 @@ class ToolCall:
 
     name: str
     arguments: str
-    """A JSON object."""
+    """JSON text of an object."""
 
     def as_openai(self, place: int) -> dict[str, Any]:
         """Return the call in OpenAI's form.
 
         Args:
-            place: index among the calls of all samples of a row, so that equal calls get other ids.
+            place: index among the calls of all samples of a row, so that equal calls get different
+                ids.
         """
         text = f"{place} {self.name} {self.arguments}"
         function = {"name": self.name, "arguments": self.arguments}
@@ -42,7 +43,7 @@ class ParsedCalls:
     """The content and the tool calls of a text."""
 
     content: str
-    """The text without the calls."""
+    """Text without the calls."""
     calls: tuple[ToolCall, ...]
 
 
@@ -50,15 +51,15 @@ class ToolFormat(ABC):
     """A model's format of tool calls."""
 
     spans_thinking = False
-    """True if the grammar covers the whole sample, reasoning included."""
+    """True if the grammar covers the whole sample, including reasoning."""
 
     @abstractmethod
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        """Return the calls in a text with special tokens; None without calls, or if one is
+        """Return the calls in a text with special tokens; None if no call exists or a call is
         malformed.
 
         Args:
-            tools: the types of their parameters decide how to read values written as plain text.
+            tools: tools whose parameter types decide how to read values written as plain text.
         """
 
     @abstractmethod
@@ -66,15 +67,15 @@ class ToolFormat(ABC):
         """Return a grammar (Lark) of calls of these tools; None if the format has none.
 
         Args:
-            several: whether more than one call is allowed.
+            several: True if more than one call is allowed.
         """
 
 
 def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | None:
     """Return the calls that ``tool_format`` finds in a text.
 
-    Return None for calls that are not valid JSON: nested too deeply, with numbers that JSON does
-    not have, or with halves of surrogate pairs.
+    Return None for calls that are not valid JSON, because they are nested too deeply, or contain
+    numbers that JSON does not have or halves of surrogate pairs.
     """
     try:
         found = tool_format.parse(text, tools)
@@ -115,7 +116,7 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
 def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
     """Yield the texts between markers, which repeat in order, until one is missing.
 
-    Takes linear time for any text, because models that loop repeat markers by the thousand.
+    This takes linear time for any text, because a model that loops repeats markers by the thousand.
     """
     at = text.find(markers[0])
     while at >= 0:
