@@ -102,7 +102,7 @@ _NOTES = {
 }
 
 _TYPICAL: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 4},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
 }
 """Changes of default configs that are not like those of published models."""
 
