@@ -124,8 +124,8 @@ def _other_distribution() -> str | None:
     from importlib import metadata  # takes 20 ms, and only this message needs it
 
     try:
-        found = metadata.metadata("batchinfer")
+        package = metadata.metadata("batchinfer")
     except metadata.PackageNotFoundError:  # a checkout that is not installed
         return None
-    is_ours = "Summary" in found and found["Summary"].startswith(_SUMMARY)
-    return None if is_ours else found["Version"]
+    is_ours = "Summary" in package and package["Summary"].startswith(_SUMMARY)
+    return None if is_ours else package["Version"]

@@ -17,20 +17,20 @@ _FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that looks the same as ``name``, else the most similar, else None."""
-    others, look = [one for one in known if one != name], _as_seen(name)
-    alike = (one for one in others if look and _as_seen(one) == look)
-    return next(alike, None) or next(iter(difflib.get_close_matches(name, others, n=1)), None)
+    candidates, look = [candidate for candidate in known if candidate != name], _as_seen(name)
+    alike = (candidate for candidate in candidates if look and _as_seen(candidate) == look)
+    return next(alike, None) or next(iter(difflib.get_close_matches(name, candidates, n=1)), None)
 
 
 def unseen_difference(name: str, near: str) -> str:
     """Return, in brackets, how two names that look the same differ; "" for other names."""
     if name == near or _as_seen(name) != _as_seen(near):
         return ""
-    forms = [_form(one) for one in (near, name)]
+    forms = [_form(text) for text in (near, name)]
     is_normal = forms[0] and forms[1] and forms[0] != forms[1]
-    found = [f"{forms[0]}, not {forms[1]}"] if is_normal else []
-    found += list(_differences(name, near))[:_MOST_DIFFERENCES]
-    return f" (it looks the same: {'; '.join(found)})"
+    differences = [f"{forms[0]}, not {forms[1]}"] if is_normal else []
+    differences += list(_differences(name, near))[:_MOST_DIFFERENCES]
+    return f" (it looks the same: {'; '.join(differences)})"
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -52,8 +52,8 @@ def _is_invisible(character: str) -> bool:
 
 def _form(name: str) -> str | None:
     """Return the name's Unicode form, NFC or NFD; None if both or neither apply."""
-    found = [form for form in _FORMS if unicodedata.is_normalized(form, name)]
-    return found[0] if len(found) == 1 else None
+    forms = [form for form in _FORMS if unicodedata.is_normalized(form, name)]
+    return forms[0] if len(forms) == 1 else None
 
 
 def _differences(name: str, near: str) -> Iterator[str]:

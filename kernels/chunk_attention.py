@@ -194,7 +194,7 @@ def _chunk_kernel(
     acc = tl.zeros([ROWS, cache.VALUE_BLOCK], tl.float32)
     table_ptr += sequence * table_stride
     if window is None:
-        # Every row sees all of most tiles, which need no masks.
+        # Every row sees these tiles completely, so they need no masks.
         begin = (computed + first + 1) // TILE * TILE
         row_max, row_sum, acc = attend(
             query, positions, 0, begin, row_max, row_sum, acc,

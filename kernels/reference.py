@@ -199,11 +199,11 @@ def rotary_write(
             normed = torch.empty_like(wide)
             rms_norm(wide, norm, eps=eps, offset=offset, out=normed)
             wide = normed
-        turning, rest = wide[..., : cos.shape[1]], wide[..., cos.shape[1] :]
+        turning, unrotated = wide[..., : cos.shape[1]], wide[..., cos.shape[1] :]
         low, high = turning.chunk(2, dim=-1)
         quarter_turn = torch.cat([-high, low], dim=-1)
         turning = turning * cos.double()[:, None] + quarter_turn * sin.double()[:, None]
-        return torch.cat([turning, rest], dim=-1)
+        return torch.cat([turning, unrotated], dim=-1)
 
     kv_write(turned(key, k_norm), value, key_cache, value_cache, slot_mapping)
     query.copy_(turned(query, q_norm))
@@ -246,9 +246,9 @@ def lora_expand(
     out: torch.Tensor,  # [T, M]
 ) -> None:
     """Add each row's product with its adapter's second factor to `out`."""
-    whole = lowered.sum(0).to(up.dtype)
+    summed = lowered.sum(0).to(up.dtype)
     for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
-        product = whole[start:stop].double() @ factor.double().T
+        product = summed[start:stop].double() @ factor.double().T
         out[rows[start:stop]] = (out[rows[start:stop]].double() + product).to(out.dtype)
 
 

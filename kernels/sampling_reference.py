@@ -64,8 +64,8 @@ def edited_row(raw: torch.Tensor, edits: EditedLogits, d: int) -> torch.Tensor:
     """Return a row [V] with the edits of distribution `d`."""
     ids = torch.arange(len(raw))
     present = (edits.present[d].cpu()[ids // 32] >> (ids % 32)) & 1 == 1
-    rest = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
-    return torch.where(present.to(raw.device), edits.logits[d], rest)
+    unedited = torch.full_like(raw, -torch.inf) if edits.restricted[d] else raw
+    return torch.where(present.to(raw.device), edits.logits[d], unedited)
 
 
 def _failure(raw: torch.Tensor, x: torch.Tensor) -> int:

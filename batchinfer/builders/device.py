@@ -46,7 +46,7 @@ def set_threads(
     """Set and return the number of threads that compute on a CPU; None for other devices."""
     if device.type != "cpu":
         return None
-    threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.found())
+    threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.default())
     TORCH_THREADS.set(threads.count)
     log(threads.line())
     return threads

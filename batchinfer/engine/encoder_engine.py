@@ -138,7 +138,7 @@ class EncoderEngine:
         """Take the texts of the next step from the queue."""
         if not self._sorted:
             self._arrived.sort(
-                key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens, one[0].unpooled)
+                key=lambda entry: (entry[0].pooling, -entry[0].num_prompt_tokens, entry[0].unpooled)
             )
             self._sorted.extend(self._arrived)
             self._arrived.clear()

@@ -197,5 +197,5 @@ class MetricsCollector:
         return compute_metrics(pool, totals.requests, totals.num_rows, self.seconds)
 
 
-def _ratio(part: Float, whole: Float) -> Float:
-    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+def _ratio(part: Float, total: Float) -> Float:
+    return np.divide(part, total, out=np.zeros_like(part), where=total > 0)

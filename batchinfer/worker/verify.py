@@ -45,7 +45,8 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
     of a job reports that.
 
     Args:
-        before: rows [..., width]. after: rows of the same shape.
+        before: rows [..., width].
+        after: rows of the same shape.
 
     Returns:
         bool [...], True for rows that differ.

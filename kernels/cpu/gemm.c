@@ -1,10 +1,10 @@
 /* GEMMs with weights that are packed once.
 
    out = x @ weight^T (+ bias), for any number of rows of x. Weights are packed in panels of PANEL
-   outputs, [panel][k][output]. Each panel is read from memory once, prefetched while the previous
-   one is multiplied. At the 16 to 256 rows of a step, reading the weights and multiplying take
-   about equally long; doing one after the other reaches two thirds of the speed of doing both at
-   once.
+   outputs, [panel][k][output]. Each panel is read from memory once: it is prefetched while the
+   previous panel is multiplied. At the 16 to 256 rows of a step, reading the weights and
+   multiplying take about equally long; doing one after the other reaches two thirds of the speed of
+   doing both at once.
 
    The sums of up to TILE_ROWS rows and one panel stay in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused

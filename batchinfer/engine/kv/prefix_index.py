@@ -259,9 +259,9 @@ class PrefixIndex:
         children = node.children
         if children is None:
             return PrefixMatch(blocks, None, 0, 0, snapshot, snapshot_at)
-        rest = key[start : start + self._block_bytes]
-        tail, tail_tokens = _longest(children.settled, rest)
-        _, in_flight = _longest(children.in_flight, rest)
+        tail_key = key[start : start + self._block_bytes]
+        tail, tail_tokens = _longest(children.settled, tail_key)
+        _, in_flight = _longest(children.in_flight, tail_key)
         tail_block = children.blocks.get(tail)
         return PrefixMatch(blocks, tail_block, tail_tokens, in_flight, snapshot, snapshot_at)
 

@@ -89,17 +89,17 @@ class StateSlots:
             copies: receives pairs of (source slot, destination slot).
         """
         assert shared.ref_count > 1
-        own = self.allocate()
-        copies += zip(shared.slots, own.slots, strict=True)
+        copied = self.allocate()
+        copies += zip(shared.slots, copied.slots, strict=True)
         if shared.ref_count == 2 and shared.snapshot is not None and shared not in self._sources:
             self._sources.add(shared)  # the set takes over the reference
         else:
             self.release(shared)
-        return own
+        return copied
 
     def release_sources(self) -> None:
-        """Allow eviction again of the snapshots that the step just built copies. Evicting them
-        earlier could have made their slots the destination of another copy."""
+        """Make the snapshots that the step just built copies evictable again. Evicting them earlier
+        could have made their slots the destination of another copy."""
         while self._sources:
             self.release(self._sources.pop())
 
@@ -146,10 +146,10 @@ class StateSlots:
         snapshot.followers -= 1
         self.snapshots.move_to_end(snapshot)
         self.acquire(snapshot.state)
-        own = self.copy(snapshot.state, copies)
+        copied = self.copy(snapshot.state, copies)
         if snapshot.followers <= 0:
             self.drop(snapshot)
-        return own
+        return copied
 
     def is_last_use(self, snapshot: StateSnapshot, more_followers: int = 0) -> bool:
         """Return true if a sequence that starts from a snapshot may take over its state."""
@@ -179,7 +179,7 @@ class StateSlots:
 
     def drop_of(self, blocks: Iterable[Block]) -> None:
         """Drop the snapshots in blocks that leave the index."""
-        for snapshot in [one for block in blocks for one in block.snapshots]:
+        for snapshot in [kept for block in blocks for kept in block.snapshots]:
             self.drop(snapshot)
 
     def drop_all(self) -> None:
@@ -190,12 +190,12 @@ class StateSlots:
     def evict(self) -> bool:
         """Drop the least recently used snapshot whose state no sequence uses; return true if there
         was one."""
-        return self._drop_first(one for one in self.snapshots if one.state.ref_count == 1)
+        return self._drop_first(each for each in self.snapshots if each.state.ref_count == 1)
 
     def unshare(self) -> bool:
         """Drop a snapshot whose state a sequence uses, so that the sequence does not have to copy
         the state; return true if there was one."""
-        return self._drop_first(one for one in self.snapshots if one.state.ref_count > 1)
+        return self._drop_first(each for each in self.snapshots if each.state.ref_count > 1)
 
     def _count(self, block: Block, change: int) -> None:
         """Count a snapshot in a block, and in its ancestors: a snapshot needs the blocks before it

@@ -96,8 +96,8 @@ class Admission:
         if self._reuse_hints.is_private_tail(sequence, hit.tail):
             hit = replace(hit, owns_tail=True)
         start = len(hit.blocks) * size
-        whole = len(hit.blocks) == len(match.blocks)
-        within_reach = start + (match.tokens_in_flight if whole else 0)
+        ends_match = len(hit.blocks) == len(match.blocks)
+        within_reach = start + (match.tokens_in_flight if ends_match else 0)
         node = hit.blocks[-1] if hit.blocks else pool.index.root(adapter)
         for leader in self._kv_manager.prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)

@@ -111,15 +111,15 @@ class StepWork:
         """Count the work of a step from its arrays."""
         new = np.diff(step.query_starts).astype(np.int64)
         context = step.context_lens.astype(np.int64)
-        one, scored = new == 1, step.scored
+        decodes, scored = new == 1, step.scored
         pairs = new * (context - new) + new * (new + 1) // 2
         return cls(
             tokens=step.num_tokens,
             logits_rows=len(step.logits_indices) + (0 if scored is None else len(scored.rows)),
-            decode_context=int(context[one].sum()),
-            chunks=int((~one).sum()),
-            chunk_context=int(context[~one].sum()),
-            chunk_pairs=int(pairs[~one].sum()),
+            decode_context=int(context[decodes].sum()),
+            chunks=int((~decodes).sum()),
+            chunk_context=int(context[~decodes].sum()),
+            chunk_pairs=int(pairs[~decodes].sum()),
             sequences=step.num_sequences,
         )
 

@@ -38,9 +38,9 @@ class PrefixTree:
             )
         if not self._shared_blocks.any():
             return None
-        whole = table.num_computed[rows][self._order] // size * size
-        shared = np.minimum(self._shared_blocks * np.int32(size), whole)
-        shared[1:] = np.minimum(shared[1:], whole[:-1])
+        computed = table.num_computed[rows][self._order] // size * size
+        shared = np.minimum(self._shared_blocks * np.int32(size), computed)
+        shared[1:] = np.minimum(shared[1:], computed[:-1])
         shared[shared < MIN_SHARED_TOKENS] = 0
         return SharedPrefixes(self._order, shared) if shared.any() else None
 

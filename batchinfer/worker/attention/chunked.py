@@ -94,11 +94,11 @@ def _within_chunks(
         chunk // block_size, device=begin.device
     )
     columns = columns.clamp(max=tensors["block_tables"].shape[1] - 1)
-    others = tensors["other_tables"]
+    other_tables = tensors["other_tables"]
     within = dict(tensors) | {
         "context_lens": tensors["context_lens"] - begin,
         "block_tables": tensors["block_tables"].gather(1, columns),
-        "other_tables": others.gather(2, columns.expand(len(others), *columns.shape)),
+        "other_tables": other_tables.gather(2, columns.expand(len(other_tables), *columns.shape)),
     }
     begins = begin[tensors["order"].long()]
     shared = (tensors["shared_lens"] - begins).clamp(min=0)

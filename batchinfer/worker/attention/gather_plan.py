@@ -139,13 +139,13 @@ def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
     free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
     begin = 0
     while begin < len(num_blocks):
-        rest = num_blocks[begin:]
-        gathered = rest[0] * np.arange(1, len(rest) + 1)
-        padding = gathered - np.cumsum(rest)
+        remaining = num_blocks[begin:]
+        gathered = remaining[0] * np.arange(1, len(remaining) + 1)
+        padding = gathered - np.cumsum(remaining)
         fits = (gathered * block_bytes <= _BUCKET_BYTES) & (
             padding <= np.maximum(free_padding, _PADDING_SHARE * gathered)
         )
-        end = begin + max(1, len(rest) if fits.all() else int(np.argmin(fits)))
+        end = begin + max(1, len(remaining) if fits.all() else int(np.argmin(fits)))
         yield np.arange(begin, end)
         begin = end
 

@@ -67,7 +67,7 @@ def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return powers of two up to 64, then multiples of 32 and of 64, and at last
+    """Return powers of two up to 64, then multiples of 32 and of 64, and finally
     ``max_num_seqs``."""
     sizes = [1, 2, 4, 8, 16, 32, 64]
     while sizes[-1] < max_num_seqs:

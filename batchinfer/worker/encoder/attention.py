@@ -86,10 +86,10 @@ def encoder_attention_forward(
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     runs, causal = _packed.get()
     for start, count, length in runs:
-        whole = slice(start, start + count * length)
+        packed = slice(start, start + count * length)
         shape = (count, length)
         queries, keys, values = (
-            states[0, :, whole].view(-1, *shape, states.shape[-1]).transpose(0, 1)
+            states[0, :, packed].view(-1, *shape, states.shape[-1]).transpose(0, 1)
             for states in (query, key, value)
         )
         if group > 1:
@@ -101,7 +101,7 @@ def encoder_attention_forward(
             is_causal=causal and band is None,
             scale=scaling,
         )
-        out[whole].view(*shape, *out.shape[1:]).transpose(1, 2).copy_(attended)
+        out[packed].view(*shape, *out.shape[1:]).transpose(1, 2).copy_(attended)
     return out[None], None
 
 
@@ -148,13 +148,13 @@ class _PackedMPNetAttention(MPNetSelfAttention):  # type: ignore[misc]
         )
         out = torch.empty_like(queries)
         for start, count, length in packed[0]:
-            whole, shape = slice(start, start + count * length), (count, length, heads, width)
+            span, shape = slice(start, start + count * length), (count, length, heads, width)
             query, key, value = (
-                states[whole].view(shape).transpose(1, 2) for states in (queries, keys, values)
+                states[span].view(shape).transpose(1, 2) for states in (queries, keys, values)
             )
             bias = position_bias[:, :, :length, :length]
             attended = scaled_dot_product_attention(query, key, value, attn_mask=bias)
-            out[whole].view(shape).copy_(attended.transpose(1, 2))
+            out[span].view(shape).copy_(attended.transpose(1, 2))
         return (self.o(out.view(1, -1, heads * width)),)
 
 

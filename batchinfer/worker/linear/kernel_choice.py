@@ -176,8 +176,8 @@ def _allowed(
     Raises:
         DeviceError: no kernel meets them.
     """
-    found = [kernel for kernel in kernels if required.kind in ("auto", kernel.kind)]
-    if required.kind not in ("auto", "torch") and not found:
+    suitable = [kernel for kernel in kernels if required.kind in ("auto", kernel.kind)]
+    if required.kind not in ("auto", "torch") and not suitable:
         needs = "a C compiler (cc, or $CC)" if required.kind == "own" else "oneDNN"
         raise DeviceError(
             f"engine.cpu_kernels is {required.kind}, and no such kernel multiplies "
@@ -185,8 +185,8 @@ def _allowed(
             hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
     if not required.deterministic:
-        return found
-    invariant = [kernel for kernel in found if kernel.is_batch_invariant]
+        return suitable
+    invariant = [kernel for kernel in suitable if kernel.is_batch_invariant]
     if not invariant:
         raise DeviceError(
             "engine.deterministic is true, and no batch-invariant kernel multiplies "

@@ -97,17 +97,17 @@ def merged(*linears: nn.Linear) -> nn.Linear:
     """Return a layer that concatenates the outputs of ``linears``, which have the same input."""
     first = linears[0]
     widths = [linear.out_features for linear in linears]
-    one = nn.Linear(first.in_features, sum(widths), bias=False, device="meta")
+    joined = nn.Linear(first.in_features, sum(widths), bias=False, device="meta")
     weights = torch.cat([linear.weight.detach() for linear in linears])
-    one.weight = nn.Parameter(weights, requires_grad=False)
+    joined.weight = nn.Parameter(weights, requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         biases = [
             linear.weight.new_zeros(width) if linear.bias is None else linear.bias.detach()
             for linear, width in zip(linears, widths, strict=True)
         ]
-        one.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    join_codes(one, linears)
-    return one
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    join_codes(joined, linears)
+    return joined
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module | None]) -> int:

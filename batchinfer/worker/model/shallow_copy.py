@@ -88,18 +88,18 @@ def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
 def _keep_layers(text: Any, count: int) -> None:
     """Cut the config, and its lists with an entry for each layer, to the first layers. Every layer
     type stays, unless the types have different shapes."""
-    whole, values = text.num_hidden_layers, text.to_dict()
+    num_layers, values = text.num_hidden_layers, text.to_dict()
     shapes = values.get("per_layer_config") or {}
     listed = {"layer_types", "layers_block_type"} & values.keys()  # else derived from other keys
     types = list(dict.fromkeys(text.layer_types or ())) if listed else []
-    count = min(max(count, len(types)), whole)
+    count = min(max(count, len(types)), num_layers)
     for key, value in values.items():
-        if isinstance(value, list) and len(value) == whole:
+        if isinstance(value, list) and len(value) == num_layers:
             setattr(text, key, value[:count])
     if types and not shapes:
         missing = [kind for kind in types if kind not in text.layer_types]
         text.layer_types = [*text.layer_types[: count - len(missing)], *missing]
-    if count < whole and getattr(text, "num_kv_shared_layers", 0):
+    if count < num_layers and getattr(text, "num_kv_shared_layers", 0):
         text.num_kv_shared_layers = 0  # only the last layers share KV, and the copy lacks them
     text.num_hidden_layers = count
     if shapes:
@@ -115,11 +115,11 @@ def _cut_vocabulary(text: Any) -> None:
 
 def _num_layers(model: PreTrainedModel) -> int:
     """Return the number of first layers that include a layer of each kind."""
-    whole = model.config.get_text_config().num_hidden_layers
+    num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    layers = next((found for found in lists if len(found) == whole), None)
+    layers = next((values for values in lists if len(values) == num_layers), None)
     kinds = [] if layers is None else [_kind(layer) for layer in layers]
-    seen = max((kinds.index(kind) + 1 for kind in kinds), default=whole)
+    seen = max((kinds.index(kind) + 1 for kind in kinds), default=num_layers)
     return min(max(seen, _MIN_LAYERS), _MAX_LAYERS)
 
 

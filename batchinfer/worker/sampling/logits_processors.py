@@ -29,10 +29,10 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
     Raises:
         TypeError, ValueError: a function returns something other than logits.
     """
-    for one in processed:
-        row = logits[one.row].float()
-        for processor in one.processors:
-            row = processor(one.prompt_token_ids, one.output_token_ids, row.clone())
+    for item in processed:
+        row = logits[item.row].float()
+        for processor in item.processors:
+            row = processor(item.prompt_token_ids, item.output_token_ids, row.clone())
             name = getattr(processor, "__name__", type(processor).__name__)
             if not isinstance(row, Tensor):
                 raise TypeError(f"logits processor {name} returned no tensor: {type(row).__name__}")
@@ -42,7 +42,7 @@ def run_processors(logits: Tensor, processed: Sequence[ProcessedRow]) -> None:
                     f"must be that of its logits, {tuple(logits.shape[1:])}"
                 )
         only = row.isposinf()
-        logits[one.row] = torch.where(only.any(), torch.where(only, 0.0, -torch.inf), row)
+        logits[item.row] = torch.where(only.any(), torch.where(only, 0.0, -torch.inf), row)
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:

@@ -40,8 +40,8 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
         heads = batch.logits_rows[group.heads]
         drawn = _draw_natively(logits, stats.maximum, heads, batch, group, bits)
         token_ids[torch.from_numpy(group.samples)] = drawn
-    filtered, others = is_filtered(batch, logits.shape[1]), ~greedy & ~in_place
-    for chosen in (greedy & edited, others & ~filtered, others & filtered):
+    filtered, in_workspace = is_filtered(batch, logits.shape[1]), ~greedy & ~in_place
+    for chosen in (greedy & edited, in_workspace & ~filtered, in_workspace & filtered):
         for group in group_samples(batch, edited, chosen, chunk):
             samples = torch.from_numpy(group.samples)
             token_ids[samples], after_edits = _draw_in_workspace(logits, batch, group, bits)
@@ -51,8 +51,8 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
     finite = failures == 0
     token_ids.masked_fill_(~finite, 0)
     if batch.given_token_ids is not None:
-        given = torch.from_numpy(batch.given_token_ids.astype(np.int64))
-        token_ids = torch.where((given >= 0) & finite, given, token_ids)
+        given_ids = torch.from_numpy(batch.given_token_ids.astype(np.int64))
+        token_ids = torch.where((given_ids >= 0) & finite, given_ids, token_ids)
     values = logits[rows, token_ids].float()
     logprobs = stats.logprobs(rows, values[:, None])[:, 0].masked_fill_(~finite, 0)
     return Draws(token_ids, logprobs, failures, stats)
@@ -66,16 +66,16 @@ def _draw_in_workspace(
     Returns:
         Token ids [k], and the reasons why samples have no token [k] (0 = the sample has a token).
     """
-    own = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
-    edit_logits(own, batch, group.heads)
-    maximum, distributions = own.amax(1), torch.from_numpy(group.distributions)
+    edited = logits[torch.from_numpy(batch.logits_rows[group.heads])].float()
+    edit_logits(edited, batch, group.heads)
+    maximum, distributions = edited.amax(1), torch.from_numpy(group.distributions)
     if batch.temperature[group.heads[0]] == 0:
-        chosen = own.argmax(1)[distributions]
-    elif cpu_attention.supports(own.dtype):
-        each = np.arange(len(own), dtype=np.int32)
-        chosen = _draw_natively(own, maximum, each, batch, group, bits)
+        chosen = edited.argmax(1)[distributions]
+    elif cpu_attention.supports(edited.dtype):
+        each = np.arange(len(edited), dtype=np.int32)
+        chosen = _draw_natively(edited, maximum, each, batch, group, bits)
     else:
-        weights = _weights(own, maximum[:, None], batch, group.heads)
+        weights = _weights(edited, maximum[:, None], batch, group.heads)
         chosen = _draw(weights, distributions, group, bits)
     return chosen, _failures(maximum, NO_TOKEN_LEFT)[distributions]
 

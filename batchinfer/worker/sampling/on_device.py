@@ -33,10 +33,10 @@ def workspace_bytes(rows: int, vocab: int) -> int:
     device."""
     tiles = -(-vocab // 128)
     # The number of segments of tiles is a power of two. Each has space for 256 values and ids.
-    found = min(_MOST_FOUND_BYTES, 2 * tiles * 256 * 8)
+    candidates = min(_MOST_FOUND_BYTES, 2 * tiles * 256 * 8)
     edited = min(rows * vocab, max(vocab, _EDITED_ELEMENTS))
     a_bit_each = rows * 4 + edited // 8
-    return rows * (_ROW_BYTES + tiles * _TILE_BYTES + found) + edited * 4 + a_bit_each
+    return rows * (_ROW_BYTES + tiles * _TILE_BYTES + candidates) + edited * 4 + a_bit_each
 
 
 def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
@@ -93,20 +93,24 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
 def _to_device_in_one(
     arrays: Mapping[str, _Arrays], device: torch.device
 ) -> dict[str, dict[str, Tensor]]:
-    flat = {(outer, name): array for outer, own in arrays.items() for name, array in own.items()}
+    flat = {
+        (outer, name): array for outer, inner in arrays.items() for name, array in inner.items()
+    }
     on = to_device({f"{outer} {name}": array for (outer, name), array in flat.items()}, device)
-    return {outer: {name: on[f"{outer} {name}"] for name in own} for outer, own in arrays.items()}
+    return {
+        outer: {name: on[f"{outer} {name}"] for name in inner} for outer, inner in arrays.items()
+    }
 
 
 def _batch_arrays(batch: SamplingBatch) -> _Arrays:
     """Return the arguments of ``sample`` for all K samples."""
-    given = {} if batch.given_token_ids is None else {"given": batch.given_token_ids}
+    given_ids = {} if batch.given_token_ids is None else {"given": batch.given_token_ids}
     return {
         "seed": batch.seed.view(np.int64),
         "stream": batch.stream.view(np.int64),
         "sample_index": batch.sample_index,
         "position": batch.position,
-        **given,
+        **given_ids,
     }
 
 

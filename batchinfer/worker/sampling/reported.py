@@ -34,21 +34,23 @@ def report(logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int) -> Re
     rows, named, num_top = batch.logits_rows, batch.named_token_ids, _num_top(batch, logits)
     raw = look_up(logits, rows, draws.token_ids, wanted, named, num_top=num_top, chunk=chunk)
     row_of = to_device({"rows": rows.astype(np.int64)}, logits.device)["rows"]
-    found = raw._replace(values=draws.stats.logprobs(row_of, raw.values))
-    found.values[:, 0] = draws.logprobs
+    reported = raw._replace(values=draws.stats.logprobs(row_of, raw.values))
+    reported.values[:, 0] = draws.logprobs
     if modes is None:
-        return found
+        return reported
     as_logits = to_device({"at": (modes & LogprobsMode.LOGITS) != 0}, logits.device)["at"]
-    found = raw._replace(values=torch.where(as_logits[:, None], raw.values, found.values))
+    reported = raw._replace(values=torch.where(as_logits[:, None], raw.values, reported.values))
     processed = np.flatnonzero(((modes & LogprobsMode.PROCESSED) != 0) & (wanted >= 0))
     for low in range(0, len(processed), chunk):
         samples = processed[low : low + chunk]
         at = to_device({"at": samples}, logits.device)["at"]
-        others = _report_processed(logits, batch, samples, draws.token_ids[at], as_logits[at])
-        for ours, theirs in zip(found, others, strict=True):
+        after_processors = _report_processed(
+            logits, batch, samples, draws.token_ids[at], as_logits[at]
+        )
+        for ours, theirs in zip(reported, after_processors, strict=True):
             ours[at] = theirs
-    found.values[:, 0].masked_fill_(draws.failures != 0, 0)
-    return found
+    reported.values[:, 0].masked_fill_(draws.failures != 0, 0)
+    return reported
 
 
 def _num_top(batch: SamplingBatch, logits: Tensor) -> int:
@@ -59,10 +61,10 @@ def _report_processed(
     logits: Tensor, batch: SamplingBatch, samples: Int64, token_ids: Tensor, as_logits: Tensor
 ) -> Reported:
     """Report ``samples`` [k], which drew ``token_ids`` [k], after all processors."""
-    own = _processed_logits(logits, batch, samples)
+    edited = _processed_logits(logits, batch, samples)
     named = None if batch.named_token_ids is None else batch.named_token_ids[samples]
     raw = look_up(
-        own,
+        edited,
         np.arange(len(samples), dtype=np.int32),
         token_ids,
         batch.num_logprobs[samples],
@@ -70,7 +72,7 @@ def _report_processed(
         num_top=_num_top(batch, logits),
         chunk=len(samples),
     )
-    logprobs = raw.values - own.logsumexp(1, keepdim=True)
+    logprobs = raw.values - edited.logsumexp(1, keepdim=True)
     return raw._replace(values=torch.where(as_logits[:, None], raw.values, logprobs))
 
 
@@ -87,11 +89,11 @@ def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> T
         float32 [k, V], -inf for excluded tokens.
     """
     rows = to_device({"rows": batch.logits_rows[samples].astype(np.int64)}, logits.device)["rows"]
-    own = logits.index_select(0, rows).float()
-    edit_logits(own, batch, samples)
+    processed = logits.index_select(0, rows).float()
+    edit_logits(processed, batch, samples)
     drawn = np.flatnonzero(batch.temperature[samples] > 0)
     if len(drawn) == 0:
-        return own
+        return processed
     which = samples[drawn]
     on = to_device(
         {
@@ -101,12 +103,12 @@ def _processed_logits(logits: Tensor, batch: SamplingBatch, samples: Int64) -> T
         },
         logits.device,
     )
-    edited = own[on["at"]]
+    edited = processed[on["at"]]
     scaled = edited / on["temperature"]
     relative = (scaled - scaled.amax(1, keepdim=True)).exp_()
     removed = relative < on["min_p"]
     if is_filtered(batch, logits.shape[1])[which].any():
         weights = integer_weights(relative.masked_fill_(removed, 0))
         removed |= left_out(weights, edited, batch.top_k[which], batch.top_p[which])
-    own[on["at"]] = scaled.masked_fill_(removed, -torch.inf)
-    return own
+    processed[on["at"]] = scaled.masked_fill_(removed, -torch.inf)
+    return processed

@@ -72,19 +72,21 @@ class SamplingVariants:
         """
         edited, draws, filters, num_logprobs = set[bool](), set[bool](), set[bool](), -1
         masked = scores = False
-        for one in params:
-            edited |= _are_set(one, own, _NO_EDITS)
+        for row_params in params:
+            edited |= _are_set(row_params, own, _NO_EDITS)
             # Bans edit only some tokens, so {False} stays possible.
-            edited |= {True} & _are_set(one, own, _NO_BANS)
-            draws |= _are_set(one, own, {"temperature": (0.0,)})
+            edited |= {True} & _are_set(row_params, own, _NO_BANS)
+            draws |= _are_set(row_params, own, {"temperature": (0.0,)})
             if "beam_width" in own:
                 draws |= {False}
             # A top-k of at least the vocabulary excludes nothing.
-            no_top_k = () if 0 < one.top_k < vocab else (one.top_k,)
-            filters |= _are_set(one, own, {"top_k": no_top_k, "top_p": (1.0,)})
-            masked |= True in _are_set(one, own, _NO_GRAMMARS)
-            scores |= True in _are_set(one, own, {"prompt_logprobs": (None,)})
-            num_logprobs = max(num_logprobs, -1 if one.logprobs is None else one.logprobs)
+            no_top_k = () if 0 < row_params.top_k < vocab else (row_params.top_k,)
+            filters |= _are_set(row_params, own, {"top_k": no_top_k, "top_p": (1.0,)})
+            masked |= True in _are_set(row_params, own, _NO_GRAMMARS)
+            scores |= True in _are_set(row_params, own, {"prompt_logprobs": (None,)})
+            num_logprobs = max(
+                num_logprobs, -1 if row_params.logprobs is None else row_params.logprobs
+            )
         return cls(
             frozenset(KernelVariant(e, d, d and f) for e, d, f in product(edited, draws, filters)),
             -(-vocab // 32) if masked else 0,

@@ -78,13 +78,13 @@ class ThreadCores:
         if count == 1 or not self._is_ours:
             yield
             return
-        own = os.sched_getaffinity(0)
-        if self._made_for != (count, own):
-            cores = choose_cores(count, own, core_siblings)
+        allowed = os.sched_getaffinity(0)
+        if self._made_for != (count, allowed):
+            cores = choose_cores(count, allowed, core_siblings)
             if cores is None and self._team is not None:
-                cores = [own] * count  # unbinds threads that were bound before
+                cores = [allowed] * count  # unbinds threads that were bound before
             self._team = None if cores is None else TeamCores(cores)
-            self._made_for = count, own
+            self._made_for = count, allowed
         if self._team is None:
             yield
             return
@@ -93,4 +93,4 @@ class ThreadCores:
             yield
         finally:
             with suppress(OSError):  # the process may have lost these cores in the meantime
-                os.sched_setaffinity(0, own)
+                os.sched_setaffinity(0, allowed)

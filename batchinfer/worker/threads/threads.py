@@ -40,25 +40,30 @@ class ThreadCount:
 
 
 def choose_threads(
-    asked: int | None, limits: CpuLimits, torch_count: int, environ: Mapping[str, str] = os.environ
+    num_threads: int | None,
+    limits: CpuLimits,
+    torch_count: int,
+    environ: Mapping[str, str] = os.environ,
 ) -> ThreadCount:
     """Choose the number of threads for this process.
 
     Args:
-        asked: ``engine.num_threads``, which has priority.
+        num_threads: ``engine.num_threads``, which has priority.
         limits: cores that the process may use.
         torch_count: torch's choice: the number of physical cores, or the number that a caller set.
         environ: environment. A number of threads in it has priority over ``limits``.
     """
-    if asked is not None:
-        return ThreadCount(asked, "engine.num_threads", pinned=True)
+    if num_threads is not None:
+        return ThreadCount(num_threads, "engine.num_threads", pinned=True)
     for name in _VARIABLES:
-        found = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
-        if found is not None:
+        variable = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
+        if variable is not None:
             # torch has fewer threads if a caller set fewer, or if there are fewer cores
-            if torch_count < int(found[1]):
-                return ThreadCount(torch_count, f"as torch has; {name} is {found[1]}", pinned=True)
-            return ThreadCount(int(found[1]), name, pinned=True)
+            if torch_count < int(variable[1]):
+                return ThreadCount(
+                    torch_count, f"as torch has; {name} is {variable[1]}", pinned=True
+                )
+            return ThreadCount(int(variable[1]), name, pinned=True)
     if torch_count < limits.count:
         return ThreadCount(torch_count, f"as torch has; this process may use {limits.count} cores")
     cores, why = min(limits.machine, limits.affinity), "the cores this process may use"
@@ -74,23 +79,23 @@ class TorchThreads:
     set."""
 
     def __init__(self) -> None:
-        self._found = 0
+        self._default = 0
         self._last = 0
         """Number that an engine set last, in any Python thread. Later Python threads inherit it."""
         self._here = threading.local()
         """For each Python thread, the number set last and the cores of its OpenMP threads."""
 
-    def found(self) -> int:
+    def default(self) -> int:
         """Return the number of threads that torch would have without engines."""
         count = torch.get_num_threads()
         if count != getattr(self._here, "last", self._last):
-            self._found = count
-        return self._found
+            self._default = count
+        return self._default
 
     def set(self, count: int) -> None:
         """Let torch compute on ``count`` threads from now on, in this Python thread and in later
         ones."""
-        self.found()
+        self.default()
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
             self._last = count

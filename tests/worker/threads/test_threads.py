@@ -97,29 +97,29 @@ def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
     threads = TorchThreads()
     threads.set(2)
     threads.set(1)
-    assert (torch.get_num_threads(), threads.found()) == (1, 3)
+    assert (torch.get_num_threads(), threads.default()) == (1, 3)
     torch.set_num_threads(4)  # the caller changes the number
-    assert threads.found() == 4
+    assert threads.default() == 4
     threads.set(1)
     threads.set(4)
     torch.set_num_threads(1)  # the caller chooses a number that an engine had before
-    assert threads.found() == 1
+    assert threads.default() == 1
 
 
 def test_numbers_set_in_another_python_thread_are_not_taken_for_the_callers() -> None:
     torch.set_num_threads(4)
-    threads, found = TorchThreads(), []
+    threads, defaults = TorchThreads(), []
     threads.set(2)
 
     def run() -> None:
-        found.append(threads.found())
+        defaults.append(threads.default())
         threads.set(1)
-        found.append(threads.found())
+        defaults.append(threads.default())
 
     thread = Thread(target=run)
     thread.start()
     thread.join()
-    assert [*found, threads.found()] == [4, 4, 4]
+    assert [*defaults, threads.default()] == [4, 4, 4]
 
 
 @pytest.fixture(scope="module")

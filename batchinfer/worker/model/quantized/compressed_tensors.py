@@ -185,8 +185,8 @@ def _check_scales(scales: Stored, shape: tuple[int, ...], scheme: _Scheme) -> in
             "(group_size in config.json); use files of the same model"
         )
     groups = -(-width // (scheme.group_size or max(width, 1)))
-    whole = ((*experts, 1, 1), (*experts, 1), (1,), ())
-    if scheme.group_size is not None or scales.shape not in whole:
+    single_scale = ((*experts, 1, 1), (*experts, 1), (1,), ())
+    if scheme.group_size is not None or scales.shape not in single_scale:
         check_part(scales, (*experts, height, groups), *FLOATS)
     return groups
 
