@@ -58,6 +58,7 @@ MODELS = {
     "kimi_k25": "Kimi K2.5, K2.6",
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM2",
+    "lfm2_moe": "LFM2, with experts",
     "llama": "Llama 1 to 3, and many others",
     "llama4": "Llama 4",
     "llava": "LLaVA",

@@ -137,6 +137,7 @@ _MAMBA2: dict[str, Any] = {
     "mamba_expand": 2,
 }
 _MAMBA2_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_SHORT_CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
 _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA2, "attn_layer_indices": [2]},
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
@@ -147,6 +148,13 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "embedding_multiplier": 2.0,
     },
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": _SHORT_CONV_LAYERS,
+        "block_multiple_of": 8,
+        "conv_bias": True,
+    },
+    "lfm2_moe": {**_MOE, "num_hidden_layers": 4, "layer_types": _SHORT_CONV_LAYERS},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "num_hidden_layers": 4,

@@ -24,9 +24,16 @@ typedef struct {
 typedef struct {
     const void *input;         /* [T, num_channels] */
     const float *weight, *bias; /* [width, num_channels], [num_channels] or NULL */
-    float *output;             /* [T, num_channels] */
+    float *output;             /* [T, num_channels]; not used with a `gating` */
     int64_t input_stride, num_channels, width;
 } convolution;
+
+/* For a convolution that is a layer of its own: factors of its inputs and outputs, and its outputs in
+   the model's element type. */
+typedef struct {
+    const void *before, *after; /* [T, num_channels], with the stride of the input, or NULL */
+    void *output;               /* [T, num_channels], contiguous */
+} gating;
 
 #define CHANNEL_BLOCK 64 /* channels of a task of the convolution */
 #define MAX_CONV_WIDTH 16

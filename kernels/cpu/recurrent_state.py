@@ -55,14 +55,15 @@ class ConvolutionArgs(ctypes.Structure):
         inputs: torch.Tensor,  # [T, channels], last dimension contiguous
         weight: torch.Tensor,  # [conv_width, channels] float32
         bias: torch.Tensor | None,  # [channels] float32
-        output: torch.Tensor,  # [T, channels] float32
+        output: torch.Tensor | None,  # [T, channels] float32; None for a layer of its own
     ) -> ConvolutionArgs:
         """Return the arguments. They hold no reference to the tensors."""
         conv_width, num_channels = weight.shape
         assert conv_width <= MAX_CONV_WIDTH
         return cls(
             *(inputs.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(output.data_ptr(), inputs.stride(0), num_channels, conv_width),
+            *(None if output is None else output.data_ptr(), inputs.stride(0)),
+            *(num_channels, conv_width),
         )
 
 

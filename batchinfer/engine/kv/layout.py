@@ -35,8 +35,6 @@ _RECURRENT_FAMILIES = frozenset(
         "falcon_mamba",
         "jamba",
         "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
         "mamba",
         "mamba2",
         "minimax",

@@ -15,11 +15,11 @@ class RecurrentShape:
     convolution."""
 
     num_heads: int
-    """Heads with a matrix; 0: the convolution has the only state."""
+    """Heads with a matrix; 0: the layer has no state but the inputs of its convolution."""
     key_width: int
-    """Rows of a head's matrix."""
+    """Rows of a head's matrix; 1 without heads."""
     value_width: int
-    """Columns of a head's matrix, which do not depend on each other."""
+    """Columns of a head's matrix, which do not depend on each other; 1 without heads."""
     num_channels: int
     """Channels of the convolution."""
     conv_width: int
@@ -129,6 +129,19 @@ def _mamba2(
     return shape
 
 
+def _short_conv(text: Config) -> RecurrentShape:
+    """LFM2's short convolution: two gates around a convolution, without a matrix."""
+    channels = _number(text, "hidden_size")
+    return RecurrentShape(
+        num_heads=0,
+        key_width=1,
+        value_width=1,
+        num_channels=channels,
+        conv_width=_number(text, "conv_L_cache", least=2),
+        num_projected=4 * channels,
+    )
+
+
 def _number(text: Config, key: str, least: int = 1) -> int:
     number = int(text[key])
     if number < least:
@@ -143,6 +156,9 @@ _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
     "bamba": _MAMBA2,
     "falcon_h1": _MAMBA2,
     "granitemoehybrid": _MAMBA2,
+    "lfm2": _short_conv,
+    "lfm2_moe": _short_conv,
+    "lfm3": _short_conv,
     "nemotron_h": _mamba2(
         "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
     ),

@@ -39,3 +39,13 @@ def mamba2_config(
         "ssm_state_size": state_size,
         "conv_kernel": conv_width,
     }
+
+
+def short_conv_config(*, num_layers: int, channels: int, conv_width: int) -> dict[str, Any]:
+    """Return the keys of an LFM2 config from which the layout of the state follows."""
+    return {
+        "model_type": "lfm2",
+        "layer_types": ["conv"] * num_layers,
+        "hidden_size": channels,
+        "conv_L_cache": conv_width,
+    }

@@ -1,0 +1,53 @@
+"""Runs transformers' short convolutions on packed rows, with their state in the KV pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchinfer.kernels.causal_conv import CausalConvWeights, causal_conv
+from batchinfer.kernels.cpu import causal_conv as native
+from batchinfer.kernels.cpu.recurrent_state import supports
+from batchinfer.worker.recurrent.paged_states import paged_states
+
+LAYERS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
+"""Names of transformers' classes."""
+
+
+def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Replaces the layer's own forward pass; takes and returns [1, T, H]."""
+    if (weights := getattr(self, "_paged_weights", None)) is None:
+        weights = self._paged_weights = weights_of(self.conv, silu=False)
+    before, after, values = self.in_proj(hidden_states[0]).chunk(3, dim=1)
+    convolved = convolve(values, weights, self.layer_idx, before=before, after=after)
+    output: torch.Tensor = self.out_proj(convolved)
+    return output[None]
+
+
+def convolve(
+    inputs: torch.Tensor,
+    weights: CausalConvWeights,
+    layer: int,
+    *,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolve a step's tokens [T, channels], multiplied by ``before``; multiply by ``after``.
+
+    Args:
+        layer: number of the layer in the model.
+    """
+    out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    compute = native.causal_conv if supports(out.dtype, len(weights.conv)) else causal_conv
+    compute(inputs, before, after, weights=weights, states=paged_states(layer), out=out)
+    return out
+
+
+def weights_of(conv: torch.nn.Conv1d, *, silu: bool) -> CausalConvWeights:
+    """Return the weights of transformers' convolution."""
+    return CausalConvWeights(
+        conv=conv.weight[:, 0].T.float().contiguous(),
+        bias=None if conv.bias is None else conv.bias.float().contiguous(),
+        silu=silu,
+    )
