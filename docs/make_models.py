@@ -110,17 +110,17 @@ _TYPICAL: dict[str, dict[str, Any]] = {
 _HEAD = """\
 # Which models run
 
-A model runs if transformers has a class for its family, and a block of the KV pool can hold the
-keys and values of every layer. Weights must be in safetensors. Code from a model's folder is never
-run. `batchinfer plan` checks a model before you rent a machine. When a model is loaded, its logits
-on a few tokens are compared with those of transformers' own attention; if they differ, the model is
-refused.
+A model runs if transformers has a class for its family, and the KV pool can hold what its layers
+keep. Weights must be in safetensors. batchinfer never runs code from a model's folder. Use
+`batchinfer plan` to find out whether a model runs before you rent a machine. When batchinfer loads
+a model, it compares the logits of a few tokens with those of transformers' own attention, and
+refuses the model if they differ.
 
-Vision and audio models run on text prompts: only their language model is loaded. A row with an
-image gets the error `unsupported_content`.
+Vision and audio models run on text prompts, because only their language model is loaded. A row with
+an image gets the error `unsupported_content`.
 
-The last column lists the tasks of a model without an output head: `embed`, and `classify` with a
-head of transformers' `...ForSequenceClassification`.
+Models without an output head can run the tasks in the last column: `embed`, and `classify` with a
+head of a `...ForSequenceClassification` class.
 
 | models | family (`model_type`) | support | without its output head |
 |---|---|---|---|
@@ -144,7 +144,7 @@ _WHOLE = """
 ## Encoders
 
 Encoders generate no text and have no KV pool ([embeddings, labels, rerankers](embeddings.md)).
-Bidirectional decoders run in the same way, for `embed`: EmbeddingGemma (`gemma3_text` with
+Bidirectional decoders run in the same way, but only for `embed`: EmbeddingGemma (`gemma3_text` with
 `use_bidirectional_attention`), GTE-Qwen and others with `is_causal: false`.
 
 | models | family (`model_type`) | tasks |

@@ -21,11 +21,11 @@ _HEAD = """\
 # The job file
 
 A job is one YAML 1.2 file. An unknown key is an error that names its line and the nearest known
-key. Paths are relative to the job file. `{{ }}` in `name` and in paths refers to names in `vars`;
-in `prompt` it refers to the row's columns. Keys under "not yet" are refused; no key is ignored.
+key. Paths are relative to the job file. In `name` and in paths, `{{ x }}` stands for the variable
+`x` of `vars`; in `prompt`, it stands for the row's column `x`.
 
-`batchinfer schema > job.schema.json` writes the schema for your editor. This first line of a job
-file points the editor to it (`batchinfer init` writes both):
+`batchinfer schema > job.schema.json` writes a JSON Schema that lets your editor complete and check
+keys. `batchinfer init` writes it too. The first line of the job file points the editor to it:
 
 ```yaml
 # yaml-language-server: $schema=job.schema.json

@@ -16,56 +16,61 @@ class EngineConfig(Record):
     """Settings of the engine. A run does not change them."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the first CUDA device where there is one, else the CPU."""
+    """auto: the first CUDA device if there is one, otherwise the CPU."""
     block_size: int = 16
-    """Tokens per KV block."""
+    """Number of tokens in a KV block."""
     gpu_memory_utilization: float = 0.9
-    """Share of the device's memory for weights, KV pool and activations together."""
+    """Fraction of the device's memory for weights, KV pool and activations together."""
     kv_cache_memory: str | int | float | None = None
-    """Size of the KV pool, like 40GiB (a bare number is GiB); overrides gpu_memory_utilization."""
+    """Size of the KV pool, like 40GiB (a bare number is GiB). Overrides gpu_memory_utilization."""
     num_kv_blocks: int | None = None
-    """Number of blocks in the KV pool; overrides both other sizes."""
+    """Number of blocks in the KV pool. Overrides gpu_memory_utilization and kv_cache_memory."""
     max_num_seqs: int = 1024
-    """Most sequences that run at the same time."""
+    """Largest number of sequences that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Most tokens to compute in one step. A CPU computes no more than fit in its caches."""
+    """Largest number of tokens to compute in one step. On a CPU, the size of its caches is a
+    further limit.
+    """
     enable_prefix_caching: bool = True
-    """Reuse the blocks of equal prefixes across rows."""
+    """Reuse the KV blocks of prefixes that rows have in common."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """Treatment of the KV of a sequence that loses its blocks: compute it again, swap it to the
-    host, or (auto) choose the faster way.
+    """How a preempted sequence gets its KV back. recompute: it is computed again. swap: it is
+    copied to host memory and back. auto: the faster of the two.
     """
     swap_space: str | int | float = "4GiB"
-    """Host memory for swapped blocks; 0: none. If the pool is in a CPU's memory, the default is at
-    most a quarter of the free memory.
+    """Host memory for swapped blocks; 0: none. On a CPU, the default is also limited to a quarter
+    of the free memory.
     """
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """auto: the model's dtype. fp8, the same as fp8_e4m3: one byte per number with a scale of 1, so
-    that a pool has twice as many blocks as with 16 bits.
+    """auto: the model's dtype. fp8 (another name of fp8_e4m3): one byte per number with a scale of
+    1, so the pool has twice as many blocks as with 16 bits.
     """
     order: Literal["prefix", "input"] = "prefix"
-    """Order in which rows run; the output always has the order of the input."""
+    """Order in which rows run. The output is always in input order."""
     order_window: int = 65536
-    """Number of rows that are planned together, in whole parts; rows are ordered by prefix within
-    such a window. A window has at most 64 million prompt tokens.
+    """Number of rows that are planned together, in whole parts. With order: prefix, rows are sorted
+    within such a window. A window has at most 64 million prompt tokens.
     """
     deterministic: bool = False
-    """The bits of a row's results never depend on the other rows of a batch. On a CUDA device this
-    needs slower kernels, and some models are refused. On a CPU this is always true for dense models
-    with `cpu_kernels: own` and without `latent_cache`.
+    """Make the bits of a row's results independent of the other rows in a batch. On a CUDA device,
+    this uses slower kernels and refuses some models. On a CPU, dense models have such results
+    anyway with `cpu_kernels: own` and without `latent_cache`.
     """
     latent_cache: bool = False
     """Cache one latent per token for latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...)
     instead of the keys and values of every head: 71 times fewer bytes for DeepSeek V3. Bits may
-    then depend on the other rows of a batch."""
+    then depend on the other rows of a batch.
+    """
     num_threads: int | None = None
-    """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if set, else the number of
-    cores that this process may use, or fewer while other processes use them.
+    """Number of threads that compute on a CPU. null: OMP_NUM_THREADS if it is set, otherwise one
+    per core that this process may use, and fewer while other processes use the cores.
     """
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
     """Kernels for linear layers on a CPU. auto: the fastest for the model's shapes, measured once.
-    own: the project's kernels, whose rows do not depend on each other. onednn: oneDNN with packed
-    weights. torch: torch's linear layers. A resumed job keeps its first choice, if available."""
+    own: batchinfer's kernels, which give a row the same bits in any batch. onednn: oneDNN with
+    packed weights. torch: torch's linear layers. A resumed job keeps its first choice if it is
+    available.
+    """
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -14,18 +14,16 @@ from batchinfer.config.types import Record, coerce_fields
 
 @dataclass(frozen=True)
 class PromptConfig(Record):
-    """Makes prompts from rows. Set at most one source; default: column ``messages``, else
-    ``prompt``.
+    """How to make a prompt from a row. Set at most one source. The default is the column
+    ``messages``, or the column ``prompt`` if there is no ``messages``.
     """
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
     template: str | None = None
-    """Jinja2 over the row's columns, run in a sandbox."""
+    """A Jinja2 template that uses the row's columns. It runs in a sandbox."""
     messages: tuple[Mapping[str, str], ...] | None = None
-    """A conversation of messages with role and content; each content is a template like
-    ``template``.
-    """
+    """A conversation: messages with a role and a content, which is a template like ``template``."""
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter: str | None = None
@@ -35,22 +33,27 @@ class PromptConfig(Record):
     system: str | None = None
     """System message of the conversation (a template like ``template``)."""
     chat_template: str = "auto"
-    """auto, none, or the path of a template file. auto: messages use the model's template; a
-    string becomes one user message if the tokenizer has a template, else a raw prompt."""
+    """auto, none, or the path of a template file. auto: conversations use the model's template; a
+    string becomes one user message if the tokenizer has a template, otherwise a raw prompt. none:
+    strings are raw prompts.
+    """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, e.g. {enable_thinking: false}."""
     tools: tuple[Mapping[str, Any], ...] | str | None = None
     """Tools that the model may call, in OpenAI's form: a list of {type: function, function: {name,
-    description, parameters}}, or the path of a JSON file with such a list. The chat template gets
-    them.
+    description, parameters}}, or the path of a JSON file with such a list. They are passed to the
+    chat template.
     """
     tools_column: str | None = None
-    """A column with each row's own tools: the list as JSON text, or list<struct>; null: none."""
+    """A column with each row's own tools: the list as JSON text, or list<struct>. A row with null
+    has no tools.
+    """
     tool_choice: str | Mapping[str, Any] = "auto"
-    """auto: the model may call a tool; none: it sees no tools; required: it must call one; {type:
-    function, function: {name: ...}}: it must call this one."""
+    """auto: the model may call a tool. none: the model sees no tools. required: it must call a
+    tool. {type: function, function: {name: ...}}: it must call this tool.
+    """
     parse_special_tokens: bool = False
-    """false: control tokens such as <|im_end|> inside row text stay text."""
+    """Parse control tokens such as <|im_end|> in the text of rows. false: they stay plain text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
     """Treatment of a prompt that leaves no room for an output token."""
 
@@ -83,16 +86,17 @@ class AcceptConfig(Record):
     """
 
     regex: str | None = None
-    """RE2, without look-around and back-references: the text must contain a match; ^ and $ anchor
-    it."""
+    """RE2 pattern that the text must contain; ^ and $ anchor it. Look-around and back-references
+    are not available.
+    """
     schema: Mapping[str, Any] | str | None = None
-    """A JSON schema, or its JSON text: the text must be JSON that conforms to it."""
+    """JSON schema (or its JSON text) that the text must conform to."""
     min_tokens: int = 0
-    """Least number of tokens of an accepted sample, including the token that ends it."""
+    """Smallest number of tokens in an accepted sample, including the token that ends it."""
     k: int | None = None
-    """Number of samples to keep; null: the row's sampling.n. A row's own n overrides this key."""
+    """Number of samples to keep. null: sampling.n. If a row has its own n, that counts instead."""
     max_tries: int = 16
-    """Most samples to draw for a row."""
+    """Largest number of samples to draw for a row."""
     dedup: bool = False
     """Keep only the first of a row's samples with the same text."""
 

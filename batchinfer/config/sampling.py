@@ -44,11 +44,11 @@ class SamplingParams(Record):
     max_tokens: int = 16
     """Most tokens of a sample."""
     n: int = 1
-    """Number of samples per prompt; the prompt is computed once."""
+    """Number of samples per prompt. The prompt is computed once."""
     min_tokens: int = 0
     """Stop tokens and stop strings do not end a sample before it has this many tokens."""
     temperature: float = 1.0
-    """Temperature of sampling; 0 takes the most likely token."""
+    """Temperature of sampling. 0: always take the most likely token."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
     top_k: int = 0
@@ -56,11 +56,13 @@ class SamplingParams(Record):
     min_p: float = 0.0
     """Keep tokens that are at least this fraction as likely as the most likely token."""
     presence_penalty: float = 0.0
-    """Subtract this once from the logit of every token that is in the output."""
+    """Number to subtract once from the logit of every token that is already in the output."""
     frequency_penalty: float = 0.0
-    """Subtract this from a token's logit for each time that the token is in the output."""
+    """Number to subtract from a token's logit for each time that it is in the output."""
     repetition_penalty: float = 1.0
-    """Divide positive logits and multiply negative logits of tokens in the prompt or the output."""
+    """Number that divides positive logits and multiplies negative logits of tokens in the prompt or
+    the output.
+    """
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
     stop_token_ids: tuple[int, ...] = ()
@@ -78,7 +80,7 @@ class SamplingParams(Record):
     logprobs: int | None = None
     """Write the log-probability of each token, and of this many alternatives (at most 20)."""
     logit_bias: Mapping[int, float] | None = None
-    """Numbers to add to the logits of token ids."""
+    """Numbers to add to logits, by token id."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Token ids that may be sampled."""
     bad_words: tuple[str, ...] = ()
@@ -88,18 +90,20 @@ class SamplingParams(Record):
     alternatives (at most 20).
     """
     structured_outputs: Mapping[str, Any] | None = None
-    """Form of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
+    """Format of the text: {json: schema}, {regex: text}, {choice: [texts]}, {grammar: Lark or GBNF}
     or {json_object: true}. OpenAI's response_format means the same. A schema that a grammar cannot
     enforce is refused; with unsupported: check, finished texts are checked against it.
     """
     beam_width: int | None = None
-    """Number of beams of beam search. The n best beams are written, best first, and the temperature
-    is ignored. Rules and scores are the same as in transformers with early_stopping=False.
+    """Use beam search with this many beams. The n best beams are written, best first; the
+    temperature is ignored. Rules and scores are those of transformers with early_stopping=False.
     """
     length_penalty: float = 1.0
-    """Power of a beam's length by which its log-probability is divided, to rank beams."""
+    """Exponent of a beam's length. Beams are ranked by their log-probability divided by this power
+    of their length.
+    """
     max_reasoning_tokens: int | None = None
-    """Most tokens of reasoning without its markers; then the end marker is forced. Needs
+    """Largest number of reasoning tokens, without the markers. Then the end marker is forced. Needs
     output.reasoning.
     """
 

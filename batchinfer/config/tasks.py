@@ -18,7 +18,7 @@ EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=
 
 @dataclass(frozen=True)
 class ScoreConfig(Record):
-    """Settings of ``task: score``."""
+    """Input of ``task: score``."""
 
     completions_column: str | None = None
     """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
@@ -36,24 +36,23 @@ Pooling = Literal["auto", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_toke
 
 @dataclass(frozen=True)
 class EmbedConfig(Record):
-    """Settings of ``task: embed``: embeddings from a prompt's hidden states."""
+    """How ``task: embed`` makes an embedding from the hidden states of a prompt."""
 
     pooling: Pooling = "auto"
-    """Method that makes the embedding from hidden states. auto: as in the model's
-    1_Pooling/config.json, else mean for a bidirectional model and lasttoken for a causal model.
-    With every method except lasttoken, texts are computed whole and share no prefixes. cls: the
-    first token's hidden state; the other methods have the names and meanings of
-    sentence-transformers.
+    """Pooling method, with sentence-transformers' names. auto: the method in the model's
+    1_Pooling/config.json, or else mean for a bidirectional model and lasttoken for a causal one.
+    cls: the hidden state of the first token. Rows share prefixes only with lasttoken.
     """
     prompt_name: str | None = None
     """Name of a prompt in the model's config_sentence_transformers.json, which is put before each
-    text. null: the file's default prompt, if any, but no prompt if prompt.template is set; "": no
-    prompt.
+    text. null: that file's default prompt, unless prompt.template is set. "": no prompt.
     """
     normalize: bool = True
     """Scale every embedding to length 1."""
     dimensions: int | None = None
-    """Keep this many of the first numbers, then normalize (Matryoshka); null: keep all."""
+    """Keep only this many numbers from the beginning, before normalizing (Matryoshka). null: keep
+    all.
+    """
     dtype: Literal["float32", "float16"] = "float32"
     """Type of the numbers in the output."""
 
@@ -65,27 +64,27 @@ class EmbedConfig(Record):
 
 @dataclass(frozen=True)
 class ClassifyConfig(Record):
-    """Settings of ``task: classify``."""
+    """Input and labels of ``task: classify``."""
 
     query_column: str | None = None
-    """A column of queries for a reranker, which scores each query with its row's document. null:
+    """A column of queries for a reranker, which scores each with the document of its row. null:
     classify the prompt.
     """
     document_column: str | None = None
     """The column of documents for query_column."""
     instruction: str | None = None
-    """Instruction for a Qwen3-Reranker, which says what a document must do for its query. null: the
-    instruction of its training, about passages that answer a web search query.
+    """Instruction for a Qwen3-Reranker, which says when a document matches a query. null: the
+    instruction that it was trained with, about passages that answer a web search query.
     """
     tokens: tuple[str, ...] | None = None
-    """Use these tokens as labels, by their logits after the prompt, like [no, yes]. A query and a
-    document need two tokens, and the score is the probability of the second token. null: the
-    model's own head, or the labels in a Qwen3-Reranker's folder.
+    """Tokens to use as labels, like [no, yes]. Scores come from their logits after the prompt. For
+    a query and a document, give two tokens; the score is the probability of the second. null: use
+    the model's own head, or the labels in a Qwen3-Reranker's folder.
     """
     activation: Literal["auto", "softmax", "sigmoid", "none"] = "auto"
-    """Function that makes scores from logits. auto: as in the model's config (problem_type, or
-    sentence-transformers' activation), else sigmoid for one label and softmax for several labels.
-    none: the scores are the logits.
+    """Function that turns logits into scores. auto: as in the model's config (problem_type, or
+    sentence-transformers' activation), or else sigmoid for one label and softmax for several. none:
+    scores are the logits.
     """
 
     def __post_init__(self) -> None:

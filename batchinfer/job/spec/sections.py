@@ -39,13 +39,12 @@ class JobSampling(SamplingParams):
     """How the output tokens of a row are chosen. Names and meanings are vLLM's."""
 
     max_tokens: int = field()
-    """Most tokens of a sample."""
+    """Largest number of tokens in a sample."""
     seed: int = 0
     """Seed of the random numbers. Runs with the same seed draw the same tokens."""
     key: Literal["position", "id"] = "position"
-    """Value that keys a row's random numbers together with the seed. position: the row's position
-    in the input. id: the row's value in input.id_column, so that a row that moves keeps its
-    samples."""
+    """What a row's random numbers depend on, in addition to the seed. position: the row's position
+    in the input. id: the row's value in input.id_column, so a row that moves keeps its samples."""
 
     @property
     def params(self) -> SamplingParams:
@@ -67,9 +66,9 @@ class ErrorsSpec(Section):
     """Limits on failed rows."""
 
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Largest share of failed rows. If it is exceeded, the job ends with exit code 3."""
+    """Largest allowed fraction of failed rows. If more rows fail, the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
-    """Least number of rows without an error; with ``accept``, least number of kept samples. With
+    """Smallest allowed number of rows without an error, or with ``accept`` of kept samples. With
     fewer, the job ends with exit code 3. null: no limit, but the job warns if the input has no
     rows, the filter selects no rows, or ``accept`` keeps no sample."""
 
@@ -78,7 +77,7 @@ class StatsSpec(Section):
     """What to record about the run."""
 
     every_steps: int = Field(default=1, ge=1)
-    """N: every N-th engine step is recorded in stats/steps.parquet."""
+    """Record every N-th step of the engine in stats/steps.parquet."""
 
 
 class ScaleSpec(Section):
@@ -94,7 +93,7 @@ class ScaleSpec(Section):
     """local: processes on this machine. auto: the Ray cluster in RAY_ADDRESS. Any other value:
     host:port of a Ray cluster."""
     start_timeout: Text = "10m"
-    """Longest time for min_workers to start, like 90s or 10m."""
+    """How long to wait until min_workers are ready, like 90s or 10m."""
     resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
     """Ray resources to reserve per worker, like {"spot": 1}. May include num_cpus and num_gpus."""
 

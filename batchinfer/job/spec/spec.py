@@ -75,31 +75,32 @@ class ModelSpec(Section):
     """The model and the way to load it."""
 
     name: Text
-    """Hub id or local directory; safetensors only."""
+    """Hub id or local directory. Weights must be in safetensors."""
     revision: Text | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: Text | None = None
-    """Hub id or local directory; null: the tokenizer of the model."""
+    """Hub id or local directory. null: the tokenizer of the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights and activations. auto: the data type of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Most tokens of prompt and output together; null: the limit in the model's config."""
+    """Largest number of tokens of a prompt and its output together. null: the limit in the model's
+    config."""
     quantization: Text | None = None
-    """Method that quantizes the weights of linear layers on load. int8 and int4: batchinfer's
-    methods for CPUs, with int8 activations. fp8: batchinfer's method for CUDA devices, in blocks of
-    128 x 128, with fp8 activations from compute capability 8.9 on. int8_weight_only and
-    int4_weight_only: methods of torchao. null: keep torchao's quantization and dequantize other
-    checkpoints. int8, int4 and fp8 use the saved weights of a quantized checkpoint unchanged if the
-    format fits."""
+    """Method that quantizes the weights of linear layers when they are loaded. int8 and int4:
+    batchinfer's methods for CPUs, with int8 activations. fp8: batchinfer's method for CPUs and CUDA
+    devices, in blocks of 128 x 128; on CUDA devices from compute capability 8.9 on, activations are
+    fp8 too. int8_weight_only and int4_weight_only: methods of torchao. null: keep torchao's
+    quantization and dequantize other checkpoints. int8, int4 and fp8 use the weights of a quantized
+    checkpoint as they were saved if the format allows it."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters in peft's format: a folder or hub id for each name. ``prompt.adapter`` selects
-    an adapter for all rows, ``prompt.adapter_column`` for each row. A request of an OpenAI batch
-    file selects an adapter as its model."""
+    an adapter for all rows, ``prompt.adapter_column`` for each row. A request in an OpenAI batch
+    file selects an adapter by naming it as the model."""
     trust_remote_code: bool = False
-    """Run code from the model folder. Not yet."""
+    """Run code from the model folder. Not supported yet."""
     served_model_name: Text | tuple[Text, ...] | None = None
-    """Names that requests of an OpenAI batch file must use for the model. The last path components
-    of a name are enough. Answers to requests without a model use the first name. null: model.name;
+    """Names of the model that requests in an OpenAI batch file may use. The last components of such
+    a path are enough. Answers to requests without a model use the first name. null: model.name;
     requests for other models are then answered with a warning, or refused if model.adapters is
     set."""
 
@@ -149,20 +150,20 @@ class InputSpec(Section):
     """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest when the job
     is planned."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
-    """Treatment of files that differ in a column which the job uses or keeps. strict: refuse the
-    files. union: use a type that holds every value unchanged (int64 for int32 and int64, string for
-    dictionaries of strings), and null where a file does not have the column. Types without a common
+    """What to do if files differ in a column that the job uses or keeps. strict: refuse the files.
+    union: use a type that holds every value unchanged (int64 for int32 and int64, string for
+    dictionaries of strings), and null if a file does not have the column; columns without a common
     type, like string and number, are refused. JSON Lines files always form a union."""
     id_column: Text | None = None
     """A column that identifies rows. A row without a value fails with missing_id, and a row with
     the value of an earlier row fails with duplicate_id."""
     filter: Text | None = None
-    """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. Rows are not run if
-    the condition is false or null. The other rows keep their row_id."""
+    """SQL condition on a row's columns, like lang = 'en' and length(text) > 10. Only rows for which
+    it is true run. They keep their row_id."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
-    """Most rows to run: the first rows that filter selects."""
+    """Run only this many rows: the first ones that filter selects."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -189,7 +190,7 @@ class OutputSpec(Section):
     rows_per_part: int = Field(default=4096, ge=1)
     """Number of rows in an output file."""
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
-    """Treatment of a directory that already has output."""
+    """What to do if the directory already has output."""
     explode: bool = False
     """Write one row per sample, in outputs and generated_text; other columns are repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
@@ -201,12 +202,12 @@ class OutputSpec(Section):
     """Output directories of other jobs, finished or not. Rows with the same prompt, parameters and
     model are copied from there instead of computed."""
     partition_by: tuple[Text, ...] = ()
-    """Output columns by which the job also writes the rows to partitioned/column=value/ at its end:
-    status, or kept input columns of strings, integers, dates or booleans."""
+    """Columns by which to partition a copy of the output, in partitioned/column=value/: status, or
+    kept input columns of strings, integers, dates or booleans."""
     reasoning: Literal["auto", "none"] | ReasoningSpec = "none"
-    """Split reasoning from the answer, into the columns reasoning and num_reasoning_tokens.
-    Structured outputs and accept then apply to the answer alone. auto: use the markers of the chat
-    template or the tokenizer. none: keep both in the text."""
+    """Write the reasoning to the columns reasoning and num_reasoning_tokens instead of the text.
+    Structured outputs and accept then apply to the answer only. auto: use the markers of the chat
+    template or the tokenizer. none: keep the reasoning in the text."""
     tool_parser: Text | None = None
     """Format of the model's tool calls, which are written to the column tool_calls. auto: the
     format of the model's chat template. none: keep tool calls in the text. Any other value: vLLM's

@@ -75,7 +75,7 @@ def test_every_key_of_the_schema_has_a_description() -> None:
         for field in dataclasses.fields(record):
             assert field.name in records[record.__name__]["properties"]
     assert records["EngineConfig"]["properties"]["block_size"]["description"] == (
-        "Tokens per KV block."
+        "Number of tokens in a KV block."
     )
     for name in ("ModelSpec", "InputSpec", "JobSampling", "OutputSpec", "ErrorsSpec", "StatsSpec"):
         for key, value in records[name]["properties"].items():
