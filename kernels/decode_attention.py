@@ -47,7 +47,8 @@ def decode_config(heads: Heads, *, split: bool = False) -> LaunchConfig:
 
 
 def multiplies_float8(query: torch.dtype, heads: Heads, *, transposed: bool) -> bool:
-    """True if decodes use float8 GEMMs: warp groups support them, and a group's heads fit."""
+    """Return true if decodes use float8 GEMMs: warp groups support them, and a group's heads
+    fit."""
     fits = heads.cache_bytes == 1 and transposed and heads.group <= MAX_HEADS
     return fits and query == torch.bfloat16 and heads.capability == 90
 

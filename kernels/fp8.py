@@ -30,7 +30,7 @@ def as_readable(cache: torch.Tensor) -> torch.Tensor:
 
 
 def is_transposed(values: torch.Tensor) -> bool:
-    """True if blocks store values as contiguous float8 `[width, token]`.
+    """Return true if blocks store values as contiguous float8 `[width, token]`.
 
     Such values are never NaN (`without_nan`).
     """

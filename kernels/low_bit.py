@@ -236,7 +236,7 @@ LowBitWeight = Int8Weight | GroupedWeight
 
 
 def can_group(group_size: int) -> bool:
-    """True if the kernels support groups of ``group_size`` columns."""
+    """Return true if the kernels support groups of ``group_size`` columns."""
     return group_size % _STEP == 0 and group_size <= _MOST
 
 

@@ -105,7 +105,11 @@ class OutputTracker:
         return sum(sum(known.sizes.values()) for known in reported)
 
     def take(
-        self, states: Iterable[RequestState], ended: Iterable[Completion], *, whole: bool = False
+        self,
+        states: Iterable[RequestState],
+        ended: Iterable[Completion],
+        *,
+        report_all: bool = False,
     ) -> list[OutputIncrement]:
         """Return the increments since the last call, for requests with new output.
 
@@ -115,7 +119,7 @@ class OutputTracker:
         Args:
             states: the running and waiting requests.
             ended: finished requests without errors, whose rows have unfinished requests.
-            whole: true to report all output again.
+            report_all: true to report all output again.
         """
         before, self._reported = self._reported, {}
         increments = []
@@ -131,11 +135,11 @@ class OutputTracker:
             if restarted:
                 known.skips_prefix_cache, known.sizes = not known.skips_prefix_cache, {}
             new = everything = list(samples)
-            if not whole:
+            if not report_all:
                 new = [s for s in everything if s.size > known.sizes.get(s.index, 0)]
             if not new and not restarted:
                 continue
-            if whole or restarted or known.chain < 0 or request.params.beam_width:
+            if report_all or restarted or known.chain < 0 or request.params.beam_width:
                 known.chain, known.sizes, new = known.chain + 1, {}, everything
             parts = [sample.since(known.sizes.get(sample.index, 0)) for sample in new]
             known.sizes |= {sample.index: sample.size for sample in new}

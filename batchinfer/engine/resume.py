@@ -53,7 +53,8 @@ def _continue(state: RequestState, partial: PartialOutput) -> list[Sequence]:
 
 
 def _is_whole(request: Request, partial: PartialOutput, max_model_len: int) -> bool:
-    """True if a partial output has all samples and values, and no unfinished sample has ended."""
+    """Return true if a partial output has all samples and values, and no unfinished sample has
+    ended."""
     params = request.params
     most = min(params.max_tokens, max_model_len - request.num_prompt_tokens)
     if not all(0 < len(sample.token_ids) < most for sample in partial.samples):

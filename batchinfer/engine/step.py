@@ -46,7 +46,7 @@ class SamplingColumns:
 
     @classmethod
     def zeros(cls, count: int) -> Self:
-        """Columns of ``count`` zeros."""
+        """Return columns of ``count`` zeros."""
         return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
@@ -235,7 +235,7 @@ class StepResult:
     named_logprobs: Float32 | None = None  # [K, W] log-probabilities of named ids, -inf = padding
 
     def lacks_token(self, at: int) -> bool:
-        """True if bans and allowed ids excluded every token of sample ``at``."""
+        """Return true if bans and allowed ids excluded every token of sample ``at``."""
         return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:

@@ -184,7 +184,7 @@ def _cache_folders() -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """True if only this user can write to a folder."""
+    """Return true if only this user can write to a folder."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 

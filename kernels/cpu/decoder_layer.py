@@ -45,7 +45,7 @@ class StepArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """True if the C kernels can be compiled and support ``dtype``."""
+    """Return true if the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 

@@ -44,7 +44,7 @@ class _EncoderArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """True if the C kernels can be compiled and support ``dtype``."""
+    """Return true if the C kernels can be compiled and support ``dtype``."""
     return load() is not None and dtype in SUFFIX
 
 

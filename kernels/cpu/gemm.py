@@ -35,7 +35,7 @@ _MEMORY = HugePages()
 
 
 def aliases_cache_sets(row_bytes: int) -> bool:
-    """True if rows with this stride map to the same cache sets and evict each other."""
+    """Return true if rows with this stride map to the same cache sets and evict each other."""
     return row_bytes % _CACHE_PERIOD == 0
 
 
@@ -63,7 +63,7 @@ class _PackArgs(ctypes.Structure):
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """True if the C kernels can be compiled and support a weight [out, in]."""
+    """Return true if the C kernels can be compiled and support a weight [out, in]."""
     if load() is None or weight.dtype not in SUFFIX:
         return False
     return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # bfloat16 is read in pairs

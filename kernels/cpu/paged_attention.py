@@ -56,12 +56,12 @@ class _WriteArgs(ctypes.Structure):
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """True if the C kernels can be compiled and support ``dtype``."""
+    """Return true if the C kernels can be compiled and support ``dtype``."""
     return dtype in _ATTEND and load() is not None
 
 
 def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """True if the C kernels can be compiled and support queries of ``dtype`` over a pool of
+    """Return true if the C kernels can be compiled and support queries of ``dtype`` over a pool of
     ``pool_dtype``."""
     return pool_dtype in (dtype, torch.float8_e4m3fn) and supports(dtype)
 
@@ -99,7 +99,8 @@ def paged_attention(
     shared_lens: torch.Tensor | None = None,  # [S] int32
     kernel: int | None = None,
 ) -> None:
-    """Causal attention over a paged KV cache on the CPU; reference: ``reference.paged_attention``.
+    """Compute causal attention over a paged KV cache on the CPU, like
+    ``reference.paged_attention``.
 
     Queries are float32 or bfloat16. The pool has the same dtype or float8 e4m3fn. Accumulation is
     float32. A row's bits depend only on its own context. float8 keys are stored as

@@ -151,7 +151,7 @@ def test_what_is_cut_off_goes_on_as_if_nothing_had_been(
             # What is told goes to disk with the rows that are finished by then.
             if number % every == 0 or completions or number == cut:
                 whole = number % 5 == 0
-                outputs.add(f"{run}", tracker.take(engine.states, [], whole=whole))
+                outputs.add(f"{run}", tracker.take(engine.states, [], report_all=whole))
                 prefill += sum(one.prefill_tokens for one in untold)
                 untold.clear()
             if number == cut:

@@ -87,7 +87,8 @@ def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str
 
 
 def has_latent(text: Mapping[str, Any]) -> bool:
-    """True if a model can cache the latent that its keys and values are projected from (MLA)."""
+    """Return true if a model can cache the latent that its keys and values are projected from
+    (MLA)."""
     return bool(text.get("kv_lora_rank")) and text.get("model_type") in _LATENT_FAMILIES
 
 

@@ -240,7 +240,7 @@ class PrefixIndex:
         return self._roots.setdefault(adapter, Block(slot=-1))
 
     def is_root(self, block: Block) -> bool:
-        """True if a block is a root."""
+        """Return true if a block is a root."""
         return block in self._roots.values()
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:

@@ -109,7 +109,7 @@ def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[
 
 
 def holds_more(block: Block, other: Block) -> bool:
-    """True if ``block`` has all window slots that ``other`` has, and at least one more."""
+    """Return true if ``block`` has all window slots that ``other`` has, and at least one more."""
     has = [slot.slot >= 0 for slot in block.window_slots]
     other_has = [slot.slot >= 0 for slot in other.window_slots]
     return has != other_has and all(map(ge, has, other_has))

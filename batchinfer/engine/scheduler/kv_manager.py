@@ -217,7 +217,7 @@ class KVManager:
         return entries
 
     def _must_copy_tail(self, row: int) -> bool:
-        """True if the row's next token goes into a block that other sequences use."""
+        """Return true if the row's next token goes into a block that other sequences use."""
         table = self._table
         partly_filled = table.num_computed[row] % table.block_size != 0
         return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1

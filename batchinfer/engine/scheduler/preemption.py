@@ -51,7 +51,7 @@ class PreemptionPolicy:
         self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
 
     def should_swap(self, tables: Items[list[Block]], block_size: int) -> bool:
-        """True if sequences that are preempted together should be swapped.
+        """Return true if sequences that are preempted together should be swapped.
 
         Args:
             tables: blocks of each sequence.
@@ -98,7 +98,7 @@ class ReuseHints:
                 self._pool.update_priority(block)
 
     def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
-        """True if a block has the end of a sequence's computed tokens and no other use."""
+        """Return true if a block has the end of a sequence's computed tokens and no other use."""
         return (
             block is not None
             and self._waiting.get(sequence, [None])[-1] is block

@@ -130,7 +130,7 @@ class SequenceTable:
         return len(self.sequences) - len(self._free_rows)
 
     def has_room(self, count: int = 1) -> bool:
-        """True if ``count`` more sequences can run.
+        """Return true if ``count`` more sequences can run.
 
         Rows are reserved for future beams. If no sequence runs, the beams of any search fit.
         """
@@ -172,7 +172,7 @@ class SequenceTable:
         return min(total, self.most_tokens(request))
 
     def most_tokens(self, request: Request) -> int:
-        """Limit of a request's prompt and output together.
+        """Return the limit of a request's prompt and output together.
 
         The token that a pooling request draws is never computed, so it needs no position.
         """

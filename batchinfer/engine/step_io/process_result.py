@@ -217,7 +217,7 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """[K] True where logits of the prompt were NaN; all are known with the first sample."""
+    """Return [K] True where logits of the prompt were NaN. All are known with the first sample."""
     has_nonfinite = np.zeros(len(sequences), dtype=np.bool_)
     first = samples.is_first | (samples.lengths == 1)
     for at in np.flatnonzero(samples.scores_prompt & first):

@@ -143,7 +143,7 @@ class TokensInFlight:
         is_wasteful = bool(increments) and self._cost > 2 * needed + _MOST_OBSOLETE_TOKENS
         replaces_all = is_wasteful or not needed
         if replaces_all:
-            increments = self._tracker.take(self._states, ended, whole=True)
+            increments = self._tracker.take(self._states, ended, report_all=True)
             increments += [kept.whole(id) for id, kept in self._kept.items() if kept.num_tokens]
             self._cost = 0
         if increments:

@@ -155,7 +155,7 @@ class ForwardContext:
     """Adapters of the step's rows; None: no row has an adapter."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
-        """Slots of each token's keys and values in a layer, [T] int64."""
+        """Return the slots of each token's keys and values in a layer, [T] int64."""
         group = self.cache.group(layer)
         if group == 0:
             return self.tensors["slot_mapping"]

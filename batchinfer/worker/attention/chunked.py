@@ -29,21 +29,21 @@ class ChunkedAttention:
     """Attends over the pool's blocks. Some layers attend only within chunks (``KVLayout.chunks``).
 
     Args:
-        whole: the backend for layers without chunks.
-        within: the backend for layers with chunks.
+        unchunked: the backend for layers without chunks.
+        chunked: the backend for layers with chunks.
     """
 
     joins_layers = False
     """False, because C layers use the step as it is for their layer group, not cut into chunks."""
 
-    def __init__(self, cache: KVCache, whole: PlainAttention, within: PlainAttention) -> None:
-        self._cache, self._whole, self._within = cache, whole, within
+    def __init__(self, cache: KVCache, unchunked: PlainAttention, chunked: PlainAttention) -> None:
+        self._cache, self._unchunked, self._chunked = cache, unchunked, chunked
         self._chunk = max(cache.layout.chunks)
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._whole.begin_step(step, tensors)
+        self._unchunked.begin_step(step, tensors)
         cut = cut_at_chunks(step, self._chunk, self._cache.layout.block_size)
-        self._within.begin_step(cut, to_device(_arrays(cut), self._cache.pool.device))
+        self._chunked.begin_step(cut, to_device(_arrays(cut), self._cache.pool.device))
 
     def attend(
         self,
@@ -51,15 +51,15 @@ class ChunkedAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        backend = self._within if self._cache.layout.chunks[layer] else self._whole
+        backend = self._chunked if self._cache.layout.chunks[layer] else self._unchunked
         return backend.attend(layer, query, variant)
 
 
 class CapturedChunkedAttention(ChunkedAttention):
     """Attention within chunks on a CUDA device, for steps with and without a graph."""
 
-    _whole: CudaAttention
-    _within: CudaAttention
+    _unchunked: CudaAttention
+    _chunked: CudaAttention
 
     def begin_captured(
         self,
@@ -75,12 +75,14 @@ class CapturedChunkedAttention(ChunkedAttention):
         """
         within = _within_chunks(tensors, self._chunk, self._cache.layout.block_size)
         longest = min(max_context_len, self._chunk)
-        self._whole.begin_captured(tensors, max_context_len, shares=shares, max_chunks=max_chunks)
-        self._within.begin_captured(within, longest, shares=shares, max_chunks=max_chunks)
+        self._unchunked.begin_captured(
+            tensors, max_context_len, shares=shares, max_chunks=max_chunks
+        )
+        self._chunked.begin_captured(within, longest, shares=shares, max_chunks=max_chunks)
 
 
 def crosses_chunks(step: Step, chunk: int) -> bool:
-    """True if some sequence of a step computes tokens of more than one chunk."""
+    """Return true if some sequence of a step computes tokens of more than one chunk."""
     starts = step.context_lens - np.diff(step.query_starts)
     return bool((starts // chunk < (step.context_lens - 1) // chunk).any())
 

@@ -66,7 +66,7 @@ class StepInputs:
         self._prev_token_ids = torch.zeros(largest.sequences, dtype=torch.int64, device=device)
 
     def holds(self, step: Step) -> bool:
-        """True if the step's block tables, previous samples and adapters fit."""
+        """Return true if the step's block tables, previous samples and adapters fit."""
         return (
             step.block_tables.shape[1] <= self._max_blocks
             and _num_previous(step) <= len(self._prev_token_ids)
