@@ -50,7 +50,7 @@ ROOMS = [
     Room("protocols", "what the engine asks of the text plane"),
     Room(
         "process",
-        "The process of a job: signals, the garbage collector, threads, and the cores it may use.",
+        "The process of a job: signals, garbage collection, threads, and the cores that it may use.",
         ("errors",),
     ),
     Room(
@@ -99,7 +99,7 @@ ROOMS = [
     ),
     Room(
         "console",
-        "Values, tables, waits and progress as they are shown on a terminal.",
+        "Formats values, tables, waits and progress for a terminal.",
         ("near_names", "engine.stats"),
     ),
     Room(

@@ -1,4 +1,4 @@
-"""Values, tables, waits and progress as they are shown on a terminal.
+"""Formats values, tables, waits and progress for a terminal.
 
 May import: near_names, engine.stats.
 """

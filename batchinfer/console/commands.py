@@ -16,7 +16,7 @@ _WORDINGS = (
     (re.compile(r"Input should be greater than or equal to (\S+)"), r"it must be \1 or more"),
     (re.compile(r"Input should be less than or equal to (\S+)"), r"it must be \1 or less"),
 )
-"""Pydantic's messages about invalid values, which Typer shows, and their replacements."""
+"""Pydantic's messages about invalid values, which Typer shows, with their replacements."""
 
 
 class Commands(TyperGroup):

@@ -16,15 +16,15 @@ class Display:
     """Writes text to stderr, with a progress bar on a terminal, and the result to stdout.
 
     Args:
-        quiet: show only errors.
-        result_on_stdout: write the result to stdout, because people read it.
+        quiet: True to show only errors.
+        result_on_stdout: True to write the result to stdout, because people read it.
     """
 
     def __init__(self, *, quiet: bool = False, result_on_stdout: bool = True) -> None:
         self._quiet = quiet
         self._result_on_stdout = result_on_stdout
         self.phases: PhaseView | None = make_phase_view(quiet=quiet)
-        """Shows phases; None: phases are not shown."""
+        """Shows phases; None if phases are not shown."""
 
     def progress(self, meter: Meter) -> Progress:
         """Return a display of the progress of rows."""
@@ -42,10 +42,10 @@ class Display:
         """Report an event of the run.
 
         Args:
-            event: its name, for machines.
-            text: the event in words, for people; ``printable``.
-            is_result: the text belongs to stdout if people read stdout.
-            fields: facts, for machines; JSON data.
+            event: name of the event, for machines.
+            text: the event in words, for people; must be ``printable``.
+            is_result: True if the text belongs to stdout when people read stdout.
+            fields: facts for machines, as JSON data.
         """
         if level == "error" or not self._quiet:
             self._write(event, text, level, is_result, fields)

@@ -11,13 +11,13 @@ from pathlib import Path, PurePath
 from batchinfer.near_names import nearest, unseen_difference
 
 MAX_LINE = 300
-"""Longest line of a message."""
+"""Most characters in a line of a message."""
 _MOST_NAMES = 2000
-"""Most names in a folder to search for a similar name: a folder may hold millions."""
+"""Most names in a folder to search for a similar name, because a folder may hold millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """Return ``text`` as one line of at most ``limit`` characters, control characters escaped."""
+    """Return ``text`` as one line of up to ``limit`` characters, with escaped control characters."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
@@ -76,7 +76,7 @@ def counted_rows(count: int) -> str:
 
 
 def whole_percent(share: float) -> str:
-    """Format a share in whole percent, rounded down: only all is 100%."""
+    """Format a share in whole percent, rounded down, so that only the whole is 100%."""
     return f"{math.floor(100 * share)}%"
 
 

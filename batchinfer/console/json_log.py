@@ -26,7 +26,7 @@ PROGRESS_EVERY_S = 10.0
 MOST_OF_LINE = 1 << 16
 """Most bytes of a captured line in memory; a longer line becomes several objects."""
 _WAIT_S = 2.0
-"""Longest wait for the reader of a captured stream."""
+"""Seconds to wait for the reader of a captured stream."""
 
 
 class JsonLog:
@@ -47,7 +47,7 @@ class JsonLog:
         self._last_error = ""
 
     def line(self, event: str, message: str, level: Level = "info", **fields: object) -> bytes:
-        """Return an object as a line; values in ``fields`` that are not JSON become text."""
+        """Format an object as a line; values in ``fields`` that are not JSON become text."""
         at = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         head = {"time": at.replace("+00:00", "Z"), "level": level, "event": event}
         return json.dumps({**head, "message": message, **fields}, default=str).encode() + b"\n"
@@ -112,7 +112,7 @@ class JsonProgram:
     """Writes the JSON log of a program, and captures its streams until it exits.
 
     Args:
-        keep_stdout: leave stdout alone, because the caller reads a result from it.
+        keep_stdout: True to leave stdout unchanged, because the caller reads a result from it.
     """
 
     def __init__(self, *, keep_stdout: bool) -> None:
@@ -151,7 +151,7 @@ class _Records(logging.Handler):
 
 
 class JsonDisplay(Display):
-    """Writes a run as objects of a log; only errors if ``quiet``."""
+    """Writes the events of a run as objects of a log; writes only errors if ``quiet``."""
 
     def __init__(self, log: JsonLog, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)

@@ -1,11 +1,10 @@
 """Progress of a job by rows and by tokens, and the time left.
 
-While all rows are in flight none is finished. Their tokens then show the progress, relative to the
-tokens that a row is expected to draw: tokens drawn / rows finished, over running and finished rows.
-(The mean of the finished rows alone would be that of short answers for as long as long ones run.
-This is the maximum-likelihood estimate for censored lifetimes; Epstein and Sobel, "Life testing",
-1953.) Until a row is finished a row is expected to draw the most it may, and the time left is an
-upper bound.
+Before any row is finished, only tokens show progress: drawn tokens relative to the tokens that a
+row is expected to draw. The expectation is drawn tokens of running and finished rows / number of
+finished rows, the maximum-likelihood estimate for censored lifetimes (Epstein and Sobel, "Life
+testing", 1953). The mean of finished rows alone would be too small while long answers run. Until a
+row is finished, each row is expected to draw its token limit, and the time left is an upper bound.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ class Counts:
     """
 
     rows: int = 0
-    """Rows finished."""
+    """Number of finished rows."""
     failed: int = 0
-    """Finished rows with an error."""
+    """Number of finished rows with an error."""
     reused: int = 0
-    """Rows copied from other outputs, not counted in ``rows``."""
+    """Number of rows copied from other outputs; ``rows`` does not count them."""
     begun: int = 0
-    """Rows given to the engine."""
+    """Number of rows given to the engine."""
     ended: int = 0
-    """Rows given to the engine that are finished."""
+    """Number of rows given to the engine that are finished."""
     most_tokens: int = 0
     """Most output tokens of the rows given to the engine."""
     prompt_tokens: int = 0
     """Prompt tokens of the rows given to the engine."""
     tokens: int = 0
-    """Output tokens drawn."""
+    """Number of drawn output tokens."""
     kept_tokens: int = 0
-    """Output tokens of the rows given to the engine that earlier runs drew."""
+    """Number of output tokens that earlier runs drew for the rows given to the engine."""
     settled_tokens: int = 0
-    """Tokens of both kinds that belong to no running row."""
+    """Number of tokens in ``tokens`` and ``kept_tokens`` that belong to no running row."""
     prefill_tokens: int = 0
-    """Tokens computed for prompts, or computed again."""
+    """Number of prompt tokens computed, including tokens computed again."""
     preemptions: int = 0
 
     def __add__(self, other: Counts) -> Counts:
@@ -59,7 +58,7 @@ class Counts:
 
     @classmethod
     def lost_with(cls, worker: Counts) -> Self:
-        """Return what to add when a worker dies and others start its running rows again."""
+        """Return the counts to add when a worker dies and others start its running rows again."""
         running = worker.begun - worker.ended
         return cls(
             begun=-running,
@@ -73,12 +72,12 @@ _values = attrgetter(*(field.name for field in fields(Counts)))
 
 
 class Meter:
-    """Measures the progress of a run, and the pool's use.
+    """Measures the progress of a run, and the use of its KV cache.
 
     Args:
-        total: rows to run.
-        before: rows finished by earlier runs.
-        draws: whether rows draw tokens; otherwise rows and input tokens measure the speed.
+        total: number of rows to run.
+        before: number of rows that earlier runs have finished.
+        draws: True if rows draw tokens; otherwise rows and input tokens measure the speed.
         clock: returns seconds.
     """
 
@@ -95,19 +94,19 @@ class Meter:
         self.draws = draws
         self.counts = Counts()
         self.failed = 0
-        """Failed rows. The thread that writes rows counts them."""
+        """Number of failed rows; the thread that writes rows counts them."""
         self.reused = 0
-        """Rows copied from other outputs; counted like ``failed``."""
+        """Number of rows copied from other outputs; the thread that writes rows counts them."""
         self.step: StepStats | None = None
-        """The latest step of this process's engine."""
+        """Latest step of this process's engine."""
         self.note = ""
-        """Replaces the pool's use in texts."""
+        """Text to show instead of the use of the KV cache."""
         self._clock = clock
         self._began = clock()
         self._most_done = 0.0
 
     def begin(self) -> None:
-        """Start the clock now: the time before was no work on rows."""
+        """Start the clock now, because no rows ran before."""
         self._began = self._clock()
 
     def add(self, added: Counts, step: StepStats | None) -> None:
@@ -124,12 +123,12 @@ class Meter:
 
     @property
     def rows_finished(self) -> int:
-        """Rows that this run has computed or copied."""
+        """Number of rows that this run has computed or copied."""
         return self.counts.rows + self.reused
 
     @property
     def rows_running(self) -> int:
-        """Unfinished rows in the engine."""
+        """Number of unfinished rows in the engine."""
         return max(0, self.counts.begun - self.counts.ended)
 
     @property
@@ -144,7 +143,7 @@ class Meter:
 
     @property
     def pool(self) -> float | None:
-        """Used share of the KV blocks; None without a pool, or before the first step."""
+        """Used share of the KV blocks; None without a KV cache, or before the first step."""
         return None if self.step is None else self.step.pool_use
 
     @property
@@ -154,12 +153,12 @@ class Meter:
 
     @property
     def expects_most(self) -> bool:
-        """Whether running rows are expected to draw the most they may, because none is finished."""
+        """True if rows are expected to draw their token limits, because no row is finished."""
         return self.counts.ended == 0
 
     @property
     def rows_done(self) -> float:
-        """Finished rows, plus the finished shares of running rows."""
+        """Number of finished rows, plus the finished shares of running rows."""
         if not self.draws:
             return min(float(self.total), max(self.rows_finished, self._rows_read))
         counts, expected = self.counts, self._expected_tokens
@@ -169,7 +168,7 @@ class Meter:
 
     @property
     def _rows_read(self) -> float:
-        """Rows by their computed tokens: an encoder takes long rows first."""
+        """Number of finished rows by computed tokens, because an encoder takes long rows first."""
         counts = self.counts
         other = self.rows_finished - counts.ended  # rows that were refused or copied
         return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)
@@ -208,7 +207,7 @@ class Meter:
 
     @property
     def speeds(self) -> list[str]:
-        """Reused rows, if any, and tokens per second; rows and input tokens if none are drawn."""
+        """Return reused rows, if any, and tokens per second; rows and input tokens without draws."""
         speeds = [f"{self.tokens_per_s:,.0f} tokens/s"]
         if not self.draws:
             computed = self.counts.prefill_tokens / self.elapsed_s
@@ -217,24 +216,24 @@ class Meter:
 
     @property
     def rates(self) -> str:
-        """Speeds and the pool's use, for the end of a progress bar or line."""
+        """Return speeds and use of the KV cache, for the end of a progress bar or line."""
         pool = "" if self.pool is None else f"pool {self.pool:.0%}, shared {self.shared:.0%}"
         return ", ".join(filter(None, [*self.speeds, self.note or pool]))
 
     @property
     def rows_line(self) -> str:
-        """Finished rows of all, such as ``1,235 of 5,000 rows``."""
+        """Return the finished rows, such as ``1,235 of 5,000 rows``."""
         whole = self.before + self.total
         return f"{self.before + self.rows_finished:,} of {counted(whole, 'row')}"
 
     @property
     def running_line(self) -> str:
-        """Unfinished rows, such as ``256 in the engine``; "" if there are none."""
+        """Return the unfinished rows, such as ``256 in the engine``; "" if there are none."""
         return f"{self.rows_running:,} in the engine" if self.rows_running else ""
 
     @property
     def line(self) -> str:
-        """The progress as one line."""
+        """Return the progress as one line."""
         rows = f"{self.rows_line} ({whole_percent(self.rows_share)})"
         failed = f"{self.failed:,} failed" if self.failed else ""
         work = f"{whole_percent(self.share)} of the work done" if self.rows_running else ""
@@ -243,12 +242,12 @@ class Meter:
 
     @property
     def left(self) -> str:
-        """The time left, such as ``about 12.0 s left``; only if ``eta_s`` is known."""
+        """Return the time left, such as ``about 12.0 s left``, if ``eta_s`` is known."""
         assert self.eta_s is not None
         return f"{'at most' if self.expects_most else 'about'} {duration(self.eta_s)} left"
 
     def facts(self) -> dict[str, Any]:
-        """Return the progress by name, for machines; in rows, tokens and seconds."""
+        """Return the progress for machines, by name, in rows, tokens and seconds."""
         return {
             "rows_total": self.before + self.total,
             "rows_finished": self.before + self.rows_finished,

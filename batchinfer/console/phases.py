@@ -18,7 +18,7 @@ from batchinfer.console.format import duration, printable
 from batchinfer.console.terminal import LINE_EVERY_S, TerminalLine, print_line
 
 SHOWN_AFTER_S = 0.5
-"""Shorter phases are not shown."""
+"""Seconds after which a phase is shown."""
 _TICK_S = 0.25
 _GIGA = 1e9
 
@@ -27,10 +27,10 @@ class PhaseView(Protocol):
     """Shows phases."""
 
     def lasts(self, name: str, detail: str, seconds: float) -> None:
-        """Show that a phase has lasted ``seconds``; called again and again.
+        """Show that a phase has lasted ``seconds``; called repeatedly.
 
         Args:
-            detail: progress of the phase; "" if unknown.
+            detail: progress of the phase; "" if it is unknown.
         """
         ...
 
@@ -40,7 +40,7 @@ class PhaseView(Protocol):
 
 
 class StatusLine:
-    """Shows the current phase on a line of a terminal, which the next phase replaces."""
+    """Shows the current phase on a line of a terminal; the next phase replaces it."""
 
     def __init__(self) -> None:
         self._line: TerminalLine | None = None
@@ -122,7 +122,7 @@ class Phases:
     most the elapsed time.
 
     Args:
-        view: shows phases; None: phases are not shown.
+        view: shows phases; None to show no phases.
         clock: returns seconds.
     """
 
@@ -130,7 +130,7 @@ class Phases:
         self, view: PhaseView | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """Seconds of the phases that have ended, summed by name, in the order they began."""
+        """Seconds of the ended phases, summed by name, in the order of first use."""
         self._view = view
         self._clock = clock
         self._stack: list[Phase] = []
@@ -151,7 +151,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[Phase]:
-        """Make ``phase`` the current one."""
+        """Make ``phase`` the current phase."""
         with self._lock:
             self._end_current()
             self._stack.append(phase)
@@ -173,7 +173,7 @@ class Phases:
                 self._view.lasts(*current)
 
     def __enter__(self) -> Self:
-        """Make these the active phases."""
+        """Make this object the active one."""
         if self._view is not None:
             self._thread = Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -201,7 +201,7 @@ class Phases:
 
 
 _active: list[Phases] = []
-"""Active objects; the last one is in use."""
+"""Active objects; the last object is in use."""
 
 
 def active_phases() -> Phases | None:
@@ -211,7 +211,7 @@ def active_phases() -> Phases | None:
 
 @contextmanager
 def phase(name: str, total: float = 0, unit: str = "") -> Iterator[Phase]:
-    """Record the time inside as a phase; arguments as for ``Phase``."""
+    """Record the time inside as a phase; see ``Phase`` for the arguments."""
     begun, active = Phase(name, total, unit), active_phases()
     if active is None:
         yield begun

@@ -52,7 +52,8 @@ class MeteredProgress(Progress):
     """Counts progress with a meter. Subclasses also show it.
 
     Args:
-        warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None: no lines.
+        warn: receives a line if no step has ended for 30 s, 60 s, 120 s and so on; None for no
+            lines.
         clock: returns seconds.
     """
 
@@ -193,7 +194,7 @@ def draw_bar(share: float, cells: int) -> str:
 
 
 def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
-    """Append texts, each after its separator, until the next one does not fit."""
+    """Append texts, each after its separator, until the next text does not fit."""
     for separator, text in texts:
         longer = f"{line}{separator}{text}"
         if disp_len(longer) > width:

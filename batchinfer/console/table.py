@@ -1,4 +1,4 @@
-"""Renders facts about a job as a table on a terminal, as plain lines elsewhere."""
+"""Renders facts about a job as a table on a terminal, or as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class SummaryLine:
     label: str
     value: str
     note: str = ""
-    """The rest of the line, including its comma or parenthesis."""
+    """Rest of the line, including its comma or parenthesis."""
     share: float | None = None
-    """Drawn as a bar on a terminal, from 0 to 1."""
+    """Share from 0 to 1, which a terminal shows as a bar."""
     tone: str = ""
     """``good``, ``bad`` or ""."""
 
     @property
     def line(self) -> str:
-        """The fact as plain text."""
+        """Return the fact as plain text."""
         return f"{self.label:<9}{self.value}{self.note}"
 
 
@@ -82,7 +82,7 @@ def table_panel(title: str, facts: Iterable[SummaryLine]) -> Panel:
 
 
 def draws_tables(stream: TextIO | None) -> bool:
-    """Return whether ``stream`` is a terminal that can move its cursor and show more than ASCII."""
+    """Return True if ``stream`` is a terminal that can move its cursor and show more than ASCII."""
     try:
         is_terminal = stream is not None and stream.isatty()
         encoding = getattr(stream, "encoding", None) or ""

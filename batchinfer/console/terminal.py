@@ -1,4 +1,4 @@
-"""Writes to a terminal: whole lines, one line that is rewritten in place, colors."""
+"""Writes lines, colors, and a line that is rewritten in place to a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
 
 LINE_EVERY_S = 30.0
-"""Seconds between progress lines where a line cannot be rewritten."""
+"""Seconds between progress lines if a line cannot be rewritten."""
 _UNKNOWN_COLUMNS = 80
 _SGR = {"good": "32", "bad": "31", "bar": "36", "dim": "2"}
 
@@ -45,7 +45,7 @@ class TerminalLine:
         self._line.set_description_str(disp_trim(text, columns()))
 
     def close(self, last: str = "") -> None:
-        """End the line with ``last``; if that is "", the next text replaces the line."""
+        """End the line with ``last``; if ``last`` is "", the next text replaces the line."""
         self._line.close()
         if last:
             tqdm.write(disp_trim(last, columns()), file=sys.stderr)
@@ -69,7 +69,7 @@ class _Line(tqdm):  # type: ignore[misc]
 
 
 def columns() -> int:
-    """Return the usable columns of stderr: one less than all, as some terminals wrap full lines."""
+    """Return the number of columns of stderr minus one, because some terminals wrap full lines."""
     found = 0
     with suppress(OSError, ValueError):
         found = os.get_terminal_size(sys.stderr.fileno()).columns
@@ -77,7 +77,7 @@ def columns() -> int:
 
 
 def has_drawing_characters() -> bool:
-    """Return whether stderr can show more than ASCII."""
+    """Return True if stderr can show more than ASCII."""
     encoding = getattr(sys.stderr, "encoding", None) or ""
     return "utf" in encoding.lower() and os.environ.get("TERM") != "dumb"
 

@@ -80,8 +80,8 @@ class Manifest:
         """Check that ``other`` plans the same work.
 
         Raises:
-            LockedError: the job differs; the message names the keys. DataError: an input file
-                differs; the message names the file.
+            LockedError: the job differs; the message names the keys.
+            DataError: an input file differs; the message names the file.
         """
         changes = ""
         if self.fingerprint != other.fingerprint:

@@ -3,7 +3,7 @@
 The head of a classifier (transformers' ``...ForSequenceClassification``,
 GenericForSequenceClassification in modeling_layers.py) is the linear layer ``score``; an encoder
 has more layers before the logits. A reranker that answers yes or no (Qwen3-Reranker) uses the rows
-of these two tokens in the output head, as in vLLM's conversion of it
+of these two tokens in the output head, as in vLLM's conversion of the model
 (vllm/model_executor/models/adapters.py) and in sentence-transformers' ``LogitScore``
 (sentence_transformers/cross_encoder/modules/logit_score.py).
 """
@@ -42,7 +42,7 @@ from batchinfer.pooling.model_folder import (
 
 _CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
 _RERANKERS = ("qwen3", "qwen3_moe")
-"""Model types of Qwen3-Reranker, whose folders look like those of plain models."""
+"""Values of ``model_type`` of Qwen3-Reranker, whose folders look like folders of plain models."""
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _ACTIVATIONS: Mapping[str, Layer] = {"softmax": softmax, "sigmoid": sigmoid, "none": identity}
 _ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
@@ -74,7 +74,7 @@ class Classifier:
 
     labels: tuple[str, ...]
     layers: tuple[Layer, ...]
-    """Layers in order; the last returns a score for each label."""
+    """Layers in order; the last layer returns a score for each label."""
     pooling: tuple[str, ...] = ("lasttoken",)
     """Modes that combine the hidden states of a prompt."""
 
@@ -113,8 +113,8 @@ def reads_whole_texts(name: str, revision: str | None) -> bool:
 
 
 def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
-    """Return True if a model (folder or hub id) takes pairs in the prompt of Qwen3-Reranker, and
-    False if its tokenizer joins them.
+    """Return True if a model (folder or hub id) takes pairs in the prompt of Qwen3-Reranker, False
+    if its tokenizer joins pairs.
 
     Raises:
         ModelError: the folder cannot be read, has no head, or does not define the format of pairs.
@@ -139,7 +139,7 @@ def _head_tokens(
 ) -> Sequence[str | int | None] | None:
     """Return the tokens that stand for the labels, by text or id; None for a model with a head.
 
-    A reranker has two: the token for "no", or None, and the token for "yes".
+    A reranker has two entries: the token for "no" or None, and the token for "yes".
 
     Raises:
         ModelError: the folder does not define labels.
@@ -172,7 +172,7 @@ def _class_name(values: Mapping[str, Any]) -> str:
 
 
 def _logit_score(folder: Path) -> tuple[int | None, int] | None:
-    """Return the token ids of sentence-transformers' ``LogitScore``: for "no", and for "yes"."""
+    """Return the token ids for "no" and "yes" of sentence-transformers' ``LogitScore``."""
     modules = read_json(folder / "modules.json")
     for module in map(_mapping, modules if isinstance(modules, list) else ()):
         if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":

@@ -46,7 +46,7 @@ _ACTIVATIONS: Mapping[str, Layer] = {
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """Description of a model's embeddings in its folder."""
+    """Description of embeddings in a model's folder."""
 
     hidden_size: int
     """Width of the hidden states."""
@@ -60,7 +60,7 @@ class EmbeddingModules:
     max_seq_length: int | None = None
     """Most tokens of a text (``sentence_bert_config.json``)."""
     attends_both_ways: bool = False
-    """True if attention is bidirectional, so a text is computed in one step without a KV pool."""
+    """True if attention is bidirectional, so that a text takes one step and no KV cache."""
     pools_prompt: bool = True
     """True if the tokens of a named prompt are pooled too (``include_prompt``)."""
     takes_messages: bool = False
@@ -87,7 +87,7 @@ class Embedder:
 
     @property
     def reads_whole_texts(self) -> bool:
-        """True if a text must be computed in one step, as all but last-token pooling requires."""
+        """True if a text must be computed in one step, as for all pooling except last-token."""
         return self.modules.attends_both_ways or self.pooling != ("lasttoken",)
 
     @property

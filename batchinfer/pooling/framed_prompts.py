@@ -14,9 +14,9 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class FramedPromptBuilder(PromptBuilder):
-    """A prompt builder that cuts a text between its special tokens ([CLS], [SEP], end of text).
+    """Builds prompts, and cuts a text between its special tokens ([CLS], [SEP], end of text).
 
-    Rows that bring token ids are cut at the end. Nothing follows a pooled prompt, so it may have
+    Prompts of token ids are cut at the end. No tokens follow a pooled prompt, so it may have
     ``max_model_len`` tokens.
     """
 
@@ -46,8 +46,8 @@ def cut_in_frame(
     """Cut a prompt that is longer than ``most`` tokens.
 
     Args:
-        frame: numbers of special tokens before and after a text, which stay if they fit.
-        left: cut the start instead of the end.
+        frame: numbers of special tokens before and after a text. These tokens stay if they fit.
+        left: True to cut the start instead of the end.
     """
     ids = prompt.token_ids
     before, after = frame if sum(frame) < most else (0, 0)

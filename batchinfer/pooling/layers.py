@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.pooling.model_folder import Float32
 
 Layer = Callable[[Float32], Float32]
-"""Maps float32 [H] to float32 [D]."""
+"""Function from float32 [H] to float32 [D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Dense:
 
     @property
     def width(self) -> int:
-        """Size of the output, D."""
+        """Size D of the output."""
         return len(self.bias)
 
     def __call__(self, values: Float32) -> Float32:
@@ -54,7 +54,7 @@ def identity(values: Float32) -> Float32:
 
 
 def gelu(values: Float32) -> Float32:
-    """GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+    """Return the exact GELU of ``values`` (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
     errors = np.array([math.erf(value) for value in values / math.sqrt(2)])
     result: Float32 = (values * 0.5 * (1 + errors)).astype(np.float32)
     return result
@@ -73,7 +73,7 @@ def sigmoid(values: Float32) -> Float32:
 
 
 def silu(values: Float32) -> Float32:
-    """SiLU (Elfwing et al. 2017, arXiv:1702.03118)."""
+    """Return the SiLU of ``values`` (Elfwing et al. 2017, arXiv:1702.03118)."""
     return values * sigmoid(values)
 
 

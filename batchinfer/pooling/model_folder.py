@@ -1,8 +1,8 @@
 """Reads JSON files and single tensors of a model folder, or of a model on the hub.
 
-Tensors are read without the rest of their file, in the layout of safetensors
-(https://github.com/huggingface/safetensors, README): the length of a JSON header in 8 bytes, the
-header with the dtype, shape and offsets of each tensor, then the bytes.
+A tensor is read without the rest of its file, by the layout of safetensors
+(https://github.com/huggingface/safetensors, README). A file has the length of a JSON header in 8
+bytes, the header with the dtype, shape and offsets of each tensor, and the bytes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def tensors_of(folder: Path) -> list[StoredTensor]:
 
 
 def find_tensor(folder: Path, *endings: str) -> StoredTensor | None:
-    """Return the tensor whose name ends with the first of ``endings`` that any name ends with.
+    """Return a tensor whose name ends with one of ``endings``; earlier endings come first.
 
     Raises:
         ModelError: a weight file cannot be read.

@@ -1,4 +1,4 @@
-"""The process of a job: signals, the garbage collector, threads, and the cores it may use.
+"""The process of a job: signals, garbage collection, threads, and the cores that it may use.
 
 May import: errors.
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Variables that make libgomp bind threads to cores, unless ``OMP_PROC_BIND`` is false."""
+"""Environment variables that make libgomp bind threads, unless ``OMP_PROC_BIND`` is false."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,17 @@ class CpuLimits:
     """Limits on the cores of this process."""
 
     machine: int
-    """Cores that are online."""
+    """Number of cores that are online."""
     affinity: int
-    """Cores that the threads of this process may run on (``taskset``, ``docker --cpuset-cpus``).
-    If OpenMP binds threads, all cores of the machine."""
+    """Number of cores on which the threads of this process may run (``taskset``, ``docker
+    --cpuset-cpus``); all cores of the machine if OpenMP binds threads.
+    """
     quota: float | None
-    """Cores' worth of CPU time that the control group may use; None if unlimited."""
+    """CPU time that the control group may use, as a number of cores; None if unlimited."""
 
     @property
     def count(self) -> int:
-        """The smallest limit, with the quota rounded up; at least 1."""
+        """Smallest limit, with the quota rounded up; at least 1."""
         cores = min(self.machine, self.affinity)
         return cores if self.quota is None else max(1, min(cores, math.ceil(self.quota)))
 
@@ -68,9 +69,9 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 def cgroup_quota(root: str = "/") -> float | None:
     """Return the lowest CPU quota of the process's control groups and their parents, in cores.
 
-    Returns None if there is no limit, and ignores files that cannot be read or parsed. A container
-    may see only the end of its group's path below the mount point, so the function tries every
-    part of the path.
+    Return None if there is no limit. Files that cannot be read or parsed are ignored. A container
+    may see only the end of its group's path below the mount point, so the function tries every part
+    of the path.
     """
     quotas = list[float]()
     for line in _read(root, "/proc/self/cgroup").splitlines():

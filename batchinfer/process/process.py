@@ -1,4 +1,4 @@
-"""Settings of a job's process: signals, garbage collection, OpenMP threads, imports."""
+"""Sets up a job's process: signals, garbage collection, OpenMP threads, imports."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _STDERR = 2
 SPIN_COUNT = "10000"
 """Iterations of libgomp's wait loop before a waiting thread sleeps.
 
-libgomp's default is 300,000, which takes milliseconds. While threads spin, a thread that they wait
-for may get no core, so fewer iterations are better if other processes run. With 1,000, libgomp's
-value for more threads than cores, a run alone on its machine lost a tenth of its speed; 4,000 to
-300,000 made no difference.
+libgomp's default is 300,000, which takes milliseconds. While threads spin, the thread for which
+they wait may get no core, so fewer iterations are better if other processes run. With 1,000,
+libgomp's value for more threads than cores, a run alone on its machine lost a tenth of its speed;
+values from 4,000 to 300,000 made no difference.
 """
 UNUSED = ("accelerate", "scipy")
 """Packages that transformers imports for every model if they are installed. batchinfer does not use
-them, and without them a start of 4.5 s takes 0.3 s less."""
+these packages, and without them a start of 4.5 s takes 0.3 s less.
+"""
 
 
 def _stopped() -> bytes:
@@ -40,7 +41,7 @@ def _stopped() -> bytes:
 
 
 _farewell: tuple[int, Callable[[], bytes]] = (_STDERR, _stopped)
-"""File descriptor and last message of a process that a signal ends at once."""
+"""File descriptor, and function that makes the last message, of a process that a signal ends."""
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def _end_at_once(codes: list[int]) -> None:
 def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int = _STDERR) -> None:
     """End the process at once on SIGINT, SIGTERM and SIGUSR1, while it has no work to lose.
 
-    No exception is raised: it could interrupt an import and leave half a module behind.
+    No exception is raised, because it could interrupt an import and leave half a module behind.
 
     Args:
         farewell: returns the last message, which is written to ``descriptor``.
@@ -134,7 +135,7 @@ def stop_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGINT, SIGTERM or SIGUSR1 sets; a second SIGINT ends the process.
 
     If ``leave_on_signals`` was active before, the process ignores signals afterwards, because a
-    late signal must not change the exit code. Outside of the main thread, where Python handles no
+    late signal must not change the exit code. Outside the main thread, where Python handles no
     signals, the event is never set.
     """
     stop = SignalledEvent()
@@ -176,8 +177,8 @@ def gc_frozen() -> Iterator[None]:
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection, and move objects created meanwhile to the oldest generation.
 
-    Importing torch and transformers and loading a model creates a million objects that stay alive;
-    walking them repeatedly takes a fifth of the time of a start.
+    When torch and transformers are imported and a model is loaded, a million objects are created
+    that stay alive. To walk them repeatedly takes a fifth of the time of a start.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -194,7 +195,7 @@ def gc_paused() -> Iterator[None]:
 def bound_spinning() -> None:
     """Make OpenMP threads of this process and its children sleep after a short wait.
 
-    Does nothing if the environment already sets how threads wait, or if torch is loaded.
+    This has no effect if the environment already sets how threads wait, or if torch is loaded.
     """
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     if "torch" not in sys.modules and not any(name in os.environ for name in names):
@@ -204,7 +205,7 @@ def bound_spinning() -> None:
 def skip_optional_imports() -> None:
     """Make imports treat the packages in ``UNUSED`` as not installed.
 
-    Call this only in processes of this program: a notebook may need these packages.
+    Call this only in batchinfer's own processes, because a notebook may need these packages.
     """
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: not found

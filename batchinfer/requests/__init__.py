@@ -1,7 +1,7 @@
 """Turns the prompts of rows into requests of the engine, for jobs and for the Python API.
 
-``tool_choice`` constrains answers that must call a tool; ``resampling`` draws samples until enough
-of them pass.
+``tool_choice`` constrains answers that must call a tool, and ``resampling`` draws samples until
+enough samples pass.
 
 May import: config, errors, engine, text.
 """

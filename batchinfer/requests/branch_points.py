@@ -1,4 +1,4 @@
-"""Prompt lengths at which rows part, where models with recurrent state must keep it."""
+"""Finds prompt lengths at which rows part: there, models keep their recurrent state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from batchinfer.engine.kv.prefix_index import common_tokens, token_key
 from batchinfer.engine.request import Request
 
 MIN_GAIN = 8
-"""Fewest prompt tokens between kept states of one path; fewer are cheaper to compute again than a
-step of their own."""
+"""Least number of prompt tokens between kept states on a path. To compute fewer tokens again is
+cheaper than an additional step.
+"""
 
 BranchPoints = tuple[tuple[int, int], ...]
-"""(prompt length, number of rows that start from there), ascending."""
+"""Pairs of a prompt length and the number of rows that start from the state there, ascending."""
 
 
 def plan_branch_points(
@@ -23,16 +24,16 @@ def plan_branch_points(
     run: Sequence[int],
     lengths: Sequence[int],
 ) -> dict[int, BranchPoints]:
-    """The branch points of each row that reaches one before all others.
+    """Return the branch points of each row that is the first to reach a branch point.
 
-    The first row of a branch computes the state at its branch point; the first row of each other
-    branch starts from it.
+    The first row to reach a branch point computes the state there; the first row of each other
+    branch starts from this state.
 
     Args:
-        order: all rows, sorted by their token ids.
-        with_next: longest common prefix, in tokens, of each of them with the next in ``order``.
-        run: the same rows, in the order they run.
-        lengths: prompt tokens of each row, by its number.
+        order: all rows, sorted by token ids.
+        with_next: tokens of the longest common prefix of each row and the next row in ``order``.
+        run: the same rows, in the order in which they run.
+        lengths: number of prompt tokens of each row, by the row's number.
     """
     turn = {row: at for at, row in enumerate(run)}
     rows = [(turn[row], lengths[row]) for row in order]
@@ -51,7 +52,7 @@ def plan_branch_points(
 
 
 def with_branch_points(requests: Sequence[Request]) -> list[Request]:
-    """Requests that run in this order, with the branch points of their prompts."""
+    """Return requests, which run in this order, with the branch points of their prompts."""
     # A request shares only tokens before the first token whose logits are needed.
     prompts = [request.prompt_token_ids[: request.logits_from + 1] for request in requests]
     keys = [token_key([one.adapter, *ids]) for one, ids in zip(requests, prompts, strict=True)]
@@ -64,7 +65,7 @@ def with_branch_points(requests: Sequence[Request]) -> list[Request]:
 
 
 class _Node:
-    """Rows with a common prefix that is longer than any that they share with other rows."""
+    """Rows with a common prefix that no other row shares."""
 
     __slots__ = (
         *("depth", "first_turn", "followers", "kept", "num_children", "parent", "shortest"),
@@ -72,15 +73,15 @@ class _Node:
 
     def __init__(self, depth: int, first_turn: int, shortest: int) -> None:
         self.depth = depth
-        """Tokens of the prefix."""
+        """Number of tokens of the prefix."""
         self.first_turn = first_turn
-        """Turn of the first of the rows to run."""
+        """Turn of the row that runs first."""
         self.shortest = shortest
-        """Tokens of the shortest of their prompts."""
+        """Number of tokens of the shortest prompt."""
         self.num_children = 0
         self.parent: _Node | None = None
         self.kept: _Node | None = None
-        """The deepest node on its path at which the state is kept."""
+        """Deepest node on the path to this node at which the state is kept."""
         self.followers = 0
 
     def add(self, child: _Node) -> None:
@@ -91,11 +92,12 @@ class _Node:
 
 
 def _inner_nodes(rows: Sequence[tuple[int, int]], with_next: Sequence[int]) -> list[_Node]:
-    """The inner nodes of the tree of all prompts, each before its parent: the intervals of equal
-    common prefixes (Abouelhoda et al. 2004, https://doi.org/10.1016/S1570-8667(03)00065-0).
+    """Return the inner nodes of the tree of all prompts, each before its parent. A node is an
+    interval of equal common prefixes (Abouelhoda et al. 2004,
+    https://doi.org/10.1016/S1570-8667(03)00065-0).
 
     Args:
-        rows: (turn, prompt tokens) of each row, sorted by their token ids.
+        rows: turn and number of prompt tokens of each row, sorted by token ids.
     """
     nodes, path = list[_Node](), list[_Node]()
     for (turn, length), common in zip(rows, with_next, strict=True):

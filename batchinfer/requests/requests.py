@@ -48,36 +48,37 @@ class PromptRow:
     row_id: int
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
-    """None if the row cannot run, or draws no tokens."""
+    """Sampling parameters; None if the row cannot run or draws no tokens."""
     reused_prefix_len: int = 0
-    """Tokens of the longest prefix that the row shares with a later row."""
+    """Number of tokens of the longest prefix that the row shares with a later row."""
     branch_points: BranchPoints = ()
-    """Prompt lengths at which later rows part from it; only for models with recurrent state."""
+    """Prompt lengths at which later rows part from the row; only for recurrent models."""
     distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix shared with an earlier row, plus the tokens of
-    completions to score."""
+    """Number of prompt tokens after the longest prefix shared with an earlier row, plus the number
+    of completion tokens to score.
+    """
     adapter: int = BASE_MODEL
     """Number of the row's adapter."""
     stream: int | None = None
-    """Random stream of the row; None: the row id."""
+    """Random stream of the row; None for the row id."""
     tools: RowTools | None = None
     """Tools that the row's samples may call."""
     key: bytes | None = None
     """Hash of everything that decides the row's answer; None if the job needs no keys."""
 
     def __post_init__(self) -> None:
-        """Drop the traceback and causes of an error, as their frames keep the row in memory."""
+        """Drop the traceback and causes of an error: their frames keep the row in memory."""
         if isinstance(self.prompt, RowError):
             self.prompt.__traceback__ = self.prompt.__cause__ = self.prompt.__context__ = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; 0 if the row cannot run."""
+        """Number of tokens of the prompt; 0 if the row cannot run."""
         return 0 if isinstance(self.prompt, RowError) else len(self.prompt.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of completions to score."""
+        """Number of tokens of the prompt and of completions to score."""
         after = 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
         return self.num_prompt_tokens + after
 
@@ -124,8 +125,8 @@ class RequestMaker:
     """Makes the requests of rows to generate from, for one model.
 
     Args:
-        reasoning: format of the model's reasoning; None: reasoning is part of the answer.
-        vocab_size: vocabulary size of the model; None: of the tokenizer.
+        reasoning: format of the model's reasoning; None if reasoning is part of the answer.
+        vocab_size: vocabulary size of the model; None for the tokenizer's size.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Draws samples of rows until enough of them pass or all tries are used up.
+"""Draws samples of rows until enough samples pass or all tries are used up.
 
 The filter ``accept`` checks samples, and so does a schema that no grammar can enforce
 (``structured_outputs`` with ``unsupported: check``). Each round doubles the number of samples drawn
-so far, or draws the missing number if that is larger. Random numbers are keyed by sample index, and
-samples are checked in that order, so the number of rounds does not change the result.
+so far, or draws the missing number if that is larger. Sample indices key random numbers, and
+samples are checked in this order, so the number of rounds does not change the result.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class _Goal:
 
 
 class Resampling:
-    """Makes requests for samples and keeps those that pass, for one model.
+    """Makes requests for samples, and keeps samples that pass, for one model.
 
     Args:
-        accept: filter for the samples of every row; None: only the row's schema is checked.
+        accept: filter for the samples of every row; None to check only the row's schema.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Resampling:
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
         """Return a completion with the samples that a row keeps, and the counts of all samples.
 
-        With ``accept`` a row may keep no samples. Without it, a row with too few samples is an
-        error, and its samples are numbered from 0.
+        With ``accept`` a row may keep no samples. Without ``accept``, a row with too few samples is
+        an error, and its samples are numbered from 0.
         """
         goal = self._goal(row)
         if goal is None:
@@ -146,7 +146,7 @@ class Resampling:
         return verdicts
 
     def _samples(self, goal: _Goal, completion: Completion) -> Iterator[tuple[str, int, bool]]:
-        """Yield text, number of tokens, and True if the row's schema allows it, for each sample."""
+        """Yield each sample's text, number of tokens, and True if the row's schema allows it."""
         request, validator = completion.request, goal.validator
         for output in completion.outputs:
             text = bare = self._text(request, output, request.params)

@@ -13,7 +13,7 @@ from batchinfer.text.tools.row_tools import RowTools
 from batchinfer.text.tools.tool_format import ToolFormat
 
 _KEPT = 1024
-"""Most cached grammars and parameters; rows often repeat those of other rows."""
+"""Most grammars and parameters to cache, because rows often repeat them."""
 
 
 class ToolChoices:
@@ -28,7 +28,7 @@ class ToolChoices:
         self._known: dict[str, str] = {}
         """Grammars by ``RowTools.key``."""
         self._made: dict[tuple[int, str], tuple[RowSampling, RowSampling]] = {}
-        """Results by identity of the parameters, which the value keeps alive, and by grammar."""
+        """Results by grammar and by id() of the parameters, which the value keeps alive."""
 
     def applied(
         self, sampling: RowSampling | RowError | None, tools: RowTools | None

@@ -131,7 +131,7 @@ class Segments:
 
         Returns:
             The rows of unfinished parts that are in segments, and the problem of each damaged
-                segment by its name. Rows of damaged segments have to run again.
+            segment by its name. Rows of damaged segments have to run again.
 
         Raises:
             StorageError: a segment cannot be read, but may be intact.

@@ -41,8 +41,8 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     """Return the modules of a job's model, checked against the job's keys.
 
     Raises:
-        ModelError: the modules cannot be read, or are not supported. UsageError: a key of the job
-            contradicts the modules.
+        ModelError: the modules cannot be read, or are not supported.
+        UsageError: a key of the job contradicts the modules.
     """
     modules = read_embedding_modules(job.model.name, job.model.revision)
     config, prompt = _config(job), job.prompt
