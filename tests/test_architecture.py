@@ -50,7 +50,7 @@ ROOMS = [
     Room("protocols", "what the engine asks of the text plane"),
     Room(
         "process",
-        "The process of a job: signals, garbage collection, threads, and the cores that it may use.",
+        "The process of a job: signals, garbage collection, threads, and the cores to use.",
         ("errors",),
     ),
     Room(

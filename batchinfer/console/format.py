@@ -17,7 +17,7 @@ _MOST_NAMES = 2000
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """Return ``text`` as one line of up to ``limit`` characters, with escaped control characters."""
+    """Return ``text`` as one line of up to ``limit`` characters; escape control characters."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 

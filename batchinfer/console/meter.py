@@ -21,9 +21,10 @@ from batchinfer.engine.stats import StepStats
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a run or a worker. They add up, and are never changed.
+    """Counts of a run or a worker. Counts add up and never change.
 
-    They are not frozen, because each step makes several, and a frozen one takes four times as long.
+    The class is not frozen, because each step makes several objects, and a frozen object takes four
+    times as long.
     """
 
     rows: int = 0
@@ -207,7 +208,7 @@ class Meter:
 
     @property
     def speeds(self) -> list[str]:
-        """Return reused rows, if any, and tokens per second; rows and input tokens without draws."""
+        """Return reused rows, if any, and tokens per second, or rows and input tokens per second."""
         speeds = [f"{self.tokens_per_s:,.0f} tokens/s"]
         if not self.draws:
             computed = self.counts.prefill_tokens / self.elapsed_s

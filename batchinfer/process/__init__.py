@@ -1,4 +1,4 @@
-"""The process of a job: signals, garbage collection, threads, and the cores that it may use.
+"""The process of a job: signals, garbage collection, threads, and the cores to use.
 
 May import: errors.
 """
