@@ -208,7 +208,7 @@ class Meter:
 
     @property
     def speeds(self) -> list[str]:
-        """Return reused rows, if any, and tokens per second, or rows and input tokens per second."""
+        """Reused rows, if any, then tokens per second, or rows and input tokens per second."""
         speeds = [f"{self.tokens_per_s:,.0f} tokens/s"]
         if not self.draws:
             computed = self.counts.prefill_tokens / self.elapsed_s
@@ -217,24 +217,24 @@ class Meter:
 
     @property
     def rates(self) -> str:
-        """Return speeds and use of the KV cache, for the end of a progress bar or line."""
+        """Speeds and use of the KV cache, for the end of a progress bar or line."""
         pool = "" if self.pool is None else f"pool {self.pool:.0%}, shared {self.shared:.0%}"
         return ", ".join(filter(None, [*self.speeds, self.note or pool]))
 
     @property
     def rows_line(self) -> str:
-        """Return the finished rows, such as ``1,235 of 5,000 rows``."""
+        """Finished rows, such as ``1,235 of 5,000 rows``."""
         whole = self.before + self.total
         return f"{self.before + self.rows_finished:,} of {counted(whole, 'row')}"
 
     @property
     def running_line(self) -> str:
-        """Return the unfinished rows, such as ``256 in the engine``; "" if there are none."""
+        """Unfinished rows, such as ``256 in the engine``; "" if there are none."""
         return f"{self.rows_running:,} in the engine" if self.rows_running else ""
 
     @property
     def line(self) -> str:
-        """Return the progress as one line."""
+        """Progress as one line."""
         rows = f"{self.rows_line} ({whole_percent(self.rows_share)})"
         failed = f"{self.failed:,} failed" if self.failed else ""
         work = f"{whole_percent(self.share)} of the work done" if self.rows_running else ""
@@ -243,7 +243,7 @@ class Meter:
 
     @property
     def left(self) -> str:
-        """Return the time left, such as ``about 12.0 s left``, if ``eta_s`` is known."""
+        """Time left, such as ``about 12.0 s left``, if ``eta_s`` is known."""
         assert self.eta_s is not None
         return f"{'at most' if self.expects_most else 'about'} {duration(self.eta_s)} left"
 

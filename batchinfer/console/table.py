@@ -35,7 +35,7 @@ class SummaryLine:
 
     @property
     def line(self) -> str:
-        """Return the fact as plain text."""
+        """Fact as plain text."""
         return f"{self.label:<9}{self.value}{self.note}"
 
 

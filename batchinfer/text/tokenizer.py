@@ -125,7 +125,7 @@ class Tokenizer:
 
     @property
     def serialised(self) -> str:
-        """Return the backend as the JSON text of a tokenizer file."""
+        """Backend as the JSON text of a tokenizer file."""
         text: str = self._backend.to_str()
         return text
 

@@ -171,7 +171,7 @@ class _Check:
             raise DataError(f"{path} has different columns from the parts before it")
 
     def _key_problems(self) -> Iterator[str]:
-        """Yield damaged files of keys. A missing file only prevents reuse, so it is no problem."""
+        """Yield damaged key files; a missing key file only prevents reuse by other jobs."""
         for part in self._plan.parts():
             path, record = self._out.row_keys(part), None
             with suppress(DataError):  # ``run`` reports a damaged record

@@ -85,7 +85,7 @@ class Census:
                 return
 
     def count_distinct(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-        """Count the distinct prompt tokens of ordered ``batches``, and yield the batches."""
+        """Count the distinct prompt tokens of ``batches``, and yield the batches."""
         for batch in batches:
             self.distinct_tokens += sum(row.distinct_tokens for row in batch)
             yield batch

@@ -97,7 +97,7 @@ class Simulation:
     """Tokens per block of the KV cache; 0 without a KV cache."""
     lengths: ExpectedLengths
     max_waiting: int
-    """Rows to queue in the engine, as in a job's loop."""
+    """Most rows to queue in the engine, the same as in a run."""
 
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)

@@ -65,7 +65,7 @@ class TokenMasks:
 
     @cached_property
     def _executor(self) -> LLExecutor | None:
-        """Return threads that make masks, if there are enough cores."""
+        """Threads that make masks, if there are enough cores."""
         from llguidance import LLExecutor
 
         return LLExecutor() if available_cpus() > _FEW_CORES else None

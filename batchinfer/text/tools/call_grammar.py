@@ -28,7 +28,7 @@ _OF_PLAIN_OBJECTS = frozenset(
         *("$schema", *_DEFINITIONS),
     }
 )
-"""Keywords of schemas whose parameters can be written one after another."""
+"""Keywords of schemas that list their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
