@@ -181,7 +181,6 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _check_ids(path: Path | None, prompts: Sequence[str | list[int]], vocab_size: int) -> None:
-    """Raise DataError that names the row if a token id is outside the vocabulary."""
     for row, prompt in enumerate(prompts):
         for token_id in () if isinstance(prompt, str) else prompt:
             if not 0 <= token_id < vocab_size:

@@ -74,7 +74,6 @@ Reuse = Annotated[
 def _read_job(
     job: Path, overrides: list[str] | None, variables: list[str] | None, **others: Any
 ) -> JobSpec:
-    """Return the job that a job file and the options of a command describe."""
     from batchinfer.job.spec.load import load_job, parse_variables
 
     given = parse_variables(variables or ())
@@ -84,7 +83,7 @@ def _read_job(
 def _takes(
     record: type[_Options],
 ) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Return a decorator: the options of the command become the fields of ``record``."""
+    """Return a decorator that passes the options of a command as an object of ``record``."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
         @wraps(command)

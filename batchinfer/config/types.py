@@ -80,7 +80,6 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """Return ``value`` converted to the type ``hint``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for choice in args:

@@ -176,7 +176,6 @@ class Meter:
 
     @property
     def _expected_tokens(self) -> float:
-        """Expected output tokens of a row."""
         counts = self.counts
         most = counts.most_tokens / max(1, counts.begun)
         if self.expects_most:

@@ -178,7 +178,6 @@ def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, An
 
 
 def _content_of(facts: Any) -> Any:
-    """Return a model's facts, without the branch or tag if the commit is known."""
     if isinstance(facts, Mapping) and COMMIT in facts:
         return {name: value for name, value in facts.items() if name != "revision"}
     return facts

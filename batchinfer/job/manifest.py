@@ -112,7 +112,6 @@ class Manifest:
         return self._other_paths(other) != "" and not have_common_files(self.inputs, other.inputs)
 
     def _other_paths(self, other: Manifest) -> str:
-        """Describe the difference of ``input.path``; return "" if it is the same."""
         if self.input_paths == other.input_paths:
             return ""
         was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))

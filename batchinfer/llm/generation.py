@@ -267,7 +267,6 @@ class GenerationCalls:
         adapter: AdapterNames,
         lora_request: LoRARequests,
     ) -> list[PromptRequest]:
-        """Return each prompt with its parameters and its adapter."""
         count = len(prompts)
         each: list[sampling.SamplingParams] = one_for_each(
             self._default_params if given is None else given,

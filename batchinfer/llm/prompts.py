@@ -131,7 +131,6 @@ def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools |
 
 
 def _is_one(prompts: Any) -> bool:
-    """Return True if ``prompts`` is a single prompt."""
     if isinstance(prompts, str | Mapping):
         return True
     if isinstance(prompts, np.ndarray):

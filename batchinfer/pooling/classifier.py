@@ -189,7 +189,6 @@ def _logit_score(folder: Path) -> tuple[int | None, int] | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return ``value`` if it is a JSON object, else an empty object."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -250,7 +249,6 @@ def _weight_and_bias(
 def _activation(
     folder: Path, values: Mapping[str, Any], config: ClassifyConfig, count: int
 ) -> Layer:
-    """Return the function from logits to scores for ``count`` labels."""
     kind: str = config.activation
     if kind == "auto":
         kind = _own_activation(folder, values) or ("sigmoid" if count == 1 else "softmax")
@@ -271,7 +269,6 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
 
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
-    """Return the activation that the model's files name, or None."""
     saved = _mapping(read_json(folder / "config_sentence_transformers.json"))
     own = _mapping(values.get("sentence_transformers"))
     named = (
@@ -334,7 +331,6 @@ def _of_tokens(
 
 
 def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
-    """Raise ModelError unless a head takes hidden states of the model's size."""
     text = _mapping(values.get("text_config")) or values
     width = text.get("hidden_size", text.get("n_embd"))
     if len(stored.shape) != 2 or stored.shape[1] != width:

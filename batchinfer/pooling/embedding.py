@@ -172,7 +172,6 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    """Return the prompts by name, and the name of the default prompt."""
     found = read_json(path)
     values = found if isinstance(found, Mapping) else {}
     prompts = values.get("prompts") or {}

@@ -103,7 +103,6 @@ def _quota(text: str) -> list[float]:
 
 
 def _read(root: str, path: str) -> str:
-    """Return a file's text, or "" if it cannot be read."""
     try:
         with open(
             os.path.join(root, path.lstrip("/")), encoding="utf-8", errors="surrogateescape"

@@ -125,7 +125,7 @@ def _done(data: ReportData) -> str:
 
 
 def _work(data: ReportData) -> str:
-    """State the finished share of the work, if it differs from the share of finished rows."""
+    """Return the finished share of the work if it differs from the share of finished rows."""
     done = data.rows_done / data.rows_total if data.rows_total else 0.0
     if data.share is None or whole_percent(data.share) == whole_percent(done):
         return ""
@@ -360,5 +360,4 @@ def together(data: ReportData) -> str:
 
 
 def _on_one_worker(data: ReportData) -> str:
-    """Say that a number describes one worker; return "" if there is only one worker."""
     return " on one worker" if data.lanes else ""

@@ -143,7 +143,6 @@ def _input_text(value: pa.Array) -> str:
 
 
 def _cut(values: pa.Array) -> pa.Array:
-    """Keep only the beginning of texts."""
     return pc.utf8_slice_codeunits(values, 0, MOST_CHARACTERS) if _is_text(values.type) else values
 
 

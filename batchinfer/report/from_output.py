@@ -106,7 +106,6 @@ def _state(status: Status, max_error_rate: float, merged: bool) -> str:
 
 
 def _update(status: Status) -> str:
-    """Describe the progress of an update; return "" without an update."""
     line = None if status.update is None else status.update.line
     return "" if line is None else f"{line.label}: {line.value}{line.note}"
 

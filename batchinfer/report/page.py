@@ -126,7 +126,6 @@ def _histograms(data: ReportData) -> Iterator[dict[str, Any]]:
 
 
 def _with_values(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the job's sections, without keys that have no value."""
     kept = {
         section: {name: value for name, value in keys.items() if value not in (None, [], {}, "")}
         for section, keys in job.items()
@@ -181,5 +180,4 @@ def _sanitized(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """Return the value of a key in the form of a job file."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -286,7 +286,6 @@ def _step(span: float, count: int) -> float:
 
 
 def _ticks(first: float, last: float, step: float) -> list[float]:
-    """Return the multiples of ``step`` from ``first`` to ``last``."""
     numbers = range(math.ceil(first / step - 1e-9), math.floor(last / step + 1e-9) + 1)
     return [number * step for number in numbers]
 
@@ -305,7 +304,6 @@ def _time_unit(span_s: float) -> tuple[float, str]:
 
 
 def _short(number: float) -> str:
-    """Format a coordinate with at most one decimal."""
     return f"{round(number, 1):g}"
 
 

@@ -107,7 +107,6 @@ class Resampling:
         return whole, Tally(len(samples), *map(verdicts.count, Verdict))
 
     def _goal(self, row: PromptRow) -> _Goal | None:
-        """Return the row's goal; None if its samples are not checked."""
         assert row.sampling is not None
         params = row.sampling.params
         schema = checked_schema(params.structured_outputs)
@@ -155,13 +154,11 @@ class Resampling:
             yield text, len(output.token_ids), validator is None or validator.allows(bare)
 
     def _text(self, request: Request, sample: SampleOutput, params: SamplingParams) -> str:
-        """Return the answer of a sample, without its reasoning."""
         return self._answers.read(request.prompt_token_ids, sample, params).text
 
     def _problem(
         self, goal: _Goal, verdicts: RowVerdicts, completions: Sequence[Completion]
     ) -> str:
-        """Return the error message of a row with too few samples."""
         assert goal.validator is not None
         samples = [(output, one.request) for one in completions for output in one.outputs]
         last = max(at for at, one in enumerate(verdicts.verdicts) if one is Verdict.REJECTED)
@@ -175,5 +172,4 @@ class Resampling:
 
 
 def _without_stop(params: SamplingParams) -> SamplingParams:
-    """Return the parameters without ``include_stop_str_in_output``."""
     return replace(params, include_stop_str_in_output=False)

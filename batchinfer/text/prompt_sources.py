@@ -154,8 +154,6 @@ class PromptSource:
 
 
 def _column_source(name: str) -> PromptSource:
-    """Read a column of strings, or of conversations."""
-
     def read(values: Mapping[str, Any]) -> str | list[Message]:
         value, where = values.get(name), f"column {name}"
         if value is None:
@@ -171,7 +169,6 @@ def _column_source(name: str) -> PromptSource:
 
 
 def _template_source(source: str, available: frozenset[str]) -> PromptSource:
-    """Render one text from the row's columns."""
     template = checked_template(source, "prompt.template", available)
     return PromptSource(
         template.columns(available),
@@ -182,7 +179,6 @@ def _template_source(source: str, available: frozenset[str]) -> PromptSource:
 def _messages_source(
     messages: Sequence[Mapping[str, str]], available: frozenset[str]
 ) -> PromptSource:
-    """Render the contents of a conversation from the row's columns."""
     templates: list[tuple[str, RowTemplate]] = []
     for index, message in enumerate(messages):
         key = f"prompt.messages[{index}]"

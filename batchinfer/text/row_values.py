@@ -152,7 +152,6 @@ def _as_message(item: object, where: str) -> Message:
 
 
 def _part_text(part: object, where: str) -> str:
-    """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in ("text", None):

@@ -249,7 +249,6 @@ def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
 
 
 def _split(rows: Group, size: int) -> list[Group]:
-    """Split rows into even groups of at least ``size``."""
     if not rows:
         return []
     count = len(rows) // max(1, size)

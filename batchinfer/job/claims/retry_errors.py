@@ -88,7 +88,6 @@ def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema
 
 
 def _requests(out: OutputDir, part: Part, row_ids: pa.ChunkedArray) -> pa.Array:
-    """Return the statistics of each row; null if they are missing or damaged."""
     statistics: dict[int, dict[str, float]] = {}
     with suppress(OSError, pa.ArrowException, KeyError):
         for row in out.read_table(out.request_stats(part)).to_pylist():

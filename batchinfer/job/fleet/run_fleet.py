@@ -189,7 +189,6 @@ def is_reachable(cluster: str, timeout_s: float, stop: Event) -> bool:
 
 
 def _num_gpus(spec: JobSpec) -> int:
-    """Return the number of this machine's GPUs that workers may use."""
     if spec.engine.device == "cpu":
         return 0
     from batchinfer.builders.device import num_gpus  # slow, because it imports torch
@@ -205,7 +204,6 @@ def _device(number: int) -> str:
 
 
 def _share(cores: list[int], number: int, num_workers: int) -> list[int]:
-    """Return a worker's share of ``cores``."""
     each = len(cores) / num_workers
     share = cores[int(number * each) : int((number + 1) * each)]
     return share or [cores[number % len(cores)]]

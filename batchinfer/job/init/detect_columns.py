@@ -213,7 +213,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 
 def _notes(data: _Data, name: str | None) -> list[str]:
-    """Return a note if conversations already hold their answers."""
+    """Note that conversations already hold their answers."""
     if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]

@@ -197,7 +197,6 @@ def _text(value: str) -> str:
 
 
 def _model(options: InitOptions) -> str:
-    """Return the model's folder relative to the job file, or its hub id."""
     if options.model is None or not os.path.isdir(os.path.expanduser(options.model)):
         return options.model or DEFAULT_MODEL
     path = _from_job(options, options.model)
@@ -221,7 +220,6 @@ def _from_job(options: InitOptions, path: str) -> str:
 
 
 def _renamed(source: Source, task: TaskSpec) -> dict[str, str]:
-    """Return new names for input columns that share a name with an output column."""
     taken = {*source.schema.names, *task.columns(())}
     renamed: dict[str, str] = {}
     for name in filter(source.schema.names.__contains__, task.columns(())):

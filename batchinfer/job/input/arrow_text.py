@@ -96,7 +96,6 @@ def with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
 
 
 def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
-    """Cast ``column`` to its type after ``leaf`` was applied to the innermost types."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     wanted = with_leaves(column.type, leaf)

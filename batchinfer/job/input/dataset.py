@@ -309,7 +309,6 @@ def _open_files(
 
 
 def _select(whole: Source, limit: int | None, condition: str | None) -> Source:
-    """Limit a dataset to the first ``limit`` rows that meet a condition."""
     if condition is None:
         total = whole.num_rows
         return replace(whole, num_rows=total if limit is None else min(total, limit))

@@ -99,7 +99,6 @@ def _hash(path: str, on_read: Callable[[int], None]) -> str:
 
 
 def _content_of(planned: Sequence[InputFile]) -> Callable[[InputFile], Hashable]:
-    """Choose a function that identifies a file by facts that the plan has recorded."""
     is_of_version_before = any(file.partition is None for file in planned)
     return _facts_of_before if is_of_version_before else _content
 

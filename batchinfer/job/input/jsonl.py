@@ -127,7 +127,6 @@ class JsonlFormat(TextFormat[Line]):
 
 
 def _with(row: Row, columns: Sequence[str], constants: Mapping[str, Any]) -> Row:
-    """Select ``columns`` from a row and from the file's constants."""
     if isinstance(row, RowError):
         return row
     chosen = {name: constants[name] if name in constants else row.get(name) for name in columns}

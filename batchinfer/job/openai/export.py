@@ -137,7 +137,6 @@ def _requests(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _cached_tokens(out: OutputDir, part: Part) -> dict[int, int]:
-    """Return cached prompt tokens by row id; empty if the part's statistics are lost."""
     with suppress(OSError, pa.ArrowException), out.files.open(out.request_stats(part)) as file:
         table = pq.read_table(file, columns=["row_id", "cached_tokens"])
         row_ids, cached = (table.column(name).to_pylist() for name in table.column_names)

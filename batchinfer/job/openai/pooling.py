@@ -205,7 +205,6 @@ def _scores(rows: Rows) -> list[dict[str, Any]]:
 
 
 def _ranked(rows: Rows) -> list[dict[str, Any]]:
-    """Return the ``top_n`` best documents, best first."""
     body = rows[0]["body"] or {}
     ranking = sorted(range(len(rows)), key=lambda index: -rows[index]["score"])
     results: list[dict[str, Any]] = []

@@ -179,7 +179,6 @@ def _with_request_field(error: RowError, fields: Mapping[str, str]) -> RowError:
 def _sources(
     config: PromptConfig, *, has_tools: bool
 ) -> dict[str, tuple[PromptConfig, Sequence[str]]]:
-    """Return the prompt config and columns for each ``ParsedRequest.source``."""
     raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
     text = replace(raw, column="prompt", parse_special_tokens=True)
     token_ids = replace(raw, token_ids_column="token_ids", parse_special_tokens=False)

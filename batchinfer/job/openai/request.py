@@ -249,7 +249,6 @@ def check_fields(
 
 
 def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowTools | None:
-    """Return the tools of a request; None if it has none or forbids calls."""
     choice = body.get("tool_choice")
     if not body.get("tools"):
         if choice in (None, "none", "auto"):
@@ -288,7 +287,6 @@ def _with_values(call: Any) -> Any:
 
 
 def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    """Return True if the answer starts with the prompt."""
     echo = body.get("echo", False)
     if not isinstance(echo, bool):
         raise _bad(f"echo is {format_value(echo)}; it must be true or false")
@@ -298,7 +296,6 @@ def _echo(body: Mapping[str, Any], *, is_chat: bool) -> bool:
 
 
 def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[str, Any]:
-    """Return variables for the chat template, including ``reasoning_effort``."""
     variables = body.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         what = f"chat_template_kwargs is {format_value(variables)}"

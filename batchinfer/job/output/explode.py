@@ -115,7 +115,6 @@ def _offsets(has_sample: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 def _with(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
-    """Return ``table`` with other values in some columns."""
     arrays = [columns.get(name, table[name]) for name in table.schema.names]
     return pa.table(
         [a.cast(f.type) for a, f in zip(arrays, table.schema, strict=True)], schema=table.schema

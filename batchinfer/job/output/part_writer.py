@@ -203,7 +203,6 @@ class PartWriter:
 
 
 def _divided(tables: Sequence[pa.Table], part: Part) -> tuple[list[pa.Table], list[pa.Table]]:
-    """Return the rows of a part, and the other rows."""
     inside, outside = list[pa.Table](), list[pa.Table]()
     for table in tables:
         row_ids = table["row_id"].to_numpy()

@@ -217,7 +217,6 @@ def _tables(
 
 
 def _values_of(columns: Sequence[pa.Array | pa.ChunkedArray]) -> list[_Values]:
-    """Return the values of some columns in each row, as text."""
     texts = [_as_text(column).to_pylist() for column in columns]
     return list(zip(*texts, strict=True))
 

@@ -251,7 +251,6 @@ class Segments:
                 self._out.files.delete(path)
 
     def _part_of(self, row_id: int) -> int:
-        """Return the index of the planned part of a row."""
         return bisect_right(self._first_rows, row_id) - 1
 
     def _note_owner(self, path: PurePath, indices: Iterable[int]) -> None:
@@ -261,7 +260,6 @@ class Segments:
             self._shared.add(path)
 
     def _makes_any(self, first: int, last: int) -> bool:
-        """Return True if this writer makes one of the parts from ``first`` to ``last``."""
         at = bisect_left(self._unfinished, first)
         return at < len(self._unfinished) and self._unfinished[at] <= last
 

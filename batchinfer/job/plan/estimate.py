@@ -102,7 +102,6 @@ class Outcome:
         return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
 
     def _why_not_reused(self) -> Iterator[str]:
-        """Yield reasons why no row can be reused, if the job asks for reuse."""
         if self.job.spec.output.reuse and self.reuse is None:
             yield "rows to reuse are not counted where samples are judged (accept)"
         elif self.reuse is not None and not self.reuse.num_reused:

@@ -128,7 +128,6 @@ def plan_job(
 def _lengths(
     spec: JobSpec, context: SimulatedEngine, task: LoadedTask | None, expected: int | None
 ) -> ExpectedLengths:
-    """Return the expected lengths of a task's samples; ``task`` is None if there are no rows."""
     facts = context.max_model_len, context.eos_token_ids, expected
     if spec.task_spec.draws:
         return ExpectedLengths(*facts)

@@ -83,7 +83,7 @@ class ExpectedLengths:
 
 @lru_cache(maxsize=1024)  # rows have few distinct values, and checking them is slow
 def _scheduling_params(*values: Any) -> SamplingParams:
-    """Make parameters from those that affect the schedule; parameters of sampling do not."""
+    """Make parameters from values that affect the schedule; sampling does not affect it."""
     return SamplingParams(**dict(zip(_SCHEDULING, values, strict=True)))
 
 
@@ -164,7 +164,7 @@ class Simulation:
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
     def _copies(self, completion: Completion) -> Iterator[Completion]:
-        """Yield completions of rows that were equal to this row; such rows have one request."""
+        """Yield completions of equal rows that wait for this row; such rows have one request."""
         request = completion.request
         for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:

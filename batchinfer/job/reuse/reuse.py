@@ -220,7 +220,6 @@ class RowReuse:
     def _split(
         self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
     ) -> tuple[pa.Table, list[PromptRow]]:
-        """Return the found rows of a batch, with schema ``_FOUND``, and the other rows."""
         files, sources = self._index.find([row.key for row in batch])
         for file in np.unique(files[files != NOT_FOUND]).tolist():
             if not self._check(file):

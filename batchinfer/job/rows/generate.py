@@ -100,7 +100,6 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the first sample's text, with token counts and finish reasons."""
     reasons = Counter(item["finish_reason"] for item in row["outputs"] or ())
     ends = ", ".join(f"{reason} x{n}" if n > 1 else reason for reason, n in reasons.items())
     prompt, output = (row[f"num_{kind}_tokens"] or 0 for kind in ("prompt", "output"))

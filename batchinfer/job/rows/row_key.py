@@ -138,7 +138,6 @@ class RowKeys:
         return key.digest()
 
     def _begin(self, row: PromptRow) -> blake2b:
-        """Begin a hash with the job's facts, a row's parameters and its adapter."""
         params = None if row.sampling is None else row.sampling.params
         known = self._begun.get((id(params), row.adapter))
         if known is None:

@@ -98,7 +98,6 @@ class Scoring(LoadedTask):
 
 
 def _score(index: int, completion: Completion) -> dict[str, Any]:
-    """Return a completion's score, with its token ids and their log-probabilities."""
     request, of_prompt = completion.request, completion.prompt_logprobs
     (output,) = completion.outputs
     assert of_prompt is not None
@@ -130,7 +129,6 @@ def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
 
 
 def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str, Any] | None:
-    """Return the error of a row's first request that failed; None if no request failed."""
     for at, completion in enumerate(completions):
         if completion.error_code is not None:
             where = f"completion {at}: " if prompt.completions else ""
@@ -155,7 +153,6 @@ def _check_columns(job: JobSpec, source: Source) -> None:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the completions' log-likelihoods and the row's perplexity, as text."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     if row["score"] is None:
         return None, facts

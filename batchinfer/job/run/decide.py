@@ -241,7 +241,6 @@ def _claim(job: OutputJob, options: RunOptions) -> Claim:
 
 
 def _check_partitions(job: OutputJob, resume: ResumePlan) -> None:
-    """Check, before any row runs, that the rows' values can be names of folders."""
     columns = job.spec.output.partition_by
     if resume.begins or not partitioned.exists(job.out, columns):
         partitioned.check_partitions(columns, job.table.kept, job.source)

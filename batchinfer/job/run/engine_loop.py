@@ -83,7 +83,6 @@ class EngineLoop:
         return complete
 
     def _feed(self, rows: Prefetcher[list[PromptRow]]) -> list[PromptRow]:
-        """Queue rows in the engine; return the rows that cannot run."""
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:
             idle = not self.engine.num_unfinished and not failed
@@ -160,7 +159,6 @@ class EngineLoop:
 
 
 def _drawn_tokens(completion: Completion) -> int:
-    """Return the number of tokens drawn for a request, including tokens of dropped beams."""
     lengths = [len(output.token_ids) for output in completion.outputs]
     beams = completion.request.params.beam_width
     return beams * max(lengths, default=0) if beams else sum(lengths)

@@ -63,7 +63,6 @@ def _stored(job: OutputJob, column: str) -> BadIds | None:
 
 
 def _input_key(job: OutputJob) -> bytes:
-    """Return a hash of the input files and of the selection of their rows."""
     contents = attrgetter("size", "num_rows", "content_sha256", "content_hash", "etag")
     files = list(map(contents, job.manifest.inputs))
     selection = job.spec.input

@@ -256,7 +256,6 @@ class RowPipeline:
     def _run_rows(
         self, claims_of: Callable[..., Iterator[tuple[PartsToMake, Sequence[range]]]]
     ) -> bool:
-        """Run the rows of some claims; return True if all rows are finished."""
         spec, context = self.job.spec, self.loaded.context
         ending, starved, cut_short = Event(), Event(), Event()
         # Workers with a shared queue take fewer rows in advance, because a worker keeps its rows.

@@ -102,7 +102,6 @@ def summary_facts(
 
 
 def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
-    """Return a line with the counts of the samples that ``accept`` judged."""
     if not tally["samples_tried"]:
         return
     counts = [

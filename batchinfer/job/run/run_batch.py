@@ -63,7 +63,6 @@ def state_directory(options: BatchOptions) -> str:
 
 
 def _keys(options: BatchOptions) -> dict[str, Any]:
-    """Return the keys of the job's file."""
     prompt = {
         "chat_template": options.chat_template,
         "chat_template_kwargs": options.chat_template_kwargs(),
@@ -90,7 +89,6 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
 
 
 def _task(options: BatchOptions) -> dict[str, Any]:
-    """Return the keys that set the task, from the first request's URL."""
     url = first_url(options.input_file)
     if url == EMBEDDINGS:
         return {"task": EMBED.name}

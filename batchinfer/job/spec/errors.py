@@ -130,7 +130,6 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
 
 
 def _choices(found: Sequence[ErrorDetails]) -> list[str]:
-    """List the strings that a value may be."""
     written = (detail["ctx"]["expected"] for detail in found if detail["type"] == "literal_error")
     return [text for one in written for text in re.findall(r"'([^']*)'", one)]
 

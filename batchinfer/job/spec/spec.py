@@ -56,7 +56,6 @@ def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
 
 
 def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
-    """Raise an error if ``path`` is empty, invalid, or a URL of an unknown store."""
     if not path or "\0" in path:
         raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
     match = _URL.match(path)

@@ -104,7 +104,6 @@ def _check_classify(job: JobSpec) -> None:
 
 
 def _check_pools(job: JobSpec) -> None:
-    """Check the keys of tasks that pool hidden states."""
     _check_draws_nothing(job)
     if others := [name for name in job.output.include if name != "prompt"]:
         raise ValueError(
@@ -113,7 +112,6 @@ def _check_pools(job: JobSpec) -> None:
 
 
 def _check_draws_nothing(job: JobSpec) -> None:
-    """Check the keys of tasks that draw no samples."""
     if job.accept is not None:
         raise ValueError(f"accept cannot be used with task: {job.task}, which draws no samples")
     if job.output.explode:

@@ -265,7 +265,6 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
 
 
 def _read_update(out: OutputDir, now: float) -> Update | None:
-    """Return the progress of the latest next generation."""
     found = []
     for path in out.files.entries(out.next):
         with suppress(DataError):

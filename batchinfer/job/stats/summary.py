@@ -130,7 +130,6 @@ def write_summary(
 
 
 def _stored_run(out: OutputDir, path: PurePath) -> Run | None:
-    """Return a run's record; None if it is damaged or missing."""
     try:
         return read_run(out.files, path)
     except (OSError, ValueError):
@@ -147,7 +146,6 @@ def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Return all kernels of runs that finished rows, by dtype of the weights or ``attention``."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for dtype, name in run.kernels.items() if run.rows else ():
@@ -192,7 +190,6 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
 def _tables(
     out: OutputDir, files: Iterable[PurePath], schema: pa.Schema, warn: Callable[[str], None]
 ) -> Iterator[pa.Table]:
-    """Yield the tables in ``files``; warn about damaged files and skip them."""
     for file in files:
         try:
             table = with_worker(out.read_table(file))
@@ -234,7 +231,6 @@ def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: 
 
 
 def _summed(tables: Iterable[pa.Table], sums: dict[str, int]) -> Iterator[pa.Table]:
-    """Yield the tables, and add their columns to ``sums``."""
     for table in tables:
         for name in sums:
             sums[name] += pc.sum(table[name]).as_py() or 0

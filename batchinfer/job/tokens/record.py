@@ -167,7 +167,6 @@ class KeptOutput:
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
-    """Concatenate the increments of a sample."""
     token_ids = np.concatenate([part.token_ids for part in parts])
     logprobs = None
     if parts[-1].logprobs is not None:

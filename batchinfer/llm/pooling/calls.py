@@ -42,8 +42,6 @@ _PARAMS = "PoolingParams(...)"
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments that all calls share."""
-
     adapter: AdapterNames
     lora_request: LoRARequests
     errors: OnError

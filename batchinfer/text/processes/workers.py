@@ -178,7 +178,6 @@ class Workers:
         return self._num_lent + len(self._idle)
 
     def _halve(self) -> None:
-        """Halve the limit of workers."""
         with self._changed:
             self.most = max(
                 1, self._num_living // 2

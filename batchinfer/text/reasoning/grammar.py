@@ -109,7 +109,6 @@ class _State:
                 forced = len(self._follow(token_id))
 
     def _answers(self, token_id: int) -> bool:
-        """Return True if a token is part of the answer."""
         if not self._has_answered and not self._due and self._tracker.phase is Phase.BEFORE:
             starts = self._may_start() and token_id == self._start[0]
             self._has_answered = self._answer is not None and not starts

@@ -167,5 +167,4 @@ def _class_expression(token: _Token) -> str:
 
 
 def _lark_name(name: str, number: int) -> str:
-    """Return a valid and unique name for a rule in Lark."""
     return f"r{number}_{re.sub(r'[^A-Za-z0-9]', '_', name).lower()}"

@@ -116,7 +116,6 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """Convert a grammar in Lark or GBNF to Lark."""
     if is_gbnf(grammar):
         try:
             return lark_of(grammar)

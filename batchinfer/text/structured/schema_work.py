@@ -66,7 +66,6 @@ def _parts(
 
 
 def _named(place: Any) -> Iterator[tuple[str, Any]]:
-    """Yield schemas with their anchors and ids."""
     if isinstance(place, dict):
         for key in _NAMES:
             if isinstance(name := place.get(key), str):

@@ -115,7 +115,7 @@ def _checked(value: object, at: int) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as JSON data: strings decoded, null fields dropped."""
+    """Convert a cell to JSON data: decode strings and drop null fields."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, Mapping):

@@ -143,7 +143,6 @@ def _column(records: Sequence[Record], at: int, kind: pa.DataType) -> pa.Array:
 
 
 def _shown(name: str, cell: str, kind: pa.DataType) -> Any:
-    """Convert a cell to its value in a prompt."""
     return _value(cell, kind) if cell or name == SAMPLING_COLUMN else b""
 
 

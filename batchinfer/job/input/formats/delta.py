@@ -65,7 +65,6 @@ def _has_deletion_vectors(table: DeltaTable) -> bool:
 
 
 def _text(value: object) -> str | None:
-    """Format a partition's value as in a folder name."""
     if isinstance(value, bool):
         return str(value).lower()
     return None if value is None else str(value)

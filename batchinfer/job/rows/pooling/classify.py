@@ -119,7 +119,6 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the label with the highest score, and the score."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     if row["label"] is None:
         return None, facts

@@ -106,7 +106,6 @@ def _prompt_builder(job: JobSpec) -> BuilderFactory:
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the embedding's first numbers as text."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     values = row["embedding"]
     if values is None:
