@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING
 
-from batchinfer.config.encoder import ENCODER_FAMILIES
+from batchinfer.config.model import ENCODER_FAMILIES
 from batchinfer.errors import ModelError
 from batchinfer.pooling.classifier import HEADED_FAMILIES
 from batchinfer.worker.model.config import load_config

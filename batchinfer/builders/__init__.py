@@ -1,4 +1,1 @@
-"""Builds an engine from the control plane and the worker, or a simulated engine.
-
-May import: config, process, errors, console, engine, text, worker.
-"""
+"""Builds an engine from the control plane and the worker, or a simulated engine."""

@@ -1,4 +1,1 @@
-"""The program: commands and their options, exit codes, crash logs, ``bench``.
-
-May import: errors, process, config, console, worker.model, job, report, llm.
-"""
+"""The program: commands and their options, exit codes, crash logs, ``bench``."""

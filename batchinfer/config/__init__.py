@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from batchinfer.config.encoder import (
+from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
+from batchinfer.config.model import (
+    ModelConfig,
+    Runner,
     attends_both_ways,
     is_encoder,
     longest_text,
     position_offset,
 )
-from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
-from batchinfer.config.model import ModelConfig, Runner
 from batchinfer.config.prompt import AcceptConfig, PromptConfig
 from batchinfer.config.sampling import (
     HUGE,

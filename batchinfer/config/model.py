@@ -1,17 +1,25 @@
-"""Settings of the model to run."""
+"""Settings of the model to run, and what its config.json says about its attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from batchinfer.config.types import Record, coerce_fields
+from batchinfer.config.types import Record, coerce_fields, format_value
 
 Runner = Literal["generate", "pooling", "whole_texts"]
 """Purpose of a model, as in vLLM. generate: text; pooling: hidden states; whole_texts: hidden
 states of all tokens of a text, computed in one step without a KV cache.
 """
+
+_OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
+"""Families whose first position follows the position of padding (as in fairseq)."""
+ENCODER_FAMILIES = (
+    *_OFFSET_FAMILIES,
+    *("bert", "distilbert", "electra", "eurobert", "modernbert", "nomic_bert"),
+)
+"""Supported values of ``model_type``; a test runs each."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +54,38 @@ class ModelConfig(Record):
         coerce_fields(self)
         length = self.max_model_len
         self._require("max_model_len", length is None or length >= 1, "1 or more")
+
+
+def attends_both_ways(config: Mapping[str, Any]) -> bool:
+    """Return True if attention is bidirectional: in encoders, and in some decoders (EmbeddingGemma
+    with ``use_bidirectional_attention``, GTE-Qwen with ``is_causal: false``)."""
+    text = config.get("text_config") or config
+    both_ways = text.get("use_bidirectional_attention") or text.get("is_causal") is False
+    return bool(both_ways) or is_encoder(config)
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Return True if the family is in ``ENCODER_FAMILIES`` and not configured as a decoder."""
+    return config.get("model_type") in ENCODER_FAMILIES and not config.get("is_decoder")
+
+
+def position_offset(config: Mapping[str, Any]) -> int:
+    """Return the position of a text's first token."""
+    if config.get("model_type") not in _OFFSET_FAMILIES:
+        return 0
+    return int(config.get("pad_token_id") or 0) + 1
+
+
+def longest_text(values: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a text, from sentence_bert_config.json; None if it sets no limit.
+
+    Raises:
+        ValueError: the value is not a number of tokens.
+    """
+    length = values.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(
+            f"max_seq_length is {format_value(length)}; it must be a whole number of 1 or more: "
+            "fix the value, or leave it out"
+        )
+    return length

@@ -1,4 +1,1 @@
-"""Formats values, tables, waits and progress for a terminal.
-
-May import: near_names, engine.stats.
-"""
+"""Formats values, tables, waits and progress for a terminal."""

@@ -1,7 +1,4 @@
-"""The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
-
-May import: config, errors, process, console, engine, text, pooling, requests, builders, report.
-"""
+"""The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings."""
 
 from batchinfer.llm.llm import LLM
 from batchinfer.llm.logprobs import FlatLogprobs, Logprob

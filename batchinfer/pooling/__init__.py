@@ -1,4 +1,1 @@
-"""Turns hidden states into embeddings and labels, as the model's folder describes.
-
-May import: config, errors, text.
-"""
+"""Turns hidden states into embeddings and labels, as the model's folder describes."""

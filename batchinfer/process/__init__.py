@@ -1,4 +1,1 @@
-"""The process of a job: signals, garbage collection, threads, and the cores to use.
-
-May import: errors.
-"""
+"""The process of a job: signals, garbage collection, threads, and the cores to use."""

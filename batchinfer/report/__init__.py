@@ -3,6 +3,4 @@
 ``from_output`` and ``from_calls`` collect the numbers in a ``ReportData``; ``timeline`` and
 ``histograms`` reduce steps and rows to a few hundred points. ``captions`` describes the points in
 words, and ``charts`` and ``svg`` draw them. ``page`` makes the HTML, and ``write`` writes the file.
-
-May import: errors, console, engine, job.
 """

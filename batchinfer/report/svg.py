@@ -181,7 +181,11 @@ class _Plot:
         )
 
     def _axes(self, x_step: float, x_label: Callable[[float], str]) -> Iterator[str]:
-        rules = (f"M{_short(self._left)},{_crisp(self.y(y))}H{self._right}" for y in self._y_labels)
+        # Half coordinates make lines fill whole pixels.
+        rules = (
+            f"M{_short(self._left)},{round(self.y(y)) + 0.5:g}H{self._right}"
+            for y in self._y_labels
+        )
         yield f'<path d="{"".join(rules)}" stroke="{light("line")}"/>'
         yield f'<g {_AXIS} text-anchor="end">'
         for y, label in self._y_labels.items():
@@ -305,8 +309,3 @@ def _time_unit(span_s: float) -> tuple[float, str]:
 
 def _short(number: float) -> str:
     return f"{round(number, 1):g}"
-
-
-def _crisp(number: float) -> str:
-    """Format the coordinate of a line so that it fills whole pixels."""
-    return f"{round(number) + 0.5:g}"

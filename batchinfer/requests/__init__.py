@@ -2,6 +2,4 @@
 
 ``tool_choice`` constrains answers that must call a tool, and ``resampling`` draws samples until
 enough samples pass.
-
-May import: config, errors, engine, text.
 """

@@ -24,6 +24,7 @@ class Answer:
     """Calls of the row's tools, which are not in ``text``."""
 
 
+@dataclass(frozen=True)
 class AnswerReader:
     """Separates the parts of samples.
 
@@ -32,15 +33,9 @@ class AnswerReader:
         tool_format: format of the model's tool calls; None if calls stay in the answer.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        reasoning: ReasoningFormat | None = None,
-        tool_format: ToolFormat | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.tool_format = tool_format
-        self._reasoning = reasoning
+    tokenizer: Tokenizer
+    reasoning: ReasoningFormat | None = None
+    tool_format: ToolFormat | None = None
 
     def read(
         self,
@@ -55,8 +50,8 @@ class AnswerReader:
             return answer
         whole = SampleText(self.tokenizer, sample, params, keeps_special=True)
         written = whole.text
-        if self._reasoning is not None:
-            written = self._reasoning.without_reasoning(prompt_token_ids, whole)
+        if self.reasoning is not None:
+            written = self.reasoning.without_reasoning(prompt_token_ids, whole)
         found = calls_in(written, self.tool_format, tools)
         if found is None:
             return answer
@@ -68,8 +63,8 @@ class AnswerReader:
     def _without_calls(
         self, prompt_token_ids: TokenIds, sample: FinishedSample, params: SamplingParams
     ) -> Answer:
-        if self._reasoning is None:
+        if self.reasoning is None:
             return Answer(output_text(self.tokenizer, sample, params))
         text = SampleText(self.tokenizer, sample, params)
-        split = self._reasoning.split(prompt_token_ids, text)
+        split = self.reasoning.split(prompt_token_ids, text)
         return Answer(split.text, split.reasoning, split.num_reasoning_tokens)

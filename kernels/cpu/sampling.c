@@ -217,7 +217,7 @@ int draw(const draw_args *a) {
     return failed;
 }
 
-/* Philox-4x32-10 (Salmon et al. 2011), like worker/sampling/philox.py. */
+/* Philox-4x32-10 (Salmon et al. 2011), like worker/sampling/on_cpu.py. */
 void random_bits(const random_args *a) {
     for (int64_t k = 0; k < a->count; k++) {
         uint32_t c0 = (uint32_t)a->stream[k], c1 = (uint32_t)(a->stream[k] >> 32);

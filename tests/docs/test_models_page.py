@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import transformers
 
-from batchinfer.config.encoder import ENCODER_FAMILIES
+from batchinfer.config.model import ENCODER_FAMILIES
 from batchinfer.pooling.classifier import HEADED_FAMILIES
 from tests import families, models, wrappers
 from tests.docs.pages import ROOT

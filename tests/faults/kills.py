@@ -187,6 +187,8 @@ class Outcome:
     """Seconds of finished rows that each kill lost."""
     rows_again: int = 0
     """Finished rows that kills lost."""
+    given_up: int = 0
+    """Rows that failed with ``crashed_engine``, because runs died before they finished a row."""
 
 
 @dataclass
@@ -399,6 +401,7 @@ class Killer:
 
     def _check(self, code: int) -> None:
         self._expect(code, ExitCode.OK)
+        self._retry_given_up()
         if self.read_parts() != self.parts:
             raise ViolationError(f"{self.output.path} differs from the output without kills")
         if self.finished is not None:
@@ -409,6 +412,13 @@ class Killer:
                 if (out / "_batchinfer" / name).exists():
                     raise ViolationError(f"the update has left {name}")
         self.outcome.jobs += 1
+
+    def _retry_given_up(self) -> None:
+        """Run rows with ``crashed_engine`` again: here no row kills the process."""
+        errors = [row["error"]["code"] for row in self.rows() if row["error"]]
+        if given_up := errors.count("crashed_engine"):
+            self.outcome.given_up += given_up
+            self._expect(self._start(retry_errors=True).wait(), ExitCode.OK)
 
     def _expect(self, code: int, expected: int) -> None:
         if code != expected:

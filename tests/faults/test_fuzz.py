@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.job.input import parquet_batches
+from batchinfer.job.input import parquet
 from batchinfer.worker import loader
 from tests.families import FAMILIES
 from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet
@@ -61,7 +61,7 @@ def open_unchecked(file: pa.NativeFile, *_: object, **__: object) -> pq.ParquetF
 
 
 def unchecked(number: int, seed: int, folder: Path) -> str:
-    parquet_batches.open_parquet = open_unchecked
+    parquet.open_parquet = open_unchecked
     return fuzz_parquet.case(number, seed, folder)
 
 

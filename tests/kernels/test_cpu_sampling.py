@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling
-from batchinfer.worker.sampling.philox import RANDOM_BITS
+from batchinfer.worker.sampling.on_cpu import RANDOM_BITS
 from batchinfer.worker.sampling.top_k_top_p import left_out
 
 pytestmark = pytest.mark.skipif(not cpu_attention.supports(torch.float32), reason="no C compiler")

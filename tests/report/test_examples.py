@@ -11,8 +11,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
-from batchinfer.report.examples import MOST_CHARACTERS
-from batchinfer.report.from_output import from_output
+from batchinfer.report.from_output import MOST_CHARACTERS, from_output
 from docs.make_pictures import main as make_pictures
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
     therefore the sums over the first layers of each window.
     """
     total = sum(stored)
-    sums = {sum(stored[layer] for layer in kind[:end]) for kind in kinds for end in _ends(kind)}
+    sums = {s for kind in kinds for s in accumulate(stored[layer] for layer in kind)}
     best, least = None, _MOST_UNUSED
     for size in sorted(sums, reverse=True):
         if size < max(stored):
@@ -134,10 +135,6 @@ def _slot_size(kinds: list[list[int]], stored: Sequence[int]) -> int | None:
         if groups <= _MOST_GROUPS and unused < least:
             best, least = size, unused
     return best
-
-
-def _ends(kind: list[int]) -> range:
-    return range(1, len(kind) + 1)
 
 
 def _cut(layers: list[int], stored: Sequence[int], size: int) -> list[tuple[int, ...]]:

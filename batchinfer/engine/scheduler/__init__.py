@@ -1,4 +1,1 @@
-"""Chooses the sequences of each step: admission, preemption, blocks of running sequences.
-
-May import: engine.step, engine.request, engine.kv, engine.sequence, engine.stats.
-"""
+"""Chooses the sequences of each step: admission, preemption, blocks of running sequences."""

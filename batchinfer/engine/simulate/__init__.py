@@ -1,4 +1,1 @@
-"""An engine that computes nothing, with times from a roofline model.
-
-May import: config, engine.
-"""
+"""An engine that computes nothing, with times from a roofline model."""

@@ -1,4 +1,1 @@
-"""Builds a step's arrays from a schedule, and applies its result to sequences.
-
-May import: protocols, engine.
-"""
+"""Builds a step's arrays from a schedule, and applies its result to sequences."""

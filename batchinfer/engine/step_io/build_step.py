@@ -1,7 +1,9 @@
-"""Builds a step's arrays from a schedule."""
+"""Builds a step's arrays from a schedule, and its sampling batch from the sequence table."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +11,22 @@ import numpy as np
 
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.scheduler.schedule import Schedule
-from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.engine.step import Int32, Int64, ScoredTokens, SharedPrefixes, Step
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step import (
+    Int32,
+    Int64,
+    Penalties,
+    ProcessedRow,
+    SamplingBatch,
+    ScoredTokens,
+    SharedPrefixes,
+    Step,
+)
 from batchinfer.engine.step_io.in_flight import SampledRows, snapshot_rows
-from batchinfer.engine.step_io.sampling_batch import build_sampling_batch
 from batchinfer.engine.step_io.scored_prompts import ScoredSpan, scored_spans, scored_tokens
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
+from batchinfer.engine.step_io.structured_output import grammar_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +127,125 @@ def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32
         tokens = table.sequence(rows[at]).tokens(start, start + int(num_new[at]))
         token_ids[starts[at] : starts[at + 1]] = tokens
     return token_ids
+
+
+def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
+    """Build the sampling batch of a scheduled step.
+
+    Samples of a row are consecutive. Their sample indices start at the index in the row's column.
+    """
+    rows, samples_per_row = schedule.sampled, schedule.samples_per_row
+    logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
+    sample_rows = np.repeat(rows, samples_per_row)
+    first = np.cumsum(samples_per_row) - samples_per_row
+    nth = np.arange(len(sample_rows), dtype=np.int32) - np.repeat(first, samples_per_row)
+    edited = np.flatnonzero(table.edits_logits[sample_rows])
+    sequences = [table.sequence(sample_rows[at]) for at in edited]
+    columns = table.sampling.take(sample_rows)
+    columns["sample_index"] += nth
+    position = (table.num_tokens[sample_rows] - table.num_prompt[sample_rows]).astype(np.int32)
+    given_token_ids = table.given_token[sample_rows]
+    modes = table.logprobs_mode[sample_rows]
+    bias, allowed = _Entries(), _Entries()
+    for at, sequence in zip(edited.tolist(), sequences, strict=True):
+        _add_biases(sequence, int(position[at]), at, bias)
+        allowed.add(at, sequence.request.params.allowed_token_ids or ())
+    masked_rows, masks = grammar_masks(table, rows)
+    return SamplingBatch(
+        **columns,
+        logits_rows=logits_rows,
+        position=position,
+        penalties=_penalties(edited.tolist(), sequences),
+        bias_samples=np.asarray(bias.samples, dtype=np.int32),
+        bias_token_ids=np.asarray(bias.token_ids, dtype=np.int32),
+        bias_values=np.asarray(bias.values, dtype=np.float32),
+        allowed_samples=np.asarray(allowed.samples, dtype=np.int32),
+        allowed_token_ids=np.asarray(allowed.token_ids, dtype=np.int32),
+        given_token_ids=given_token_ids if (given_token_ids >= 0).any() else None,
+        masked_rows=masked_rows,
+        masks=masks,
+        processed=tuple(_processed_rows(table, rows)),
+        named_token_ids=_named_tokens(table, sample_rows),
+        logprobs_modes=modes if modes.any() else None,
+    )
+
+
+def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
+    """Return the named token ids [K, most of any sample], padded with -1."""
+    naming = table.names_tokens[sample_rows]
+    if not naming.any():
+        return None
+    return _padded(
+        [
+            list(table.sequence(row).request.named_token_ids) if names else []
+            for row, names in zip(sample_rows, naming, strict=True)
+        ]
+    )
+
+
+def _processed_rows(table: SequenceTable, rows: Rows) -> Iterator[ProcessedRow]:
+    for at in np.flatnonzero(table.has_processors[rows]).tolist():
+        sequence = table.sequence(rows[at])
+        request = sequence.request
+        yield ProcessedRow(
+            at,
+            request.logits_processors,
+            request.prompt_token_ids.tolist(),
+            list(sequence.output_ids),
+        )
+
+
+class _Entries:
+    """Entries of a sparse matrix: (sample, token id, value)."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.token_ids: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, sample: int, token_ids: Items[int], values: Items[float] = ()) -> None:
+        self.samples.extend([sample] * len(token_ids))
+        self.token_ids.extend(token_ids)
+        self.values.extend(values)
+
+
+def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
+    """Add logit biases, and bans of the ends of bad words and of stop tokens before min_tokens."""
+    request, params = sequence.request, sequence.request.params
+    if params.logit_bias:
+        bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
+    banned = {
+        word[-1]
+        for word in request.bad_words_token_ids
+        if _ends_with(sequence.output_ids, word[:-1])
+    }
+    if position < params.min_tokens and request.grammar is None:  # a grammar's mask bans them
+        banned.update(request.stop_token_ids)
+    bias.add(sample, sorted(banned), [-np.inf] * len(banned))
+
+
+def _ends_with(token_ids: list[int], ending: tuple[int, ...]) -> bool:
+    return not ending or tuple(token_ids[-len(ending) :]) == ending
+
+
+def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | None:
+    penalized = [
+        (at, sequence)
+        for at, sequence in zip(samples, sequences, strict=True)
+        if sequence.request.params.has_penalties
+    ]
+    if not penalized:
+        return None
+    return Penalties(
+        samples=np.asarray([at for at, _ in penalized], dtype=np.int32),
+        prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalized]),
+        output_token_ids=_padded([s.output_ids for _, s in penalized]),
+    )
+
+
+def _padded(rows: Items[Int32 | list[int]]) -> Int32:
+    """Return token ids [rows, longest], padded with -1."""
+    padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
+    for row, token_ids in zip(padded, rows, strict=True):
+        row[: len(token_ids)] = token_ids
+    return padded

@@ -4,6 +4,4 @@
 parts, and ``worker_queue`` gives a worker the parts that it claims. ``generation`` and
 ``swap_generation`` are for updates, ``writers`` has names and locks, ``crashes`` finds rows that
 kill processes, and ``kernels`` stores the choice of kernels.
-
-May import: errors, console, job.
 """

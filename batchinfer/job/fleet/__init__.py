@@ -3,6 +3,4 @@
 ``launcher`` starts and watches workers. ``worker_process`` is the program of a worker.
 ``local_workers`` runs it on this machine, and ``ray_workers`` runs it on a Ray cluster. Only
 ``ray_workers`` imports Ray.
-
-May import: config, errors, process, console, engine, requests, builders, job.
 """

@@ -58,38 +58,24 @@ def run_fleet(
     _check_cores(job.spec)
     if on_cluster and not is_reachable(scale.cluster, scale.start_timeout_s, stop):
         return False
-    with _cluster_gpus(scale.cluster) if on_cluster else nullcontext(_num_gpus(job.spec)) as gpus:
-        return _run(job, role, build, progress, stop, on_begin, gpus)
-
-
-def _run(
-    job: OutputJob,
-    role: Role,
-    build: BuildEngine | None,
-    progress: Progress,
-    stop: Event,
-    on_begin: Callable[[], None],
-    num_gpus: int,
-) -> bool:
-    scale, on_cluster = job.spec.scale, job.spec.scale.cluster != "local"
-    has_gpus = job.spec.engine.device == "cuda" or num_gpus > 0
-    num_workers = max(1, num_gpus) if scale.workers == "auto" else scale.workers
-    worker = Role(role.shard, is_worker=True, has_launcher=True, num_workers=num_workers)
-    setup = WorkerSetup(job.spec, worker, package_versions(), build)
-    shares_cores = not on_cluster and not has_gpus and job.spec.engine.num_threads is None
-    cores = sorted(os.sched_getaffinity(0))[: cpu_limits().count]
-
-    def start(number: int) -> WorkerHandle:
-        if on_cluster:
-            from batchinfer.job.fleet.ray_workers import RayWorker
-
-            return RayWorker(setup, _resources(scale.resources, has_gpus))
-        visible = {"CUDA_VISIBLE_DEVICES": _device(number)} if has_gpus else {}
-        worker_cores = _share(cores, number, num_workers) if shares_cores else []
-        return LocalWorker(setup, worker_cores, visible)
-
+    gpus = _cluster_gpus(scale.cluster) if on_cluster else nullcontext(_num_gpus(job.spec))
     path = job.out.logs / f"{run_id(run_number(job.out.next_run_id), 'launcher')}.log"
-    with storage_errors(path), job.out.files.append_to(path) as log:
+    with gpus as num_gpus, storage_errors(path), job.out.files.append_to(path) as log:
+        has_gpus = job.spec.engine.device == "cuda" or num_gpus > 0
+        num_workers = max(1, num_gpus) if scale.workers == "auto" else scale.workers
+        worker = Role(role.shard, is_worker=True, has_launcher=True, num_workers=num_workers)
+        setup = WorkerSetup(job.spec, worker, package_versions(), build)
+        shares_cores = not on_cluster and not has_gpus and job.spec.engine.num_threads is None
+        cores = sorted(os.sched_getaffinity(0))[: cpu_limits().count]
+
+        def start(number: int) -> WorkerHandle:
+            if on_cluster:
+                from batchinfer.job.fleet.ray_workers import RayWorker
+
+                return RayWorker(setup, _resources(scale.resources, has_gpus))
+            visible = {"CUDA_VISIBLE_DEVICES": _device(number)} if has_gpus else {}
+            worker_cores = _share(cores, number, num_workers) if shares_cores else []
+            return LocalWorker(setup, worker_cores, visible)
 
         def write(line: str) -> None:
             log.write(f"{line}\n".encode())

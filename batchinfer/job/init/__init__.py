@@ -1,4 +1,1 @@
-"""``batchinfer init``: writes a job file for a dataset.
-
-May import: config, errors, console, job.
-"""
+"""``batchinfer init``: writes a job file for a dataset."""

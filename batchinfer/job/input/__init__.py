@@ -1,4 +1,1 @@
-"""The dataset: its files, formats, columns and selected rows.
-
-May import: errors, console, job.storage, job.row_ids.
-"""
+"""The dataset: its files, formats, columns and selected rows."""

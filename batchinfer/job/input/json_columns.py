@@ -62,15 +62,12 @@ class ColumnTypes:
 def column(values: Sequence[Any], field: pa.Field) -> pa.Array:
     """Convert values of a column to an array; ``field`` must come from ``ColumnTypes.schema``."""
     if is_json_text(field):
-        return pa.array([None if v is None else _json_of(v) for v in values], pa.string())
+        texts = (None if v is None else to_json(v, inf_nan_mode="constants") for v in values)
+        return pa.array([text and text.decode() for text in texts], pa.string())
     try:
         return pa.array(values, field.type)
     except _NO_FIT:
         return pa.array([_fitted(value, field.type) for value in values], field.type)
-
-
-def _json_of(value: Any) -> str:
-    return to_json(value, inf_nan_mode="constants").decode()
 
 
 def _inferred_type(values: Sequence[Any]) -> pa.DataType:

@@ -1,14 +1,24 @@
-"""Reads Parquet files, and checks their footers.
+"""Reads Parquet files in batches, with little extra memory for huge values, and checks footers.
 
-A file's stored Arrow schema must match its columns. pyarrow ignores parts of the schema that do not
-match, so a damaged footer could turn a list into a struct without an error.
+A footer has no checksum, and pyarrow can crash the process if the entry of a column in a row group
+is damaged. This module therefore decodes the few fields that it needs, and compares facts that a
+footer stores twice. Sources: apache/parquet-format, ``parquet.thrift``; apache/thrift,
+``doc/specs/thrift-compact-protocol.md``. A file's stored Arrow schema must match its columns too:
+pyarrow ignores parts of it that do not match, so a list could become a struct without an error.
+
+pyarrow needs two to three times the size of a value to read it: the decompressed page, possibly a
+dictionary, and the value. The page and the dictionary stay in memory until more pages are read or
+the reader is freed. The compressed page is freed at once if it is read through a buffer. If the row
+group is fetched as a whole, which takes fewer requests, the compressed pages stay as long.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +27,7 @@ from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices
 from batchinfer.job.input.format import (
+    BATCH_ROWS,
     READ_ERRORS,
     REWRITE,
     Format,
@@ -25,13 +36,32 @@ from batchinfer.job.input.format import (
     check_unchanged,
     cut,
 )
-from batchinfer.job.input.parquet_batches import open_parquet, row_group_batches
-from batchinfer.job.input.parquet_footer import check_footer, compressed_bytes
 from batchinfer.job.storage.reader import store_of
 
 Shape = tuple["str | Shape", ...]
 _KEY = b"ARROW:schema"
 _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
+
+_READ_BUFFER = 1 << 20
+_LARGE_ROW_BYTES = 1 << 16
+"""If rows of a row group have at least this size on average, they are read one by one, because
+appending a row to a batch copies the huge values in the batch.
+"""
+_LARGE_GROUP_BYTES = 64 << 20
+"""Row groups of at least this size are fetched piece by piece."""
+
+_STRUCT, _LIST, _SET, _MAP = 12, 9, 10, 11
+_MOST_NESTED = 64
+
+# Field numbers in FileMetaData, SchemaElement, RowGroup, ColumnChunk and ColumnMetaData.
+_FILE_SCHEMA, _FILE_GROUPS = 2, 4
+_ELEMENT_TYPE, _ELEMENT_NAME, _ELEMENT_CHILDREN = 1, 4, 5
+_GROUP_COLUMNS = 1
+_CHUNK_COLUMN = 3
+_COLUMN_TYPE, _COLUMN_PATH, _COLUMN_COMPRESSED = 1, 3, 7
+
+Column = tuple[int, tuple[bytes, ...]]
+"""A column's physical type, and its names from the top level down."""
 
 
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
@@ -159,3 +189,198 @@ def _footer(file: pa.NativeFile, size: int) -> bytes:
     length = int.from_bytes(file.read(4), "little")
     file.seek(max(0, size - _MAGIC_BYTES - length))
     return bytes(file.read(length))
+
+
+def open_parquet(
+    file: pa.NativeFile, metadata: pq.FileMetaData | None = None, *, fetch_groups: bool = True
+) -> pq.ParquetFile:
+    """Open a Parquet file for reading, with verification of page checksums.
+
+    Args:
+        metadata: metadata of the file if it was read before.
+        fetch_groups: fetch row groups as a whole, in few requests, instead of piece by piece.
+    """
+    buffer_size = 0 if isinstance(file, pa.BufferReader) else _READ_BUFFER
+    return pq.ParquetFile(
+        file,
+        metadata=metadata,
+        buffer_size=buffer_size,
+        pre_buffer=fetch_groups,
+        page_checksum_verification=True,
+    )
+
+
+def row_group_batches(
+    file: pa.NativeFile, metadata: pq.FileMetaData, group: int, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Read a row group in batches of at most ``BATCH_ROWS`` rows."""
+    size, rows = _bytes_and_rows(metadata, group)
+    # Open a reader for each row group, because freeing a reader frees its last page.
+    reader = open_parquet(file, metadata, fetch_groups=size < _LARGE_GROUP_BYTES)
+    num_rows = 1 if size >= rows * _LARGE_ROW_BYTES else BATCH_ROWS
+    yield from reader.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=False)
+
+
+def decode_all(file: pa.NativeFile) -> None:
+    """Decode a Parquet file column by column to check it, and discard the values.
+
+    Raises:
+        pyarrow.ArrowException, OSError: the file is damaged.
+    """
+    reader = open_parquet(file)
+    for group in range(reader.num_row_groups):
+        for name in reader.schema_arrow.names:
+            for _ in row_group_batches(file, reader.metadata, group, [name]):
+                pass
+
+
+def _bytes_and_rows(metadata: pq.FileMetaData, group: int) -> tuple[int, int]:
+    """Return the size in bytes and number of rows of a row group. The size covers all columns,
+    because asking pyarrow for one column can crash the process if the footer is damaged.
+    """
+    found = metadata.row_group(group)
+    return found.total_byte_size, max(1, found.num_rows)
+
+
+def check_footer(footer: bytes) -> None:
+    """Check that the first row group has the columns of the file's schema.
+
+    Args:
+        footer: the file's metadata, without length and magic bytes.
+
+    Raises:
+        ValueError: the columns differ, or the footer is damaged.
+    """
+    with _damage():
+        schema, groups = _schema_and_groups(footer, most_groups=1)
+        for group in groups:
+            columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
+            found = [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
+            if list(_leaves(schema)) != found:
+                raise ValueError("its footer is damaged: its row groups have other columns")
+
+
+def compressed_bytes(footer: bytes, columns: Collection[str]) -> int:
+    """Sum the compressed bytes of columns over all row groups of a file.
+
+    Args:
+        footer: the file's metadata, without length and magic bytes.
+        columns: names of top-level columns; nested columns are included.
+
+    Raises:
+        ValueError: the footer is damaged.
+    """
+    names = {name.encode() for name in columns}
+    with _damage():
+        _, groups = _schema_and_groups(footer)
+        chunks = [chunk[_CHUNK_COLUMN] for group in groups for chunk in group[_GROUP_COLUMNS]]
+        return sum(int(c[_COLUMN_COMPRESSED]) for c in chunks if c[_COLUMN_PATH][0] in names)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its footer is damaged") from error
+
+
+def _schema_and_groups(footer: bytes, most_groups: int = 1 << 31) -> tuple[list[Any], list[Any]]:
+    """Read the elements of the schema, and at most ``most_groups`` row groups after it."""
+    reader = _Compact(footer)
+    schema: list[Any] = []
+    for number, kind in reader.fields():
+        if number == _FILE_GROUPS:
+            size, item = reader.list_header()
+            return schema, [reader.value(item) for _ in range(min(size, most_groups))]
+        value = reader.value(kind)
+        if number == _FILE_SCHEMA:
+            schema = value
+    return schema, []
+
+
+def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
+    """Return the columns of a schema, whose elements are in depth-first order from the root."""
+    elements = iter(schema)
+    for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
+        yield from _leaves_below(elements, ())
+
+
+def _leaves_below(elements: Iterator[dict[int, Any]], above: tuple[bytes, ...]) -> Iterator[Column]:
+    element = next(elements, {})
+    path = (*above, element.get(_ELEMENT_NAME, b""))
+    children = element.get(_ELEMENT_CHILDREN, 0)
+    if not children:
+        yield element.get(_ELEMENT_TYPE, -1), path
+    for _ in range(children if len(path) < _MOST_NESTED else 0):
+        yield from _leaves_below(elements, path)
+
+
+class _Compact:
+    """Reads Thrift's compact protocol."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._depth = 0
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """Yield the number and type of each field of a structure; the caller reads the value."""
+        number = 0
+        while header := self._byte():
+            number = number + (header >> 4) if header >> 4 else self._integer()
+            yield number, header & 15
+
+    def value(self, kind: int) -> Any:
+        """Read a value: structures as dicts by field number, strings as bytes."""
+        if kind in (1, 2):  # a field's type is also its bool value; in a list, a bool is a byte
+            return kind == 1
+        if kind in (4, 5, 6):
+            return self._integer()
+        if kind == 8:
+            return self._take(self._varint())
+        if kind in (_LIST, _SET, _MAP, _STRUCT):
+            return self._nested(kind)
+        return self._take({3: 1, 7: 8}[kind])
+
+    def list_header(self) -> tuple[int, int]:
+        """Read the length of a list, and the type of its items."""
+        header = self._byte()
+        size = header >> 4
+        return (self._varint() if size == 15 else size), header & 15
+
+    def _nested(self, kind: int) -> Any:
+        self._depth += 1
+        if self._depth > _MOST_NESTED:
+            raise IndexError
+        if kind == _STRUCT:
+            value: Any = {number: self.value(item) for number, item in self.fields()}
+        else:
+            if kind == _MAP:
+                raise IndexError  # Parquet uses no maps
+            size, item = self.list_header()
+            value = [self._byte() if item in (1, 2) else self.value(item) for _ in range(size)]
+        self._depth -= 1
+        return value
+
+    def _integer(self) -> int:
+        """Read a signed integer in zigzag encoding."""
+        number = self._varint()
+        return number >> 1 ^ -(number & 1)
+
+    def _varint(self) -> int:
+        number = shift = 0
+        while (byte := self._byte()) & 128:
+            number |= (byte & 127) << shift
+            shift += 7
+        return number | byte << shift
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _take(self, length: int) -> bytes:
+        self._at += length
+        if self._at > len(self._data):
+            raise IndexError
+        return self._data[self._at - length : self._at]

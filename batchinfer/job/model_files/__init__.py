@@ -1,4 +1,1 @@
-"""Facts that identify a model: hashes of its files, or its commit on the hub.
-
-May import: errors, console, job.storage, job.spec.
-"""
+"""Facts that identify a model: hashes of its files, or its commit on the hub."""

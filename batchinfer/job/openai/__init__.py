@@ -1,4 +1,1 @@
-"""OpenAI batch files: reads requests, and writes responses and errors.
-
-May import: config, errors, console, text, requests, builders, job.
-"""
+"""OpenAI batch files: reads requests, and writes responses and errors."""

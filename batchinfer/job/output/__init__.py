@@ -2,6 +2,4 @@
 
 ``directory`` has the paths. ``segments`` stores finished rows of unfinished parts, ``commit``
 finishes a part, and ``resume`` decides which parts a run has to make.
-
-May import: errors, console, engine, text, job.
 """

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import StorageError
-from batchinfer.job.input.parquet_batches import decode_all, open_parquet
+from batchinfer.job.input.parquet import decode_all, open_parquet
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.parquet_bytes import parquet_bytes

@@ -15,7 +15,7 @@ from batchinfer.console.format import first_line, printable
 from batchinfer.console.table import SummaryLine
 from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.fingerprint import digest
-from batchinfer.job.input.parquet_batches import open_parquet
+from batchinfer.job.input.parquet import open_parquet
 from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output.commit import check_part
 from batchinfer.job.output.directory import OutputDir

@@ -1,4 +1,1 @@
-"""``batchinfer plan``: simulates a job before it runs.
-
-May import: config, errors, console, engine, text, requests, builders, job.
-"""
+"""``batchinfer plan``: simulates a job before it runs."""

@@ -1,4 +1,1 @@
-"""Finds rows that other outputs hold already, by their keys, and copies them.
-
-May import: errors, console, requests, job.
-"""
+"""Finds rows that other outputs hold already, by their keys, and copies them."""

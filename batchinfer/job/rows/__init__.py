@@ -3,6 +3,4 @@
 ``reader`` makes prompts from rows, and ``window`` orders them. ``tasks`` lists the tasks, such as
 ``generate`` and ``score``; a task makes requests and gets their completions. ``finished_row`` makes
 the output rows.
-
-May import: config, errors, console, engine, text, pooling, requests, job.
 """

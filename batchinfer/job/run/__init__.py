@@ -4,6 +4,4 @@
 ends the job. ``engine_loop`` feeds the engine, and ``dedup`` computes equal rows once.
 ``in_flight_log`` tells the next run which rows ran when this run died. ``reporter`` has the
 messages.
-
-May import: config, errors, process, console, text, engine, requests, builders, job.
 """

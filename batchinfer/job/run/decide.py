@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from batchinfer.console.format import counted, printable
+from batchinfer.console.terminal import print_line
 from batchinfer.errors import DataError, JobError, UsageError
 from batchinfer.job.claims.claim import Claim
 from batchinfer.job.claims.generation import drop_generations, next_generation
@@ -16,6 +17,7 @@ from batchinfer.job.claims.retry_errors import has_errors, reopen
 from batchinfer.job.claims.shared import Role, SharedClaim
 from batchinfer.job.claims.swap_generation import end_swap
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import OutputJob, identified, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import export_record, partitioned
@@ -24,7 +26,6 @@ from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import ResumePlan, plan_resume
 from batchinfer.job.reuse.reuse import open_outputs
-from batchinfer.job.run.table_version import at_version
 from batchinfer.job.spec.spec import JobSpec
 
 
@@ -244,3 +245,72 @@ def _check_partitions(job: OutputJob, resume: ResumePlan) -> None:
     columns = job.spec.output.partition_by
     if resume.begins or not partitioned.exists(job.out, columns):
         partitioned.check_partitions(columns, job.table.kept, job.source)
+
+
+def at_version(
+    spec: JobSpec, planned: Manifest | None, out: OutputDir, *, retry_errors: bool
+) -> JobSpec:
+    """Return the job with the version of its table that a run without ``--update`` reads.
+
+    If an update is unfinished, the run reads the version of the update. Otherwise it reads the
+    version that the output began with, until the job has ended. With ``--retry-errors`` it keeps
+    this version after the end too, unless the latest version has the same number of rows: somebody
+    may have corrected failed rows.
+
+    Args:
+        planned: the plan of the output in ``out``; None if there is no plan.
+        retry_errors: True if failed rows run again.
+
+    Raises:
+        JobError: the table cannot be read.
+    """
+    if spec.input.version is not None:
+        return spec
+    begun = _of_begun_update(spec, out)
+    if begun is not None:
+        return begun
+    if planned is None or planned.table_version is None:
+        return spec
+    if not retry_errors and out.files.stat(out.success) is not None:
+        return spec
+    before = _at(spec, planned.table_version)
+    if planned.input_paths != tuple(spec.input.paths) and not _finds_again(before, planned):
+        return spec
+    return _for_errors(spec, before, planned) if retry_errors else before
+
+
+def _of_begun_update(spec: JobSpec, out: OutputDir) -> JobSpec | None:
+    """Return the job at the version of its unfinished update, if there is one."""
+    for path in out.files.entries(out.next):
+        with suppress(JobError):
+            plan = stored_manifest(out.generation(path.name))
+            if plan.table_version is not None:
+                candidate = _at(spec, plan.table_version)
+                source = identified(open_input(candidate), plan)
+                if open_job(candidate, source).manifest.name == path.name:
+                    return candidate
+    return None
+
+
+def _for_errors(spec: JobSpec, before: JobSpec, planned: Manifest) -> JobSpec:
+    latest = open_input(spec)
+    if latest.num_rows == planned.num_rows:
+        return spec
+    print_line(
+        f"{printable(', '.join(spec.input.paths))} has other rows at version {latest.version}: "
+        f"errors are retried at version {planned.table_version}; --update reads the latest",
+        to_stderr=True,
+    )
+    return before
+
+
+def _at(spec: JobSpec, version: int) -> JobSpec:
+    return spec.model_copy(update={"input": spec.input.model_copy(update={"version": version})})
+
+
+def _finds_again(pinned: JobSpec, planned: Manifest) -> bool:
+    """Return True if a table is the planned table, moved to another path."""
+    with suppress(JobError):
+        source = identified(open_input(pinned), planned)
+        return have_common_files(planned.inputs, source.files)
+    return False

@@ -1,17 +1,27 @@
-"""``batchinfer run``: runs or resumes a job."""
+"""``batchinfer run``: runs or resumes a job.
+
+``_batchinfer/bad_ids.parquet`` holds the ids of rows whose value in the id column is missing or
+repeated, so that later runs need not read all ids again. If the file is missing, damaged or of
+another input, a run finds the rows in the input again.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import PurePath
 from threading import Event
-from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
 
 from batchinfer.console.display import Display
 from batchinfer.console.meter import Meter
@@ -20,13 +30,13 @@ from batchinfer.console.progress import Progress
 from batchinfer.errors import ExitCode
 from batchinfer.job.claims.kernels import note_kernels
 from batchinfer.job.claims.shared import Role
+from batchinfer.job.input.unique_ids import BadIds, find_bad_ids
 from batchinfer.job.job import BuildEngine, LoadedJob, OutputJob, load
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.reuse.reuse import RowReuse
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.decide import NothingToDo, RunOptions, RunPlan, decide, refuse_combinations
 from batchinfer.job.run.finish_job import end_run
-from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.metrics import serve_metrics
 from batchinfer.job.run.on_end import notify_on_end
 from batchinfer.job.run.pipeline import run_pipeline
@@ -39,27 +49,13 @@ from batchinfer.process.process import gc_paused, stop_signals
 _ATTENTION = "attention"
 """Key in ``EngineContext.kernels`` of the attention kernel, which depends only on the machine."""
 
+_KEY = b"batchinfer.ids_of"
 
-class RunFleet(Protocol):
-    """Runs a job like ``run_pipeline``, but with several workers, each in its own process."""
 
-    def __call__(
-        self,
-        job: OutputJob,
-        role: Role,
-        build: BuildEngine | None,
-        progress: Progress,
-        stop: Event,
-        on_begin: Callable[[], None],
-    ) -> bool:
-        """Make the unfinished parts; return True if all are made.
-
-        Args:
-            job: the job, as workers open it.
-            role: has the shard whose parts the workers make.
-            on_begin: called when rows begin to run.
-        """
-        ...
+RunFleet = Callable[
+    [OutputJob, Role, BuildEngine | None, Progress, Event, Callable[[], None]], bool
+]
+"""Runs a job like ``run_pipeline``, but with several workers, each in its own process."""
 
 
 def run_job(
@@ -256,3 +252,57 @@ def _default_builder() -> BuildEngine:
         from batchinfer.builders.engine import build_engine
 
     return build_engine
+
+
+def with_id_errors(job: OutputJob, *, reads_stored: bool) -> OutputJob:
+    """Return the job with its rows that have bad ids; these rows end as errors.
+
+    Args:
+        reads_stored: True to use the stored rows if they are of this job's input.
+
+    Raises:
+        DataError: the ids cannot be read, or have a type that ids cannot have.
+    """
+    column = job.spec.input.id_column
+    if column is None:
+        return job
+    stored = _stored(job, column) if reads_stored else None
+    bad = find_bad_ids(job.source, column) if stored is None else stored
+    return replace(job, source=replace(job.source, bad_ids=bad))
+
+
+def store_id_errors(job: OutputJob) -> None:
+    """Store the rows with bad ids, unless they are stored already.
+
+    Raises:
+        StorageError: the rows cannot be written.
+    """
+    bad = job.source.bad_ids
+    if bad is None or _stored(job, bad.column) is not None:
+        return
+    table = pa.table({"row_id": bad.rows, "first_row_id": bad.firsts})
+    job.out.write_table(job.out.bad_ids, table.replace_schema_metadata({_KEY: _input_key(job)}))
+
+
+def _stored(job: OutputJob, column: str) -> BadIds | None:
+    """Return the stored rows; None if no rows of this input are stored."""
+    try:
+        table = job.out.read_table(job.out.bad_ids)
+        if (table.schema.metadata or {}).get(_KEY) != _input_key(job):
+            return None
+        rows, firsts = (table[name].to_numpy() for name in ("row_id", "first_row_id"))
+    except (OSError, KeyError, pa.ArrowException):
+        return None
+    return BadIds(column, rows.astype(np.int64), firsts.astype(np.int64))
+
+
+def _input_key(job: OutputJob) -> bytes:
+    contents = attrgetter("size", "num_rows", "content_sha256", "content_hash", "etag")
+    files = list(map(contents, job.manifest.inputs))
+    selection = job.spec.input
+    facts = [selection.id_column, selection.filter, job.source.num_rows]
+    return (
+        hashlib.sha256(json.dumps([*facts, job.manifest.fingerprint, files]).encode())
+        .hexdigest()
+        .encode()
+    )

@@ -1,4 +1,1 @@
-"""Files on this machine, in object stores and on the Hugging Face Hub, and locks.
-
-May import: errors, console.
-"""
+"""Files on this machine, in object stores and on the Hugging Face Hub, and locks."""

@@ -120,7 +120,9 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
         UsageError: the package that reads from the store is not installed.
     """
     matches = _matches(entry, suffixes)
-    files = {_path(file) for at, file in matches if not _is_hidden_below(at, file)}
+    files = {file for at, file in matches if not _is_hidden_below(at, file)}
+    if not is_url(entry):
+        files = {str(PurePath(file)) for file in files}
     if not files:
         endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
         raise DataError(
@@ -150,10 +152,6 @@ def _matches(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
         f"input.path: {entry} does not exist{near_path(entry)}",
         hint="check the path; paths in a job file are relative to the job file's folder",
     )
-
-
-def _path(file: str) -> str:
-    return file if is_url(file) else str(PurePath(file))
 
 
 def _is_hidden(match: PurePath, pattern: PurePath) -> bool:

@@ -2,6 +2,4 @@
 
 ``in_flight`` observes the engine, ``token_files`` reads and writes files, and ``record`` converts
 tokens to and from their tables.
-
-May import: errors, console, engine, protocols, job.
 """

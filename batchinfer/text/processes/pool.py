@@ -6,16 +6,18 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
+from batchinfer.errors import RowError
 from batchinfer.process.cpus import available_cpus
-from batchinfer.text.processes.batches import Batch, make_batches
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.server_process import ServerProcess, StoppedError, not_started
 from batchinfer.text.processes.worker import BuilderFactory, Result
 from batchinfer.text.processes.workers import Workers
+from batchinfer.text.row_values import MAX_ROW_BYTES, require_size
 from batchinfer.text.tokenizer import Tokenizer
 
 MAX_WORKERS = 16
@@ -23,7 +25,10 @@ MAX_WORKERS = 16
 _BATCHES_PER_WORKER = 2  # per call, so that no worker waits long for another worker's last batch
 _LIMITS = Limits()
 
-_Pending = Sequence[tuple[Batch, "Future[list[Result]]"]]
+_MIN_ROWS, _MAX_ROWS = 8, 256  # of a batch: few enough that workers share the work evenly
+_MAX_BYTES = 1 << 17
+
+_Pending = Sequence[tuple["Batch", "Future[list[Result]]"]]
 
 
 class TextProcesses:
@@ -169,3 +174,53 @@ class WorkerPrompts:
         """Start to ``build``; the returned function waits, and returns or raises like ``build``."""
         needed = [{name: row[name] for name in self.columns if name in row} for row in rows]
         return self._processes.start(self._factory, needed)
+
+
+@dataclass
+class Batch:
+    """Rows for one message to a worker."""
+
+    indices: list[int] = field(default_factory=list)
+    """Indices of the rows in the call."""
+    rows: list[bytes] = field(default_factory=list)
+    """The rows, each pickled separately."""
+    num_bytes: int = 0
+
+
+def make_batches(
+    rows: Sequence[Mapping[str, object]], results: list[Result | None], num_batches: int
+) -> Iterator[Batch]:
+    """Split rows into about ``num_batches`` batches of at most 256 rows and 128 KiB.
+
+    A row that cannot be sent is in no batch; its error is stored in ``results`` at its index.
+    """
+    most_rows = min(max(_MIN_ROWS, -(-len(rows) // num_batches)), _MAX_ROWS)
+    batch = Batch()
+    for index, row in enumerate(rows):
+        try:
+            data = _pickled(row)
+        except RowError as error:
+            results[index] = error
+            continue
+        is_full = len(batch.rows) == most_rows or batch.num_bytes + len(data) > _MAX_BYTES
+        if batch.rows and is_full:
+            yield batch
+            batch = Batch()
+        batch.indices.append(index)
+        batch.rows.append(data)
+        batch.num_bytes += len(data)
+    if batch.rows:
+        yield batch
+
+
+def _pickled(row: Mapping[str, object]) -> bytes:
+    for name, value in row.items():
+        require_size(value, name)
+    try:
+        data = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+    except (RecursionError, pickle.PicklingError, TypeError, AttributeError) as error:
+        reason = f"a value that cannot be sent to another process: {error}"
+        raise RowError("unsupported_content", reason) from error
+    if len(data) > MAX_ROW_BYTES:
+        raise RowError("row_too_large", f"its columns hold over {MAX_ROW_BYTES} bytes")
+    return data

@@ -1,5 +1,5 @@
 """Separates the reasoning of models from their answers, on the token stream.
 
-``formats`` finds how a model marks its reasoning; ``markers`` and ``harmony`` are these formats;
+``formats`` finds how a model marks its reasoning; ``harmony`` is the format of gpt-oss;
 ``grammar`` bounds the reasoning and delays grammars until the answer begins.
 """

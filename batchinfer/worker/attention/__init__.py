@@ -1,4 +1,1 @@
-"""Paged attention: one function for transformers' classes, and a backend for each device.
-
-May import: errors, kernels, engine.kv, engine.step, worker.
-"""
+"""Paged attention: one function for transformers' classes, and a backend for each device."""

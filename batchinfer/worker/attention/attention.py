@@ -52,13 +52,8 @@ class AttentionBackend(Protocol):
         """Set the step, and its arrays on the device, for the following calls of ``attend``."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
-        """Attend over the cache; returns [T, Hq, Dv]."""
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
+        """Attend over the cache for queries [T, Hq, Dk]; return [T, Hq, Dv]."""
         ...
 
 

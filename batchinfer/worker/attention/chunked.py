@@ -45,12 +45,7 @@ class ChunkedAttention:
         cut = cut_at_chunks(step, self._chunk, self._cache.layout.block_size)
         self._chunked.begin_step(cut, to_device(_arrays(cut), self._cache.pool.device))
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         backend = self._chunked if self._cache.layout.chunks[layer] else self._unchunked
         return backend.attend(layer, query, variant)
 

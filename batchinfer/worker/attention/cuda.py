@@ -75,12 +75,7 @@ class CudaAttention:
         self._work: dict[_Kind, _Work] = {}
         self._chunks: dict[_Kind, Any] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.paged_attention import paged_attention
 
         out = self._output(layer, query)
@@ -170,12 +165,7 @@ class BatchInvariantAttention(CudaAttention):
     """Sums in a fixed order, so that a row's bits do not depend on its batch. Decodes and chunks
     use the same program, and every sequence reads its own prefix."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         from batchinfer.kernels.batch_invariant_attention import batch_invariant_attention
 
         out = self._output(layer, query)
@@ -220,13 +210,8 @@ class BatchInvariantAttention(CudaAttention):
 class LatentCudaAttention(CudaAttention):
     """Attends to latents, which all heads share. It does not use shared prefixes."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, rank + rotary width]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
-        """Return the attended latents, [T, Hq, rank]."""
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
+        """Return the attended latents [T, Hq, rank] of queries [T, Hq, rank + rotary width]."""
         from batchinfer.kernels.mla_attention import mla_attention
 
         out = self._output(layer, query)

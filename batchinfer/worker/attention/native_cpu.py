@@ -45,12 +45,7 @@ class NativeAttention:
         self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         query = query if query.stride(-1) == 1 else query.contiguous()
         out = query.new_empty(*query.shape[:2], self._cache.shape(layer).value_width)
         cpu_attention.paged_attention(

@@ -1,17 +1,36 @@
-"""Paged attention on the CPU from torch operations: gather blocks, multiply, softmax, multiply."""
+"""Paged attention on the CPU from torch operations: gather blocks, multiply, softmax, multiply.
+
+The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of equal size and
+similar context length form a bucket and are padded to the longest context. The padding and the
+memory that a bucket gathers are bounded. A plan is made once per step, for all layers with the same
+KV shape and window.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchinfer.engine.kv.kv_shapes import KVShape
-from batchinfer.engine.step import Step
-from batchinfer.worker.attention.gather_plan import Bucket, Plan, make_plan
+from batchinfer.engine.step import Int32, Step
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.kv_cache import KVCache
+
+_TILE_SIZES = (1, 16, 64)
+# Most bytes that a bucket gathers: its keys and values must still be in the cache when they are
+# used.
+_BUCKET_BYTES = 4 << 20
+# Overhead of a bucket, as the bytes that are gathered in the same time. Avoiding less padding than
+# this is not worth a new bucket.
+_BUCKET_OVERHEAD_BYTES = 512 << 10
+_PADDING_SHARE = 0.125
+
+Ints = npt.NDArray[np.int64]
 
 
 class CpuAttention:
@@ -32,12 +51,7 @@ class CpuAttention:
         self._step = step
         self._plans.clear()
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [T, Hq, Dk]
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
         window, softcap = variant.sliding_window, variant.softcap
         group, shape = self._cache.group(layer), self._cache.shape(layer)
         if (group, window, shape) not in self._plans:
@@ -139,3 +153,179 @@ def _store(
     tiles = (bucket.num_tiles, -1, bucket.tile_size, out.shape[2])
     by_token = out.view(bucket.num_tiles, bucket.tile_size, -1, out.shape[2])
     by_token.copy_(weighed.view(tiles).transpose(1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """R tiles of Q queries over a context of C tokens, gathered as whole blocks."""
+
+    num_tiles: int  # R
+    tile_size: int  # Q
+    context: int  # C, a multiple of the block size
+    queries: slice  # R * Q rows of Plan.tokens
+    key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
+    value_rows: torch.Tensor
+    all_visible: int  # every query sees all positions before this one
+    # [R, 1, 1, Q, C - all_visible] bool: true where the query does not see the position.
+    hidden: torch.Tensor
+    # Rows of values [R, kv_head, C] between the end of a context and the end of its last block.
+    stale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Buckets of a step for one window, and the step's queries in the order of the buckets."""
+
+    buckets: tuple[Bucket, ...]
+    tokens: torch.Tensor  # [queries] packed token of each query; padding repeats one
+    rows: torch.Tensor  # [T] query number of each packed token
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of queries as columns. Positions count from the start of the sequence."""
+
+    sequence: Ints
+    token: Ints  # first packed token
+    length: Ints  # queries
+    position: Ints  # position of the first query
+    first_block: Ints  # first block of the table that any query sees
+    num_blocks: Ints
+    size: Ints  # 1, 16 or 64
+
+    def take(self, rows: Ints) -> _Tiles:
+        return _Tiles(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def offsets(self) -> Ints:
+        """Return the index of each query in its tile, [R, Q]. Padding repeats the first query."""
+        queries = np.arange(self.size[0])
+        return np.where(queries < self.length[:, None], queries, 0)
+
+
+def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -> Plan:
+    """Cut the step's queries into buckets, for all layers of a group that have the same KV shape.
+
+    A window of 0 means that tokens see the whole context.
+    """
+    tiles = _tiles(step, cache.layout.block_size, sliding_window)
+    tables = step.tables_of(cache.group(layer))
+    token_bytes = cache.shape(layer).elements * cache.pool.element_size()
+    block_bytes = cache.layout.block_size * token_bytes
+    buckets: list[Bucket] = []
+    tokens, real = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    num_queries = 0
+    for size in _TILE_SIZES:
+        chosen = np.flatnonzero(tiles.size == size)
+        if len(chosen) == 0:
+            continue
+        ordered = tiles.take(chosen[np.argsort(-tiles.num_blocks[chosen], kind="stable")])
+        for rows in _rectangles(ordered.num_blocks, block_bytes):
+            part = ordered.take(rows)
+            queries = slice(num_queries, num_queries + len(rows) * size)
+            buckets.append(_bucket(part, queries, tables, cache, sliding_window, layer))
+            tokens.append((part.token[:, None] + part.offsets()).reshape(-1))
+            real.append((np.arange(size) < part.length[:, None]).reshape(-1))
+            num_queries = queries.stop
+    all_tokens, is_real = np.concatenate(tokens), np.concatenate(real)
+    rows_of = np.empty(step.num_tokens, np.int64)
+    rows_of[all_tokens[is_real]] = np.flatnonzero(is_real)
+    return Plan(tuple(buckets), torch.from_numpy(all_tokens), torch.from_numpy(rows_of))
+
+
+def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
+    """Cut every sequence's queries into tiles of the largest size; the remaining queries are one
+    tile."""
+    largest = _TILE_SIZES[-1]
+    starts = step.query_starts.astype(np.int64)
+    num_queries = np.diff(starts)
+    tiles_each = -(-num_queries // largest)
+    sequence = np.repeat(np.arange(len(num_queries)), tiles_each)
+    within = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles_each) - tiles_each, tiles_each)
+    offset = within * largest
+    length = np.minimum(num_queries[sequence] - offset, largest)
+    position = step.context_lens.astype(np.int64)[sequence] - num_queries[sequence] + offset
+    first_seen = np.maximum(position + 1 - sliding_window, 0) if sliding_window else 0 * position
+    first_block = first_seen // block_size
+    return _Tiles(
+        sequence=sequence,
+        token=starts[sequence] + offset,
+        length=length,
+        position=position,
+        first_block=first_block,
+        num_blocks=(position + length - 1) // block_size + 1 - first_block,
+        size=np.array(_TILE_SIZES)[np.searchsorted(_TILE_SIZES, length)],
+    )
+
+
+def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
+    """Cut block counts, sorted in descending order, into runs of bounded padding and size."""
+    free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
+    begin = 0
+    while begin < len(num_blocks):
+        remaining = num_blocks[begin:]
+        gathered = remaining[0] * np.arange(1, len(remaining) + 1)
+        padding = gathered - np.cumsum(remaining)
+        fits = (gathered * block_bytes <= _BUCKET_BYTES) & (
+            padding <= np.maximum(free_padding, _PADDING_SHARE * gathered)
+        )
+        end = begin + max(1, len(remaining) if fits.all() else int(np.argmin(fits)))
+        yield np.arange(begin, end)
+        begin = end
+
+
+def _bucket(
+    tiles: _Tiles, queries: slice, tables: Int32, cache: KVCache, sliding_window: int, layer: int
+) -> Bucket:
+    layout, shape = cache.layout, cache.shape(layer)
+    num_blocks = int(tiles.num_blocks.max())
+    context = num_blocks * layout.block_size
+    key_rows, value_rows = _gather_rows(tiles, num_blocks, tables, cache, shape)
+    position = tiles.position[:, None] + tiles.offsets()  # [R, Q]
+    columns = (tiles.first_block * layout.block_size)[:, None] + np.arange(context)  # [R, C]
+    all_visible = 0 if sliding_window else int((position[:, 0] - columns[:, 0]).min())
+    distance = position[:, :, None] - columns[:, None, all_visible:]
+    hidden = (distance < 0) | (distance >= sliding_window) if sliding_window else distance < 0
+    return Bucket(
+        num_tiles=len(tiles.sequence),
+        tile_size=int(tiles.size[0]),
+        context=context,
+        queries=queries,
+        key_rows=key_rows,
+        value_rows=value_rows,
+        all_visible=all_visible,
+        hidden=torch.from_numpy(hidden[:, None, None]),
+        stale=_stale_values(tiles, columns, shape.num_kv_heads, layout.block_size),
+    )
+
+
+def _gather_rows(
+    tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache, shape: KVShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of ``cache.units`` to gather for keys and for values. The null slot pads
+    tiles."""
+    block = np.arange(num_blocks)
+    columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
+    slots = tables[tiles.sequence[:, None], columns].astype(np.int64)
+    slots = np.where(block < tiles.num_blocks[:, None], slots, cache.null_slot)  # [R, block]
+
+    def rows(width: int) -> torch.Tensor:
+        units = width // cache.unit
+        heads = np.arange(shape.num_kv_heads)[:, None, None] * units
+        first = slots[:, None, :, None] * cache.rows_per_slot + heads
+        return torch.from_numpy((first + np.arange(units)).reshape(-1))
+
+    key_rows = rows(shape.key_width)
+    if shape.values_in_keys or shape.value_width == shape.key_width:
+        return key_rows, key_rows
+    return key_rows, rows(shape.value_width)
+
+
+def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
+    """Return the rows of values between the end of each context and the end of its last block. They
+    may hold stale NaN."""
+    end = (tiles.position + tiles.length)[:, None]
+    block_end = -(-end // block_size) * block_size
+    tile, column = np.nonzero((columns >= end) & (columns < block_end))
+    head = np.arange(num_kv_heads)[:, None]
+    rows = (tile * num_kv_heads + head) * columns.shape[1] + column
+    return torch.from_numpy(rows.reshape(-1))

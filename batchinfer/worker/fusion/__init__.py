@@ -1,4 +1,1 @@
-"""Replaces modules and layers by faster modules with the same results.
-
-May import: kernels, engine.kv, engine.step, worker.
-"""
+"""Replaces modules and layers by faster modules with the same results."""

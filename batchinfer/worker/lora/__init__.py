@@ -1,4 +1,1 @@
-"""LoRA adapters: reads and checks them, and adds them to the outputs of linear layers.
-
-May import: errors, kernels, engine.kv, worker.
-"""
+"""LoRA adapters: reads and checks them, and adds them to the outputs of linear layers."""

@@ -1,4 +1,1 @@
-"""Recurrent layers of hybrid models, whose state lies in slots of the KV pool.
-
-May import: kernels, engine.kv, worker.attention.
-"""
+"""Recurrent layers of hybrid models, whose state lies in slots of the KV pool."""

@@ -1,4 +1,1 @@
-"""Draws tokens from logits: processors, filters, draws, log-probabilities.
-
-May import: config, kernels, engine.step, worker.oom, worker.transfer.
-"""
+"""Draws tokens from logits: processors, filters, draws, log-probabilities."""

@@ -1,5 +1,9 @@
 """Draws samples on a CPU: in C if the C code supports the logits' dtype, else by torch.
 
+A sample's random numbers depend only on its key and counter. Philox-4x32-10 of Salmon, Moraes,
+Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), makes four random words of
+a counter of four 32-bit words and a key of two words.
+
 D = distinct distributions among the K samples; V = vocabulary.
 """
 
@@ -9,15 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.step import Int32, Int64, SamplingBatch
+from batchinfer.engine.step import Int32, Int64, SamplingBatch, UInt64
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.groups import SampleGroup, group_samples, is_filtered
 from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples, forbid_masked
 from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, NONFINITE, Draws
-from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
 from batchinfer.worker.sampling.top_k_top_p import integer_weights, left_out
+
+RANDOM_BITS = 24
+"""Bits of a draw: as many as a float32 in [0, 1) can hold exactly."""
+
+_ROUNDS = 10
+_WORD = np.uint64(0xFFFFFFFF)
+_WORD_BITS = np.uint64(32)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 
 
 def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
@@ -156,3 +168,35 @@ def _draw(weights: Tensor, distributions: Tensor, group: SampleGroup, bits: Int6
     targets = cumulative.new_zeros(len(weights), int(place.max()) + 1)
     targets[distributions, place] = (total >> RANDOM_BITS) * uniform + low
     return torch.searchsorted(cumulative, targets, right=True)[distributions, place]
+
+
+def philox_4x32(counter: UInt64, key: UInt64) -> UInt64:
+    """Return random words [4, K] for counters [4, K] and keys [2, K]: 32-bit words, stored in 64
+    bits."""
+    left, right = counter[[0, 2]], counter[[1, 3]]
+    for _ in range(_ROUNDS):
+        product = (left * _MULTIPLIERS)[::-1]
+        left, right = (product >> _WORD_BITS) ^ right ^ key, product & _WORD
+        key = (key + _KEY_STEPS) & _WORD
+    return np.stack((left[0], right[0], left[1], right[1]))
+
+
+def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int32) -> Int64:
+    """Return a uniform number in [0, 2**RANDOM_BITS) for each token to be drawn.
+
+    The key is the seed, the counter is (stream low, stream high, sample index, position).
+
+    Args:
+        seed: [K].
+        stream: [K] the row's random stream.
+        sample_index: [K].
+        position: [K] number of output tokens before this token.
+
+    Returns:
+        Numbers [K]; divided by 2**RANDOM_BITS, they are uniform in [0, 1).
+    """
+    places = sample_index.astype(np.uint64), position.astype(np.uint64)
+    counter = np.stack((stream & _WORD, stream >> _WORD_BITS, *places))
+    key = np.stack((seed & _WORD, seed >> _WORD_BITS))
+    bits: UInt64 = philox_4x32(counter, key)[0] >> np.uint64(32 - RANDOM_BITS)
+    return bits.astype(np.int64)

@@ -1,4 +1,1 @@
-"""Chooses CPU threads and their cores; fewer threads while other processes compute.
-
-May import: process, kernels, engine.runner, engine.step.
-"""
+"""Chooses CPU threads and their cores; fewer threads while other processes compute."""

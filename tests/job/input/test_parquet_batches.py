@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.input.parquet_batches import open_parquet, row_group_batches
+from batchinfer.job.input.parquet import open_parquet, row_group_batches
 from tests.job.datasets import write_parquet
 
 COLUMNS = {"text": ["x" * 70_000, "y" * 70_000, "z"], "n": [1, 2, 3]}

@@ -15,7 +15,7 @@ import pytest
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.input.parquet_footer import check_footer, compressed_bytes
+from batchinfer.job.input.parquet import check_footer, compressed_bytes
 from tests.job.datasets import write_parquet
 
 TABLE = pa.table(

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from batchinfer.job.input.openai_batch import CHAT
-from batchinfer.job.openai.response import Responses
+from batchinfer.job.openai.export import Responses
 from batchinfer.text.detokenize import token_text
 from tests.job.fakes import byte_tokenizer
 

@@ -25,8 +25,7 @@ from batchinfer.cli.commands import app
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.reuse.finished_files import FinishedFile
-from batchinfer.job.reuse.reuse import FoundRows, RowReuse
+from batchinfer.job.reuse.reuse import FinishedFile, FoundRows, RowReuse
 from batchinfer.job.rows.reader import stream_of_id
 from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job

@@ -16,7 +16,7 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
-from batchinfer.report.examples import find_examples
+from batchinfer.report.from_output import find_examples
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job

@@ -26,7 +26,7 @@ from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
-from batchinfer.report.examples import find_examples
+from batchinfer.report.from_output import find_examples
 from batchinfer.requests.requests import PromptRow
 from batchinfer.text.scoring_prompts import ScoredPrompt
 from tests.job.datasets import write_parquet

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode
-from batchinfer.job.run import id_errors
+from batchinfer.job.run import run_job as run_module
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.sections import ErrorsSpec
 from batchinfer.job.spec.spec import JobSpec
@@ -118,9 +118,9 @@ def test_resumed_run_finds_the_same_bad_ids(tmp_path: Path, stored: str, monkeyp
     elif stored == "of another input":
         pq.write_table(pa.table({"row_id": [0], "first_row_id": [-1]}), kept)
     searched = []
-    find = id_errors.find_bad_ids
+    find = run_module.find_bad_ids
     monkeypatch.setattr(
-        id_errors, "find_bad_ids", lambda *args: (searched.append(args), find(*args))[1]
+        run_module, "find_bad_ids", lambda *args: (searched.append(args), find(*args))[1]
     )
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
     assert len(searched) == (stored != "kept")

@@ -339,7 +339,7 @@ def test_row_that_is_too_large_is_not_sent_to_a_worker(
 ) -> None:
     prompts = prompts_of(make_processes(byte_level()))
     monkeypatch.setattr("batchinfer.text.row_values.MAX_TEXT_CHARS", 1000)
-    monkeypatch.setattr("batchinfer.text.processes.batches.MAX_ROW_BYTES", 5000)
+    monkeypatch.setattr("batchinfer.text.processes.pool.MAX_ROW_BYTES", 5000)
     texts = [b"a", b"a" * 4004, b"b" * 3000, [b"a" * 3000, b"b" * 3000]]
 
     made = prompts.build([{"text": text} for text in texts])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.worker.attention.gather_plan import Plan, make_plan
+from batchinfer.worker.attention.torch_cpu import Plan, make_plan
 from batchinfer.worker.kv_cache import KVCache
 from tests.worker.step_maker import StepMaker
 

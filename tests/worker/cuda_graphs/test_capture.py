@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchinfer.worker.cuda_graphs.capture import SyncWatch
+from batchinfer.worker.cuda_graphs.step_graphs import SyncWatch
 from tests.worker.on_triton import pretend_cuda
 
 

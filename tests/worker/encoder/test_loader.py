@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchinfer.config import ModelConfig, Runner
-from batchinfer.config.encoder import ENCODER_FAMILIES
+from batchinfer.config.model import ENCODER_FAMILIES
 from batchinfer.engine.encoder_step import EncoderStep
 from batchinfer.errors import ModelError
 from batchinfer.worker.encoder import loader

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model import tokenizer_trial
-from batchinfer.worker.model.tokenizer import load_tokenizer
-from batchinfer.worker.model.tokenizer_trial import try_tokenizer
+from batchinfer.worker.model import tokenizer as module
+from batchinfer.worker.model.tokenizer import load_tokenizer, try_tokenizer
 from tests.models import make_text_model
 
 
@@ -31,12 +30,12 @@ def changed(model: Path, folder: Path, **parts: Any) -> Path:
 
 
 def test_a_valid_tokenizer_is_tried_once(model: Path, tmp_path: Path) -> None:
-    tokenizer_trial._problem.cache_clear()
+    module._trial_problem.cache_clear()
     for _ in range(2):
         try_tokenizer(model / "tokenizer.json")
-    assert tokenizer_trial._problem.cache_info().misses == 1
+    assert module._trial_problem.cache_info().misses == 1
     try_tokenizer(changed(model, tmp_path, padding=None, normalizer=None))
-    assert tokenizer_trial._problem.cache_info().misses == 2
+    assert module._trial_problem.cache_info().misses == 2
 
 
 @pytest.mark.long
@@ -61,12 +60,12 @@ def test_the_message_says_how_the_loading_process_died(
     model: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     told = "import os, sys; print('a table is broken', file=sys.stderr, flush=True); "
-    monkeypatch.setattr(tokenizer_trial, "_CODE", told + code)
-    tokenizer_trial._problem.cache_clear()
+    monkeypatch.setattr(module, "_TRIAL_CODE", told + code)
+    module._trial_problem.cache_clear()
 
     with pytest.raises(ModelError, match=message):
         load_tokenizer(str(model))
-    tokenizer_trial._problem.cache_clear()
+    module._trial_problem.cache_clear()
 
 
 def test_tokenizer_trial_runs_no_code_of_the_current_folder(
@@ -76,7 +75,7 @@ def test_tokenizer_trial_runs_no_code_of_the_current_folder(
         (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    tokenizer_trial._problem.cache_clear()
+    module._trial_problem.cache_clear()
 
     try_tokenizer(model / "tokenizer.json")
     assert not (tmp_path / "ran").exists()

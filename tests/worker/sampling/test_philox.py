@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.kernels.cpu import paged_attention as cpu_attention
 from batchinfer.kernels.cpu import sampling
-from batchinfer.worker.sampling.philox import RANDOM_BITS, philox_4x32, random_bits
+from batchinfer.worker.sampling.on_cpu import RANDOM_BITS, philox_4x32, random_bits
 
 # Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors.
 KNOWN_ANSWERS = [

@@ -24,7 +24,7 @@ from batchinfer.engine.step import StepResult
 from batchinfer.kernels.cpu.sampling import draw_bytes
 from batchinfer.worker.sampling import on_cpu
 from batchinfer.worker.sampling import sampler as sampler_module
-from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
+from batchinfer.worker.sampling.on_cpu import RANDOM_BITS, random_bits
 from batchinfer.worker.sampling.sampler import Sampler, workspace_bytes
 from tests.worker.sampling.sampling_batches import Sample, make_batch
 

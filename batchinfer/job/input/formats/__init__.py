@@ -1,4 +1,1 @@
-"""Formats other than Parquet and JSON Lines, and the base class of text formats.
-
-May import: errors, console, job.storage, job.row_ids.
-"""
+"""Formats other than Parquet and JSON Lines, and the base class of text formats."""

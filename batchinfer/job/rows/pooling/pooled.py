@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -31,6 +31,7 @@ Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
 """Converts a hidden state, float32 [H], to the task's columns of a row."""
 
 
+@dataclass
 class Pooled(LoadedTask):
     """Makes one request per row, and converts its pooled hidden state to results.
 
@@ -40,37 +41,27 @@ class Pooled(LoadedTask):
         pooling: see ``Request.pooling``.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        results: Results,
-        failed_results: Mapping[str, Any],
-        include: Collection[str] = (),
-        pooling: tuple[str, ...] = ("lasttoken",),
-        *,
-        result_bytes: int,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._results = results
-        self._failed_results = failed_results
-        self._include = include
-        self._pooling = pooling
-        self.result_bytes = result_bytes
+    tokenizer: Tokenizer
+    results: Results
+    failed_results: Mapping[str, Any]
+    include: Collection[str]
+    pooling: tuple[str, ...]
+    result_bytes: int
 
     def requests(self, row: PromptRow) -> list[Request]:
-        return [pooling_request(row, self._pooling)]
+        return [pooling_request(row, self.pooling)]
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         (completion,) = completions
         error = None
-        results = dict(self._failed_results)
+        results = dict(self.failed_results)
         if completion.error_code is not None:
             error = error_value(completion.error_code, completion.error_message)
         else:
             assert completion.hidden_state is not None
-            results |= self._results(completion.hidden_state)
-        if "prompt" in self._include:
-            results["prompt"] = seen_text(row, self._tokenizer)
+            results |= self.results(completion.hidden_state)
+        if "prompt" in self.include:
+            results["prompt"] = seen_text(row, self.tokenizer)
         return finished_row(row, results, error, stats_of(completion))
 
 
