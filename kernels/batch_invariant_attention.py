@@ -15,8 +15,8 @@ with any other sequences in the batch. Each token is summed in this order:
 
 The work list has one item per tile of a chunk's query tokens, with all pieces that they see. A
 decode is one item with all its pieces, or one item per piece: the sums are the same. The list is
-made on the device, once for all layers with the same window, so that a captured step can be
-replayed with other lengths. Every sequence reads a shared prefix separately.
+made on the device, like the list of `decode_plan.py`. Every sequence reads a shared prefix
+separately.
 
 Sources: splits of a fixed size instead of a fixed number of splits, and the same order for prefill
 and decode, are from "Defeating Nondeterminism in LLM Inference" (He and Thinking Machines Lab

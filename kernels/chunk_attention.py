@@ -2,8 +2,8 @@
 
 One program computes a tile of a sequence's query tokens over all positions that they see. Tiles
 that all rows see completely need no masks. The list of tiles is made on the device, once for all
-layers, from the lengths in device memory, so that a captured step can be replayed with other
-lengths. The list has no tiles for decodes, so the size of a launch depends only on its chunks.
+layers (see `decode_plan.py`). It has no tiles for decodes, so the size of a launch depends only on
+its chunks.
 """
 
 from dataclasses import dataclass

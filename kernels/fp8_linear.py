@@ -52,8 +52,6 @@ _TRITON_DTYPES = {
 
 @dataclass(frozen=True)
 class _Tile:
-    """The shape and compile options of a program."""
-
     rows: int
     outputs: int
     num_warps: int
@@ -165,7 +163,6 @@ def _even_pieces(groups: int, wanted: int) -> int:
 
 
 def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
-    """Return the tile for `rows` rows of elements with `x_bytes` bytes."""
     widens_in_registers = x_bytes == 2 and capability >= 90
     if rows <= 32:
         size, outputs, num_warps, weight_first = 16 if rows <= 16 else 32, 64, 4, True

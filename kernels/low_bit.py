@@ -321,7 +321,6 @@ def low_bit_product(
 
 
 def _sum_of_groups(codes: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
-    """Return [M, out] float32 sums, adding groups in order."""
     if weight.order is not None:
         codes = codes[:, weight.order]
     total = torch.zeros(len(codes), len(weight.codes))

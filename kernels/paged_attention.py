@@ -11,8 +11,8 @@ heads of a KV head are adjacent rows of one GEMM.
 
 `decode_attention.py` computes sequences with one query token, `chunk_attention.py` sequences with
 several. Both use the loop over the cache in `attention_loop.py`. Every program reads the lengths on
-the device, so that a captured launch can be replayed with other lengths, as long as the shapes of
-its tensors stay the same.
+the device, so a captured launch can be replayed with other lengths if the shapes of its tensors
+stay the same.
 
 Accumulation: scores, running maximum, sum and output are float32. Softmax weights are rounded to
 the query's dtype for the GEMM with V. With a float8 cache, they are rounded to float16, or stay

@@ -189,7 +189,6 @@ def _put(logits_ptr, values_ptr, present_ptr, ids_ptr, first, end, hidden, BLOCK
 
 @triton.jit
 def _repeated(values_ptr, ids, in_range, repetition):
-    """Return values after the repetition penalty."""
     x = tl.load(values_ptr + ids, mask=in_range, other=0.0, cache_modifier=".cg")
     each = tl.full(x.shape, 1.0, tl.float32) * repetition
     return tl.where(x > 0, tl.div_rn(x, each), x * each)

@@ -187,7 +187,6 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 @triton.jit
 def _scale_of(distribution, top, draws, distributions):
-    """Return the argument `scale` of `weigh` for a distribution."""
     # Use at least 1e-30: lower temperatures have the same effect, but an infinite reciprocal.
     temperature = tl.load(distributions.temperature + distribution)
     temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
@@ -249,7 +248,6 @@ def _statistics(row, shape, STAGES: tl.constexpr):
 
 @triton.jit
 def _random_bits(keys, sample):
-    """Return 24 random bits as int64."""
     stream = tl.load(keys.stream + sample)
     words = tl.philox(
         tl.load(keys.seed + sample),
@@ -311,7 +309,6 @@ def _write_samples(
     shape,  # RowShape
     DRAWS: tl.constexpr,
 ):
-    """Write the samples of a distribution."""
     first, end = tl.load(keys.starts + distribution), tl.load(keys.starts + distribution + 1)
     for place in range(first, end):
         sample = tl.load(keys.samples + place)

@@ -135,7 +135,6 @@ class EncoderEngine:
         return outcome
 
     def _next_texts(self) -> list[tuple[Request, float]]:
-        """Take the texts of the next step from the queue."""
         if not self._sorted:
             self._arrived.sort(
                 key=lambda entry: (entry[0].pooling, -entry[0].num_prompt_tokens, entry[0].unpooled)

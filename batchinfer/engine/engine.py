@@ -50,7 +50,6 @@ class Engine:
 
     Args:
         scheduler: queue, sequence table and block pool.
-        runner: computes the steps.
         clock: returns seconds; for statistics only.
         runs_ahead: true for a runner that computes asynchronously.
         vocab_size: upper bound of the model's token ids; None: token ids are not checked.

@@ -163,8 +163,8 @@ class _Totals:
 class MetricsCollector:
     """Collects statistics of steps and rows in memory, for ``LLM`` and ``plan``.
 
-    One thread adds statistics. Other threads may read at the same time without a lock: they see an
-    addition completely or do not see it.
+    One thread adds statistics. Other threads may read at the same time without a lock: they see all
+    or nothing of an addition.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -62,8 +62,6 @@ class OutputIncrement:
 
 @dataclass(slots=True)
 class _Reported:
-    """The reported part of a request's output."""
-
     skips_prefix_cache: bool
     """``RequestState.skip_prefix_cache``, which changes when the request restarts."""
     sizes: dict[int, int]

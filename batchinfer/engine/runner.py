@@ -40,9 +40,9 @@ class Runner(Protocol):
     """Computes steps: the worker, or a substitute in tests.
 
     Steps run in the order of submission, each as if it started after the previous one ended. The
-    engine relies on this order: as soon as a step is submitted, it reassigns freed blocks and lets
-    the next step read blocks that this one writes. On a CUDA device, a single stream ensures this
-    order.
+    engine relies on this order: as soon as a step is submitted, freed blocks are reassigned, and
+    the next step may read blocks that the submitted step writes. On a CUDA device, a single stream
+    ensures this order.
     """
 
     def submit(self, step: Step) -> Pending:

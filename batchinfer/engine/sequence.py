@@ -86,7 +86,6 @@ class RequestState:
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
 
     def _num_slots(self) -> int:
-        """Count the distinct slots that the sequences use."""
         first = self.samples[0] if self.samples else None
         if first is None or not first.blocks or not first.blocks[0].window_slots:
             return len({block for sequence in self.samples for block in sequence.blocks})

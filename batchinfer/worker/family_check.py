@@ -145,7 +145,6 @@ def _token_ids(model: Any, max_model_len: int) -> list[int]:
 
 
 def _eager_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """Return the logits [T, vocabulary] of transformers' forward pass."""
     model.set_attn_implementation("eager")
     ids = torch.tensor([token_ids], device=next(model.parameters()).device)
     # transformers warns that its recurrent layers run without kernels, which only this check does.

@@ -115,7 +115,6 @@ class Probe:
     """Equal sequences of a few tokens in one packed row, with a small pool.
 
     Args:
-        layout: KV layout of the pool.
         token_ids: tokens of each sequence.
         positions: positions of the tokens, 0 and up by default.
         adapters: number of each sequence's adapter; None for the base model.

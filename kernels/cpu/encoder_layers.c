@@ -44,8 +44,8 @@ static float lanes_sum(vec x) {
     return x[0];
 }
 
-/* Turns a row's scores [places] into weights, and returns their sum, by which they are not yet
-   divided. Places beyond `length` get weight 0. */
+/* Turns a row's scores [places] into weights, which are not divided by their sum, and returns the
+   sum. Places beyond `length` get weight 0. */
 static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
     float top = -INFINITY;
     for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;

@@ -51,7 +51,6 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 
     Args:
         text: the language model's config, with the defaults of its family.
-        num_layers: number of layers.
         common: shape of layers without an entry in the config.
 
     Raises:

@@ -47,7 +47,6 @@ class Admission:
         """Start waiting sequences until tokens, table rows or forecast blocks run out.
 
         Args:
-            waiting: the queue.
             chosen: rows chosen for the step; receives the rows that start.
             budget: number of tokens that the step can still take.
             forecast: forecast for the running sequences; receives the rows that start.

@@ -61,7 +61,6 @@ class BeamGroups:
         """Return the error code and message for a beam search that can never run, else None.
 
         Args:
-            request: the beam search.
             blocks: most blocks of one beam. In the worst case, beams share only the prompt.
         """
         width, pool = request.group_size, self._pool
@@ -90,8 +89,9 @@ class BeamGroups:
     def join(self) -> None:
         """Start the waiting beams of groups whose leaders have computed enough.
 
-        A beam shares its common prefix with the leader. If its cached blocks hold more tokens and
-        fit into the pool, it resumes from them instead. Table rows were reserved for the beams.
+        A beam shares its common prefix with the leader. A beam whose cached blocks hold more tokens
+        resumes from its blocks instead, if they fit into the pool. Table rows were reserved for the
+        beams.
         """
         table = self._table
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
@@ -115,7 +115,6 @@ class BeamGroups:
         """Replace the running beams of a group by the next beams.
 
         Args:
-            present: the running beams.
             next_beams: the next beams, each with the index of the present beam that it continues.
                 The first beam that continues a present beam is the same object. Further beams that
                 continue it are new objects. All include their last token.
@@ -156,7 +155,6 @@ class BeamGroups:
         return True
 
     def _share_admission(self, beam: Sequence, other: Sequence) -> None:
-        """Give ``other`` the admission number of ``beam``."""
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:

@@ -140,8 +140,7 @@ class PoolForecast:
         """Add a waiting sequence if it fits; return true if it does.
 
         Args:
-            sequence: the waiting sequence.
-            shared_blocks: number of its blocks that other sequences use.
+            shared_blocks: number of the sequence's blocks that other sequences use.
         """
         return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 

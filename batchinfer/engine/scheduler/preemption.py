@@ -136,7 +136,8 @@ class ReuseHints:
             self._note(block, sequence, used_later=at < shared)
 
     def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
-        """Mark block number ``at`` of a prompt after a sequence copied it to rewrite its end.
+        """Mark block number ``at`` of a prompt after a sequence copied the block to overwrite its
+        end.
 
         A sequence that diverges within the block does not change the mark.
         """

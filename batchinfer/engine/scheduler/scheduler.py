@@ -90,7 +90,6 @@ class Scheduler:
         """Count a submitted step's tokens as computed and drawn, for all later steps.
 
         Args:
-            schedule: the submitted step.
             now: time on the engine's clock, in seconds.
 
         Returns:
@@ -129,7 +128,6 @@ class Scheduler:
         Otherwise, it waits, and takes the prefix from the index or recomputes it when admitted.
 
         Args:
-            parent: a running sequence.
             child: a new sample of the same row.
             forecast: forecast that includes earlier forks.
         """

@@ -268,7 +268,6 @@ class SequenceTable:
         return replaced
 
     def _set_slots(self, row: int, at: int, block: Block) -> None:
-        """Write a block's slots at position ``at`` of a row's tables."""
         if not block.window_slots:
             self.block_table[row, at] = block.slot
             return

@@ -48,11 +48,7 @@ def step_stats(
     freed.
 
     Args:
-        table: the sequence table.
-        pool: the block pool.
-        schedule: the submitted step.
         tokens: result of ``note_tokens``.
-        step: number of the step.
         num_waiting: number of sequences in the queue.
         num_swapped: number of waiting sequences with blocks that are only on the host.
     """

@@ -172,7 +172,6 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
     """Read the sizes of an encoder, which has no KV, from its config (``config.to_dict()``).
 
     Args:
-        config: the encoder's config.
         dtype: name of the weights' dtype.
     """
     text = text_config(config)
@@ -221,7 +220,6 @@ def matrix_bytes(
     unless ``quantization`` keeps them.
 
     Args:
-        config: the model's config.
         quantization: ``model.quantization``.
         element_bytes: bytes per element of the dtype that the model computes in.
         on_cpu: true if the model runs on a CPU.

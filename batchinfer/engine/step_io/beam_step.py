@@ -26,8 +26,6 @@ def process_beams(
     no beam is in the next step.
 
     Args:
-        scheduler: the scheduler that submitted the step.
-        sampled: the step's beams.
         result: one sample per beam, with its candidates.
         now: time on the engine's clock, in seconds.
 
@@ -111,7 +109,6 @@ def _forked_grammar(beam: Sequence, token_id: int) -> ForkingState | None:
 
 
 def _grammar_error(state: RequestState) -> str | None:
-    """Return the first error of a beam's grammar, if any."""
     errors = (beam.grammar_state.error for beam in state.samples if beam.grammar_state is not None)
     return next((error for error in errors if error is not None), None)
 

@@ -44,7 +44,6 @@ def build_step(
     """Build the step for a schedule. Call it before the step's tokens count as computed.
 
     Args:
-        table: the sequence table.
         schedule: the rows and tokens of the step.
         prefixes: finds shared prefixes; None: attention does not use shared prefixes.
     """
@@ -100,7 +99,6 @@ def _step(
 
 
 def _token_slots(slots: Int32, positions: Int32, block_size: int) -> Int64:
-    """Return the indices of token slots in the pool."""
     return slots.astype(np.int64) * block_size + positions % block_size
 
 

@@ -37,7 +37,6 @@ def find_stops(
     """Find the stops of K samples, by the drawn token or by tokens that the grammar then forces.
 
     Args:
-        table: the sequence table.
         samples: [K] the row of each sample.
         sequences: [K] sequences that include the drawn tokens; receive the forced tokens.
         result: the K samples.
@@ -75,7 +74,6 @@ def process_result(
 
     Args:
         scheduler: the scheduler that submitted this step, and perhaps the next step.
-        step: the oldest submitted step.
         result: the K samples (K = sum of ``samples_per_row``) and the scored prompt tokens.
         now: time on the engine's clock, in seconds.
     """
@@ -182,7 +180,6 @@ def _note_last_tokens(
 
 
 def _note_hidden_states(sampled: SampledRows, result: StepResult) -> None:
-    """Store the hidden states of rows that pool."""
     if result.hidden_states is not None:
         rows = zip(sampled.sequences[sampled.pools], result.hidden_states, strict=True)
         for sequence, hidden_state in rows:
@@ -190,7 +187,6 @@ def _note_hidden_states(sampled: SampledRows, result: StepResult) -> None:
 
 
 def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult) -> None:
-    """Append the log-probabilities of sequences that need them."""
     if result.ranks is None:
         return
     assert result.top_token_ids is not None

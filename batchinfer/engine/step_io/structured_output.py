@@ -20,7 +20,6 @@ def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
     """Return the token masks of the rows with a grammar, computed in one call.
 
     Args:
-        table: the sequence table.
         rows: [R] the rows to sample.
 
     Returns:
@@ -75,7 +74,6 @@ def add_forced_tokens(
     token was allowed.
 
     Args:
-        table: the sequence table.
         samples: [K] the row of each sample.
         sequences: [K] sequences that include the drawn tokens.
         result: the K samples.

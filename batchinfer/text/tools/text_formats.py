@@ -55,7 +55,7 @@ class PythonicFormat(ToolFormat):
         if self._has_lines and found:
             body = f"[{', '.join(filter(None, map(str.strip, body.splitlines())))}]"
         try:
-            with warnings.catch_warnings(action="ignore"):  # ignore warnings about invalid escapes
+            with warnings.catch_warnings(action="ignore"):  # invalid escapes cause warnings
                 tree = ast.parse(body, mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None

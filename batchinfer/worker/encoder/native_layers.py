@@ -38,8 +38,6 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 
 
 class _Parts(NamedTuple):
-    """The modules and settings of a layer."""
-
     qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
     o: nn.Linear
     attention_norm: nn.LayerNorm

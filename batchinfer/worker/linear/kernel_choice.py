@@ -234,7 +234,6 @@ def time_kernels(
 def _measure(
     kernels: Sequence[LinearKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Time every kernel on the same shapes, for ``_SECONDS``."""
     ends = time.perf_counter() + _SECONDS
     seconds = dict.fromkeys((kernel.name for kernel in kernels), 0.0)
     flops = 0.0

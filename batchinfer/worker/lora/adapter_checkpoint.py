@@ -241,7 +241,6 @@ def read_adapters(paths: Mapping[str, str], config: PreTrainedConfig) -> tuple[A
 
     Args:
         paths: folder or hub id of each adapter, by name.
-        config: config of the model.
 
     Raises:
         ModelError: an adapter is missing, cannot be run, or belongs to another model.

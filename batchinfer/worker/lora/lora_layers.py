@@ -103,8 +103,6 @@ def _linear(weight: torch.Tensor, kernel: LinearKernel | None) -> nn.Module:
 
 
 class _Slice(NamedTuple):
-    """A slice of a layer's outputs that adapters add to."""
-
     start: int
     width: int
 
@@ -192,7 +190,6 @@ class AdapterLoader:
     """Loads more adapters into a model between calls of ``LLM.generate``.
 
     Args:
-        config: config of the model.
         layout: layout of a pool for the model.
         numbers: numbers of the model's adapters, by name.
         check: function that raises an error if the model's settings do not allow an adapter.

@@ -60,7 +60,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def changed_logits(config: PreTrainedConfig) -> str | None:
     """Return the config key by which a wrapper changes its logits, if its causal class was made
-    here, because classes made here do not change logits. Return None otherwise."""
+    here, because such a class does not change logits; else None."""
     if not getattr(causal_class(config), "has_added_head", False):
         return None
     values: dict[str, Any] = config.get_text_config().to_dict()

@@ -103,7 +103,6 @@ def _to_device_in_one(
 
 
 def _batch_arrays(batch: SamplingBatch) -> _Arrays:
-    """Return the arguments of ``sample`` for all K samples."""
     given_ids = {} if batch.given_token_ids is None else {"given": batch.given_token_ids}
     return {
         "seed": batch.seed.view(np.int64),

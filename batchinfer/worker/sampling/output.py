@@ -25,7 +25,7 @@ class Draws:
     token_ids: Tensor  # int64 [K]
     logprobs: Tensor  # float32 [K]
     failures: Tensor  # [K] 0, or the reason for no token; then its token and log-probability are 0
-    stats: RowStats  # statistics of the rows
+    stats: RowStats
 
 
 class SampleHandle:

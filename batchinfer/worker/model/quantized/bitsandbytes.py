@@ -136,7 +136,6 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor, blocksize: int) -> torch
 
 
 def _state(stored: Stored | None, name: str) -> _State:
-    """Read and check a weight's JSON."""
     if stored is None:
         raise ModelError(
             f"{name} is quantized, but the weight files have no {name}{_STATES[0]}; save it again "

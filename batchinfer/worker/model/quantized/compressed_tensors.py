@@ -46,8 +46,6 @@ _SHAPE, _GROUP_OF = ".weight_shape", ".weight_g_idx"
 
 @dataclass(frozen=True)
 class _Scheme:
-    """The storage format of one group of layers."""
-
     targets: tuple[str, ...]
     patterns: tuple[regex.Pattern[str], ...]
     bits: int

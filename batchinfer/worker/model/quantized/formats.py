@@ -133,8 +133,8 @@ def dequantized_tensors(
 
 
 def empty_biases(tensors: Mapping[str, Stored | Dequantized]) -> set[str]:
-    """Return the names of all-zero biases of dequantized layers. GPTQ tools save them for layers
-    without a bias, so a model may not have them."""
+    """Return the names of all-zero biases of dequantized layers. GPTQ tools save such biases for
+    layers without a bias, so the model may lack these tensors."""
     names = (
         name.removesuffix("weight") + "bias"
         for name, tensor in tensors.items()
