@@ -55,7 +55,7 @@ class PromptConfig(Record):
     parse_special_tokens: bool = False
     """Parse control tokens such as <|im_end|> in the text of rows. false: they stay plain text."""
     on_too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
-    """Treatment of a prompt that leaves no room for an output token."""
+    """What to do with a prompt that leaves no room for an output token."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
