@@ -99,6 +99,7 @@ _NOTES = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,
+    "kimi_linear": _LATENT,
     "glm4_moe_lite": _LATENT,
 }
 

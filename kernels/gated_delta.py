@@ -1,6 +1,9 @@
-"""Gated DeltaNet over recurrent states in pool slots: arguments, and a reference in plain torch.
+"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots: arguments, and a
+reference in plain torch.
 
-Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464) has one decay for each head,
+Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692) one for each row of a head's
+matrix.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ class GatedDeltaWeights:
     decay_rate: torch.Tensor
     """[Hv], positive."""
     dt_bias: torch.Tensor
-    """[Hv]"""
+    """[Hv * decay_width]"""
     norm: torch.Tensor
     """[Dv]"""
     norm_eps: float
@@ -28,12 +31,19 @@ class GatedDeltaWeights:
     """Largest strength with which a value is written: 1, or 2 where states may change sign."""
     num_key_heads: int
     key_width: int
+    with_silu: bool = True
+    """True if silu(gate) multiplies the output, false if sigmoid(gate) does."""
+
+    @property
+    def decay_width(self) -> int:
+        """Decays of a head: 1, or Dk, one for each row of its matrix."""
+        return len(self.dt_bias) // len(self.decay_rate)
 
 
 def gated_delta(
     qkv: torch.Tensor,  # [T, channels]
     gate: torch.Tensor,  # [T, Hv * Dv]
-    decay: torch.Tensor,  # [T, Hv]
+    decay: torch.Tensor,  # [T, Hv * decay_width]
     beta: torch.Tensor,  # [T, Hv]
     *,
     weights: GatedDeltaWeights,
@@ -44,7 +54,7 @@ def gated_delta(
     their states in place. A sequence's first token starts from zeros.
 
     For each value head, with a state M [Dk, Dv], unit query q and key k, value v:
-    ``M = g M; M += k (beta (v - k^T M)); out = norm(q^T M) * silu(gate)``.
+    ``M = diag(g) M; M += k (beta (v - k^T M)); out = norm(q^T M) * silu(gate)``.
     """
     shape = beta.shape[1], weights.key_width, len(weights.norm)
     for table, rows, zeros in states.sequences():
@@ -74,17 +84,17 @@ def _recur(
     )
     query, value = query * key_width**-0.5, value.reshape(len(value), num_heads, value_width)
     step = functional.softplus(decay.double() + weights.dt_bias.double())
-    kept = torch.exp(-weights.decay_rate.double() * step)
+    kept = step.view(len(step), num_heads, -1) * -weights.decay_rate.double()[:, None]
+    kept = kept.exp()[..., None]
     strength = torch.sigmoid(beta.double()) * weights.max_beta
     outs = []
     for t in range(len(mixed)):
-        matrices *= kept[t, :, None, None]
+        matrices *= kept[t]
         recalled = torch.einsum("hk,hkv->hv", key[t], matrices)
         delta = (value[t] - recalled) * strength[t, :, None]
         matrices += key[t, :, :, None] * delta[:, None]
         outs.append(torch.einsum("hk,hkv->hv", query[t], matrices))
     result = torch.stack(outs)
     result = result / (result.square().mean(-1, keepdim=True) + weights.norm_eps).sqrt()
-    return ((result * weights.norm.double()).flatten(1) * functional.silu(gate.double())).to(
-        gate.dtype
-    )
+    gated = functional.silu(gate.double()) if weights.with_silu else gate.double().sigmoid()
+    return ((result * weights.norm.double()).flatten(1) * gated).to(gate.dtype)

@@ -148,6 +148,16 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "embedding_multiplier": 2.0,
     },
+    "kimi_linear": {
+        **_LATENT,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 24,
+        "layer_types": _GATED_DELTA["layer_types"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": _SHORT_CONV_LAYERS,

@@ -1,5 +1,6 @@
 /* Gated DeltaNet over recurrent states in pool slots (Yang et al. 2024,
-   https://arxiv.org/abs/2412.06464).
+   https://arxiv.org/abs/2412.06464), and Kimi Delta Attention (Kimi Team 2025,
+   https://arxiv.org/abs/2510.26692), in which each row of a head's matrix has its own decay.
 
    The recurrence runs token by token, not in chunks: a piece of a head's matrix stays in the first
    cache while the tokens of its sequence stream past, so the plain recurrence is near the
@@ -14,14 +15,16 @@
 typedef struct {
     paged_states states;
     convolution conv; /* of queries, keys and values; its output is a workspace */
-    const void *gate, *decay, *beta;       /* [T, Hv * Dv], [T, Hv], [T, Hv] */
+    const void *gate, *decay, *beta;       /* [T, Hv * Dv], [T, Hv * decay_width], [T, Hv] */
     void *out;                             /* [T, Hv * Dv], contiguous */
-    const float *decay_rate, *dt_bias;     /* [Hv] */
+    const float *decay_rate, *dt_bias;     /* [Hv], [Hv * decay_width] */
     const float *norm;                     /* [Dv] */
-    float *gates, *read;                   /* workspace: [T, 2, Hv], [T, Hv * Dv] */
+    float *kept, *strength, *read; /* workspace: [T, Hv * decay_width], [T, Hv], [T, Hv * Dv] */
+    float *decayed_keys;           /* workspace: [T, Hv * Dk] if each row has its own decay */
     int64_t gate_stride, decay_stride, beta_stride; /* in elements */
     int64_t num_tokens, num_key_heads, num_heads, key_width, value_width;
-    int32_t num_threads;
+    int64_t decay_width; /* decays of a head: 1, or Dk */
+    int32_t num_threads, with_silu; /* gates the output by silu(gate), or else by sigmoid(gate) */
     float norm_eps, max_beta;
 } gated_delta_args;
 
@@ -30,6 +33,19 @@ typedef struct {
 /* 1 / |x|, with transformers' epsilon. */
 static inline float inverse_length(const float *x, int64_t width) {
     return 1.0f / sqrtf(sum_of_squares(x, width) + 1e-6f);
+}
+
+/* Replaces the gate of a head's decay by the decay, and multiplies keys by decays of their own. */
+static inline void decay_head(const gated_delta_args *a, int64_t t, int64_t head) {
+    const int64_t width = a->decay_width, at = t * a->num_heads + head;
+    const float rate = a->decay_rate[head], *bias = a->dt_bias + head * width;
+    float *kept = a->kept + at * width;
+    for (int64_t i = 0; i < width; i++) kept[i] = exp_negative(-rate * softplus(kept[i] + bias[i]));
+    if (a->decayed_keys == NULL) return;
+    const int64_t key_head = head / (a->num_heads / a->num_key_heads) + a->num_key_heads;
+    const float *key = a->conv.output + t * a->conv.num_channels + key_head * width;
+    float *decayed = a->decayed_keys + at * width;
+    for (int64_t i = 0; i < width; i++) decayed[i] = kept[i] * key[i];
 }
 
 static void units_and_gates(const gated_delta_args *a) {
@@ -43,103 +59,115 @@ static void units_and_gates(const gated_delta_args *a) {
             const float factor = inverse_length(x, width) * (h < a->num_key_heads ? scale : 1.0f);
             for (int64_t i = 0; i < width; i++) x[i] *= factor;
         }
-        float *kept = a->gates + 2 * t * heads, *strength = kept + heads;
+        float *strength = a->strength + t * heads;
         for (int64_t h = 0; h < heads; h++) {
-            const float x = kept[h] + a->dt_bias[h];
-            kept[h] = expf(-a->decay_rate[h] * softplus(x));
+            decay_head(a, t, h);
             strength[h] = sigmoid(strength[h]) * a->max_beta;
         }
     }
 }
 
-/* One token in `vectors` vectors of columns of a piece: reads the value, writes the output. Sums run
-   over the rows of the piece in order, rows of even and of odd number apart. */
+/* One token's inputs of a head's matrix. */
+typedef struct {
+    const float *query, *key; /* [rows] */
+    const float *recalling;   /* [rows]: the key, multiplied by the decay if each row has its own */
+    const float *value;       /* [columns] */
+    const float *kept;        /* decay of each row, or of all rows */
+    float strength;
+} token_inputs;
+
+/* Decays a row of a piece, writes to it, and adds what the query reads to `sums`. */
+INLINE void write_row(
+    const int vectors, float *row, float key, float query, vec kept, const vec *delta, vec *sums) {
+    const vec k = all_lanes(&key), q = all_lanes(&query);
+    for (int v = 0; v < vectors; v++) {
+        const vec x = fma_vec(k, delta[v], load(row + v * LANES) * kept);
+        store(row + v * LANES, x);
+        sums[v] = fma_vec(x, q, sums[v]);
+    }
+}
+
+/* Computes one token in `vectors` vectors of columns of a piece, from `column` on. Sums run over the
+   rows of the piece in order, rows of even and of odd number apart. */
 INLINE void recur(
-    const int vectors, float *piece, int64_t columns, int64_t rows, const float *query,
-    const float *key, const float *value, float kept, float strength, float *out) {
+    const int vectors, const int by_row, float *piece, int64_t columns, int64_t rows,
+    const token_inputs *token, int64_t column, float *out) {
+    const float *query = token->query, *key = token->key, *value = token->value + column;
+    const float *recalling = token->recalling, *kept = token->kept;
     vec even[MAX_VECTORS], odd[MAX_VECTORS], delta[MAX_VECTORS];
     for (int v = 0; v < vectors; v++) even[v] = odd[v] = (vec){0};
+    piece += column;
     int64_t i = 0;
     for (; i + 2 <= rows; i += 2) {
         const float *row = piece + i * columns;
-        const vec k0 = all_lanes(key + i), k1 = all_lanes(key + i + 1);
+        const vec k0 = all_lanes(recalling + i), k1 = all_lanes(recalling + i + 1);
         for (int v = 0; v < vectors; v++) even[v] = fma_vec(load(row + v * LANES), k0, even[v]);
         row += columns;
         for (int v = 0; v < vectors; v++) odd[v] = fma_vec(load(row + v * LANES), k1, odd[v]);
     }
     if (i < rows)
         for (int v = 0; v < vectors; v++)
-            even[v] = fma_vec(load(piece + i * columns + v * LANES), all_lanes(key + i), even[v]);
-    const vec kept_lanes = all_lanes(&kept), strength_lanes = all_lanes(&strength);
+            even[v] = fma_vec(
+                load(piece + i * columns + v * LANES), all_lanes(recalling + i), even[v]);
+    const vec decay = all_lanes(kept), strength = all_lanes(&token->strength);
     for (int v = 0; v < vectors; v++) {
-        const vec recalled = (even[v] + odd[v]) * kept_lanes;
-        delta[v] = (load(value + v * LANES) - recalled) * strength_lanes;
+        const vec sum = even[v] + odd[v], recalled = by_row ? sum : sum * decay;
+        delta[v] = (load(value + v * LANES) - recalled) * strength;
         even[v] = odd[v] = (vec){0};
     }
+#define ROW(i, sums)                                                                              \
+    write_row(                                                                                    \
+        vectors, piece + (i) * columns, key[i], query[i], by_row ? all_lanes(kept + (i)) : decay, \
+        delta, sums)
     for (i = 0; i + 2 <= rows; i += 2) {
-        float *row = piece + i * columns;
-        const vec k0 = all_lanes(key + i), q0 = all_lanes(query + i);
-        for (int v = 0; v < vectors; v++) {
-            const vec x = fma_vec(k0, delta[v], load(row + v * LANES) * kept_lanes);
-            store(row + v * LANES, x);
-            even[v] = fma_vec(x, q0, even[v]);
-        }
-        row += columns;
-        const vec k1 = all_lanes(key + i + 1), q1 = all_lanes(query + i + 1);
-        for (int v = 0; v < vectors; v++) {
-            const vec x = fma_vec(k1, delta[v], load(row + v * LANES) * kept_lanes);
-            store(row + v * LANES, x);
-            odd[v] = fma_vec(x, q1, odd[v]);
-        }
+        ROW(i, even);
+        ROW(i + 1, odd);
     }
-    if (i < rows)
-        for (int v = 0; v < vectors; v++) {
-            float *at = piece + i * columns + v * LANES;
-            const vec x = fma_vec(all_lanes(key + i), delta[v], load(at) * kept_lanes);
-            store(at, x);
-            even[v] = fma_vec(x, all_lanes(query + i), even[v]);
-        }
-    for (int v = 0; v < vectors; v++) store(out + v * LANES, even[v] + odd[v]);
+    if (i < rows) ROW(i, even);
+#undef ROW
+    for (int v = 0; v < vectors; v++) store(out + column + v * LANES, even[v] + odd[v]);
 }
 
 /* The same for one column. */
-static inline void recur_column(
-    float *piece, int64_t columns, int64_t rows, const float *query, const float *key, float value,
-    float kept, float strength, float *out) {
+INLINE void recur_column(
+    const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
+    int64_t column, float *out) {
+    const float *query = token->query, *key = token->key, *kept = token->kept;
     float sums[2] = {0}, outs[2] = {0};
-    for (int64_t i = 0; i < rows; i++) sums[i % 2] = FMA(piece[i * columns], key[i], sums[i % 2]);
-    const float delta = (value - (sums[0] + sums[1]) * kept) * strength;
+    piece += column;
+    for (int64_t i = 0; i < rows; i++)
+        sums[i % 2] = FMA(piece[i * columns], token->recalling[i], sums[i % 2]);
+    const float recalled = (sums[0] + sums[1]) * (by_row ? 1.0f : kept[0]);
+    const float delta = (token->value[column] - recalled) * token->strength;
     for (int64_t i = 0; i < rows; i++) {
-        const float x = FMA(key[i], delta, piece[i * columns] * kept);
+        const float x = FMA(key[i], delta, piece[i * columns] * kept[by_row ? i : 0]);
         piece[i * columns] = x;
         outs[i % 2] = FMA(x, query[i], outs[i % 2]);
     }
-    *out = outs[0] + outs[1];
+    out[column] = outs[0] + outs[1];
 }
 
-static inline void recur_row(
-    float *piece, int64_t columns, int64_t rows, const float *query, const float *key,
-    const float *value, float kept, float strength, float *out) {
+INLINE void recur_all_columns(
+    const int by_row, float *piece, int64_t columns, int64_t rows, const token_inputs *token,
+    float *out) {
     int64_t at = 0;
     for (int64_t left = columns / LANES; left > 0;) {
-#define CASE(n)                                                                                   \
-    if (left >= n) {                                                                              \
-        recur(n, piece + at, columns, rows, query, key, value + at, kept, strength, out + at);    \
-        at += n * LANES, left -= n;                                                               \
-        continue;                                                                                 \
+#define CASE(n)                                                     \
+    if (left >= n) {                                                \
+        recur(n, by_row, piece, columns, rows, token, at, out);     \
+        at += n * LANES, left -= n;                                 \
+        continue;                                                   \
     }
         CASE(8) CASE(4) CASE(2) CASE(1)
 #undef CASE
     }
-    for (; at < columns; at++)
-        recur_column(
-            piece + at, columns, rows, query, key, value[at], kept, strength, out + at);
+    for (; at < columns; at++) recur_column(by_row, piece, columns, rows, token, at, out);
 }
 
-static void recurrence(const gated_delta_args *a) {
-    const int64_t rows = a->key_width, columns = a->states.columns;
-    const int64_t values = a->num_heads * a->value_width, pieces = values / columns;
-    const int64_t per_key = a->num_heads / a->num_key_heads, keys = a->num_key_heads * rows;
+INLINE void recurrence(const gated_delta_args *a, const int by_row) {
+    const int64_t rows = a->key_width, columns = a->states.columns, heads = a->num_heads;
+    const int64_t values = heads * a->value_width, pieces = values / columns;
+    const int64_t per_key = heads / a->num_key_heads, keys = a->num_key_heads * rows;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t task = 0; task < a->states.num_sequences * pieces; task++) {
         const int64_t sequence = task / pieces, number = task % pieces, column = number * columns;
@@ -148,11 +176,16 @@ static void recurrence(const gated_delta_args *a) {
         float *piece = matrix_piece(&a->states, sequence, number, rows);
         for (int64_t t = s.first; t < s.first + s.count; t++) {
             const float *mixed = a->conv.output + t * a->conv.num_channels;
-            const float *gates = a->gates + 2 * t * a->num_heads;
-            recur_row(
-                piece, columns, rows, mixed + key_head * rows, mixed + keys + key_head * rows,
-                mixed + 2 * keys + column, gates[head], gates[a->num_heads + head],
-                a->read + t * values + column);
+            const float *key = mixed + keys + key_head * rows;
+            const token_inputs token = {
+                .query = mixed + key_head * rows,
+                .key = key,
+                .recalling = by_row ? a->decayed_keys + (t * heads + head) * rows : key,
+                .value = mixed + 2 * keys + column,
+                .kept = a->kept + (t * heads + head) * a->decay_width,
+                .strength = a->strength[t * heads + head],
+            };
+            recur_all_columns(by_row, piece, columns, rows, &token, a->read + t * values + column);
         }
     }
 }

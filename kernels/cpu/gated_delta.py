@@ -1,4 +1,5 @@
-"""Gated DeltaNet over recurrent states in pool slots, in C, called through ctypes.
+"""Gated DeltaNet and Kimi Delta Attention over recurrent states in pool slots, in C, called through
+ctypes.
 
 Reference: ``batchinfer.kernels.gated_delta``, with the same arguments.
 """
@@ -20,10 +21,12 @@ class _Args(ctypes.Structure):
         ("states", StateArgs),
         ("conv", ConvolutionArgs),
         *((name, POINTER) for name in ("gate", "decay", "beta", "out")),
-        *((name, POINTER) for name in ("decay_rate", "dt_bias", "norm", "gates", "read")),
+        *((name, POINTER) for name in ("decay_rate", "dt_bias", "norm")),
+        *((name, POINTER) for name in ("kept", "strength", "read", "decayed_keys")),
         *((name, INT64) for name in ("gate_stride", "decay_stride", "beta_stride", "num_tokens")),
         *((name, INT64) for name in ("num_key_heads", "num_heads", "key_width", "value_width")),
-        ("num_threads", INT32),
+        ("decay_width", INT64),
+        *((name, INT32) for name in ("num_threads", "with_silu")),
         *((name, FLOAT) for name in ("norm_eps", "max_beta")),
     )
 
@@ -31,7 +34,7 @@ class _Args(ctypes.Structure):
 def gated_delta(
     qkv: torch.Tensor,  # [T, channels], last dimension contiguous, like all inputs here
     gate: torch.Tensor,  # [T, Hv * Dv]
-    decay: torch.Tensor,  # [T, Hv]
+    decay: torch.Tensor,  # [T, Hv * decay_width]
     beta: torch.Tensor,  # [T, Hv]
     *,
     weights: GatedDeltaWeights,
@@ -43,16 +46,22 @@ def gated_delta(
     float32 or bfloat16, float32 accumulation. A row's bits depend on its own tokens alone, not on
     how they are cut into steps.
     """
-    num_tokens, num_heads = decay.shape
-    mixed, gates, read = workspace(num_tokens, qkv.shape[1], 2 * num_heads, out.shape[1])
+    num_tokens, num_heads = beta.shape
+    by_row = weights.decay_width > 1
+    key_widths = [num_heads * weights.key_width] if by_row else []
+    mixed, kept, strength, read, *decayed_keys = workspace(
+        num_tokens, qkv.shape[1], decay.shape[1], num_heads, out.shape[1], *key_widths
+    )
     arguments = _Args(
         StateArgs.of(states),
         ConvolutionArgs.of(qkv, weights.conv, None, mixed),
         *(tensor.data_ptr() for tensor in (gate, decay, beta, out)),
         *(tensor.data_ptr() for tensor in (weights.decay_rate, weights.dt_bias, weights.norm)),
-        *(gates.data_ptr(), read.data_ptr()),
+        *(tensor.data_ptr() for tensor in (kept, strength, read)),
+        decayed_keys[0].data_ptr() if by_row else None,
         *(tensor.stride(0) for tensor in (gate, decay, beta)),
         *(num_tokens, weights.num_key_heads, num_heads, weights.key_width, len(weights.norm)),
-        *(torch.get_num_threads(), weights.norm_eps, weights.max_beta),
+        *(weights.decay_width, torch.get_num_threads(), weights.with_silu),
+        *(weights.norm_eps, weights.max_beta),
     )
     getattr(load(), f"gated_delta_{SUFFIX[out.dtype]}")(ctypes.byref(arguments))

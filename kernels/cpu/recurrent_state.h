@@ -71,8 +71,19 @@ static inline float sigmoid(float x) {
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-static inline float softplus(float x) { /* linear above 20, as in torch */
-    return x > 20.0f ? x : log1pf(expf(x));
+/* log(1 + exp(x)). Written out so that every compiler vectorizes it. */
+static inline float softplus(float x) {
+    const float e = exp_negative(x < 0.0f ? x : -x);
+    const float s = e / (2.0f + e), z = s * s; /* log(1 + e) = 2 atanh(s), a series in s */
+    float series = 1.0f / 15.0f;
+    series = series * z + 1.0f / 13.0f;
+    series = series * z + 1.0f / 11.0f;
+    series = series * z + 1.0f / 9.0f;
+    series = series * z + 1.0f / 7.0f;
+    series = series * z + 1.0f / 5.0f;
+    series = series * z + 1.0f / 3.0f;
+    series = series * z + 1.0f;
+    return (x > 0.0f ? x : 0.0f) + 2.0f * s * series;
 }
 
 static inline float sum_of_squares(const float *x, int64_t width) {

@@ -1,4 +1,5 @@
-"""The C kernel of Gated DeltaNet equals its reference; steps and neighbors change no bits."""
+"""The C kernel of Gated DeltaNet and Kimi Delta Attention equals its reference; steps and neighbors
+change no bits."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ def make_layer(
     key_width: int = 8,
     value_width: int = 16,
     conv_width: int = 4,
+    by_row: bool = False,
     slot_bytes: int = 8192,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -40,18 +42,19 @@ def make_layer(
         conv_width=conv_width,
     )
     layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype, seed=seed)
-    shape = layer.shape
+    shape, decays = layer.shape, value_heads * (key_width if by_row else 1)
     layer.weights = GatedDeltaWeights(
         conv=layer.draw(conv_width, shape.num_channels).float(),
         decay_rate=layer.draw(value_heads).float().exp(),
-        dt_bias=layer.draw(value_heads).float(),
+        dt_bias=layer.draw(decays).float(),
         norm=layer.draw(value_width).float(),
         norm_eps=1e-6,
         max_beta=1.0,
         num_key_heads=key_heads,
         key_width=key_width,
+        with_silu=not by_row,
     )
-    layer.draw_inputs(shape.num_channels, shape.num_values, value_heads, value_heads)
+    layer.draw_inputs(shape.num_channels, shape.num_values, decays, value_heads)
     return layer
 
 
@@ -62,6 +65,7 @@ def make_layer(
     key_width=st.sampled_from([1, 4, 7, 16]),
     value_width=st.sampled_from([3, 8, 16, 48, 64]),
     conv_width=st.sampled_from([2, 3, 4, MAX_CONV_WIDTH]),
+    by_row=st.booleans(),
     slot_bytes=st.sampled_from([4096, 8192, 65536]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
@@ -79,11 +83,13 @@ def test_equals_reference(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     value_width=st.sampled_from([16, 24, 128]),
+    by_row=st.booleans(),
 )
 def test_bits_do_not_depend_on_steps_and_neighbors(
-    cuts: Cuts, dtype: torch.dtype, value_width: int
+    cuts: Cuts, dtype: torch.dtype, value_width: int, by_row: bool
 ) -> None:
-    layer = make_layer([ends[-1] for ends in cuts], value_width=value_width, dtype=dtype)
+    lengths = [ends[-1] for ends in cuts]
+    layer = make_layer(lengths, value_width=value_width, by_row=by_row, dtype=dtype)
     layer.assert_same_bits(gated_delta, cuts)
 
 

@@ -16,6 +16,7 @@ _LATENT_FAMILIES = frozenset(
         "deepseek_v2",
         "deepseek_v3",
         "glm4_moe_lite",
+        "kimi_linear",
         "minicpm3",
         "youtu",
     }

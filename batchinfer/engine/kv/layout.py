@@ -27,14 +27,15 @@ _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"),
+)
 
 _RECURRENT_FAMILIES = frozenset(
     [
         "bailing_hybrid",
         "falcon_mamba",
         "jamba",
-        "kimi_linear",
         "mamba",
         "mamba2",
         "minimax",

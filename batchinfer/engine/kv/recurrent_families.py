@@ -102,6 +102,21 @@ def _gated_delta(text: Config) -> RecurrentShape:
     )
 
 
+def _kimi_delta(text: Config) -> RecurrentShape:
+    """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692)."""
+    num_heads, width = _number(text, "linear_num_heads"), _number(text, "linear_head_dim")
+    values = num_heads * width
+    second = 2 * width * values // _number(text, "hidden_size")  # of the gate and of the decay
+    return RecurrentShape(
+        num_heads=num_heads,
+        key_width=width,
+        value_width=width,
+        num_channels=3 * values,
+        conv_width=_number(text, "linear_conv_kernel_dim", least=2),
+        num_projected=4 * values + 2 * width + num_heads + second,
+    )
+
+
 def _mamba2(
     heads: str, width: str, groups: str, state: str, conv: str
 ) -> Callable[[Config], RecurrentShape]:
@@ -156,6 +171,7 @@ _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
     "bamba": _MAMBA2,
     "falcon_h1": _MAMBA2,
     "granitemoehybrid": _MAMBA2,
+    "kimi_linear": _kimi_delta,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,

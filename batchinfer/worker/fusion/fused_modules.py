@@ -29,8 +29,10 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e
 """Tolerance of logits, by the model's dtype. Fused modules round to 16 bits less often, so their
 logits differ slightly."""
 PROBE_TOKENS = (3, 7, 5, 3)
-_MIXERS = {"self_attn": "o_proj", "linear_attn": "out_proj"}
-"""Names of the modules that mix tokens, and of their last linear layers."""
+_MIXERS = {"self_attn", "linear_attn"}
+"""Names of modules that mix tokens."""
+_LAST_LINEARS = ("o_proj", "out_proj")
+"""Names of the last linear layer of a module that mixes tokens."""
 _OTHER_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -115,11 +117,12 @@ class FusedRMSNorm(nn.Module):
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
     """Return the merged layer's name and the index of the first output for each of ``parent``'s
-    linear layers, by the layer's name. ``names`` are in the order of merging."""
+    linear layers, by the layer's name. ``names`` are in the order of merging; names of layers in
+    modules within ``parent`` have dots."""
     starts, start = {}, 0
     for name in names:
         starts[name] = (merged_name, start)
-        start += getattr(parent, name).out_features
+        start += parent.get_submodule(name).out_features
     return starts
 
 
@@ -171,7 +174,9 @@ class FusedDecoderLayer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mixer = _mixer(layer)
-        setattr(self, self.mixer, _adding(getattr(layer, self.mixer), _MIXERS[self.mixer]))
+        mixer = getattr(layer, self.mixer)
+        self.last_linear = _last_linear(mixer)
+        setattr(self, self.mixer, _adding(mixer, self.last_linear))
         self.mlp = _adding(layer.mlp, "down_proj")
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -179,7 +184,7 @@ class FusedDecoderLayer(nn.Module):
         residual = hidden_states[0]
         attended = self.input_layernorm(hidden_states)
         mixer = getattr(self, self.mixer)
-        getattr(mixer, _MIXERS[self.mixer]).residual = residual
+        getattr(mixer, self.last_linear).residual = residual
         mixer(hidden_states=attended, **options)
         gated = self.post_attention_layernorm(hidden_states)
         self.mlp.down_proj.residual = residual
@@ -191,6 +196,11 @@ def _mixer(layer: nn.Module) -> str:
     """Return the name of a layer's module that mixes tokens; "" if there is not exactly one."""
     parts = {name for name, _ in layer.named_children()} - _OTHER_PARTS
     return parts.pop() if len(parts) == 1 else ""
+
+
+def _last_linear(mixer: nn.Module) -> str:
+    """Return the name of the last linear layer of a module that mixes tokens; "" without one."""
+    return next((name for name in _LAST_LINEARS if hasattr(mixer, name)), "")
 
 
 def _adding(module: nn.Module, name: str) -> Any:
@@ -221,6 +231,7 @@ def fused_layer(layer: Any) -> FusedDecoderLayer | None:
     mixer = _mixer(layer)
     if mixer not in _MIXERS or not all(hasattr(layer, part) for part in _OTHER_PARTS):
         return None
-    last = getattr(getattr(layer, mixer), _MIXERS[mixer], None)
+    token_mixer = getattr(layer, mixer)
+    last = getattr(token_mixer, _last_linear(token_mixer), None)
     linears = last, getattr(layer.mlp, "down_proj", None)
     return FusedDecoderLayer(layer) if all(map(is_plain, linears)) else None

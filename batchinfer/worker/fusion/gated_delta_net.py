@@ -29,11 +29,14 @@ class FusedGatedDeltaNet(nn.Module):
         super().__init__()
         keep_plain_attributes(self, layer)
         family = FAMILIES[type(layer).__name__]
-        linears = [getattr(layer, name) for name in family.projections]
+        linears = [layer.get_submodule(name) for name in family.projections]
         self.in_proj = merged(*linears)
         self.layer = int(layer.layer_idx)
         self.starts = starts_of(layer, "in_proj", family.projections)
-        self.out_proj = getattr(layer, family.output)
+        self.output = family.output
+        for name in (family.output, *family.second_projections):
+            self._keep(name, layer.get_submodule(name))
+        self._family = family
         self._weights = weights_of(layer, family)
         self._widths = (
             sum(linear.out_features for linear in linears[: len(family.qkv)]),
@@ -46,10 +49,23 @@ class FusedGatedDeltaNet(nn.Module):
         family = FAMILIES.get(type(layer).__name__)
         if family is None or family.by_key_head:
             return False
-        return all(is_plain(getattr(layer, name)) for name in family.projections)
+        return all(is_plain(layer.get_submodule(name)) for name in family.projections)
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """Run the layer on [1, T, H]; returns [1, T, H]."""
         inputs = LayerInputs(*self.in_proj(hidden_states[0]).split(self._widths, dim=1))
-        output: torch.Tensor = self.out_proj(run_layer(inputs, self._weights, self.layer))
+        inputs = self._family.projected_again(self, inputs)
+        output: torch.Tensor = getattr(self, self.output)(
+            run_layer(inputs, self._weights, self.layer)
+        )
         return output[None]
+
+    def _keep(self, name: str, module: nn.Module) -> None:
+        """Keep a module of transformers' layer under its name, in which adapters find it."""
+        *parents, name = name.split(".")
+        place: nn.Module = self
+        for parent in parents:
+            if not hasattr(place, parent):
+                place.add_module(parent, nn.Module())
+            place = place.get_submodule(parent)
+        place.add_module(name, module)

@@ -284,12 +284,13 @@ def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
     """Return the module that now computes a linear layer of transformers' model, and the index of
     the layer's first output in the module's outputs."""
     module: Any = model
-    for part in name.split("."):
+    parts = name.split(".")
+    for at, part in enumerate(parts):
         if isinstance(module, nn.ModuleList):
             module = layers_of(module)
-        starts = getattr(module, "starts", {})
-        if part in starts:
-            merged_name, start = starts[part]
+        rest, starts = ".".join(parts[at:]), getattr(module, "starts", {})
+        if rest in starts:
+            merged_name, start = starts[rest]
             return getattr(module, merged_name), start
         module = getattr(module, part)
     return module, 0

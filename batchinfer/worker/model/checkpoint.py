@@ -67,12 +67,17 @@ def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
             raise ModelError(f"{path} is not a file; fetch the model again")
 
 
+_PUBLISHED_WITH_CODE = frozenset({"deepseek_v3", "kimi_linear"})
+"""Families whose published models name code of their own, from before transformers had a class for
+them. transformers' class runs instead."""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of the folder's config.json.
 
     Raises:
-        ModelError: the file is missing or not JSON, or it names code to run, or the folder holds an
-            adapter.
+        ModelError: the file is missing or not JSON, or the model needs code of its own, or the
+            folder holds an adapter.
     """
     if (folder / "adapter_config.json").exists():
         # transformers would apply the adapter only if peft is installed
@@ -84,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
-    if "auto_map" in config:
+    if "auto_map" in config and config.get("model_type") not in _PUBLISHED_WITH_CODE:
         raise ModelError(
             f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
             "use a model of a family that is part of transformers"

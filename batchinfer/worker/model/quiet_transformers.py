@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from transformers.utils import logging
 def quiet_transformers(
     show_share: Callable[[float], None] = lambda share: None,
 ) -> Iterator[None]:
-    """Inside, let transformers log only errors and show no progress bars.
+    """Inside, let transformers log only errors, and show no progress bars and no FutureWarning.
 
     Args:
         show_share: called with the progress that the bars would show, from 0 to 1.
@@ -30,7 +31,10 @@ def quiet_transformers(
     logging.disable_progress_bar()
     before = set_hook(bar)
     try:
-        yield
+        with warnings.catch_warnings():
+            # transformers warns of deprecated keys, which published configs have.
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         set_hook(before)
         logging.set_verbosity(verbosity)

@@ -1,4 +1,5 @@
-"""Runs transformers' Gated DeltaNet layers on packed rows, with their state in the KV pool."""
+"""Runs transformers' Gated DeltaNet and Kimi Delta Attention layers on packed rows, with their
+state in the KV pool."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ class LayerInputs(NamedTuple):
     gate: torch.Tensor
     """[T, Hv * Dv] gate of the output."""
     decay: torch.Tensor
-    """[T, Hv] input of the decay."""
+    """[T, Hv * decay_width] input of the decay."""
     beta: torch.Tensor
     """[T, Hv] logit of the writing strength."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of transformers' layer in a family."""
+    """Names of the parts of transformers' layer in a family. Those of modules within the layer have
+    dots."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
     """Projections whose outputs are queries, keys and values, in this order."""
@@ -37,6 +39,14 @@ class Family:
     beta: str = "in_proj_b"
     output: str = "out_proj"
     norm: str = "norm"
+    key_heads: str = "num_k_heads"
+    key_width: str = "head_k_dim"
+    second_gate: str = ""
+    """Projection of the output of ``gate``, if the gate is the product of two projections."""
+    second_decay: str = ""
+    """Projection of the output of ``decay``, if the decay is the product of two projections."""
+    decay_module: str = ""
+    """Module with the constants of the decay; empty: the layer itself."""
     by_key_head: bool = False
     """The outputs of two projections, for all inputs, are ordered by key head."""
 
@@ -44,6 +54,20 @@ class Family:
     def projections(self) -> tuple[str, ...]:
         """All projections of the layer's input, in the order of ``LayerInputs``."""
         return (*self.qkv, self.gate, self.decay, self.beta)
+
+    @property
+    def second_projections(self) -> tuple[str, ...]:
+        """Projections of the outputs of other projections."""
+        return tuple(name for name in (self.second_gate, self.second_decay) if name)
+
+    def projected_again(self, module: Any, inputs: LayerInputs) -> LayerInputs:
+        """Apply the second projections to the outputs of ``projections``."""
+        gate, decay = inputs.gate, inputs.decay
+        if self.second_gate:
+            gate = module.get_submodule(self.second_gate)(gate)
+        if self.second_decay:
+            decay = module.get_submodule(self.second_decay)(decay)
+        return inputs._replace(gate=gate, decay=decay)
 
     def inputs(self, module: Any, hidden: torch.Tensor) -> LayerInputs:
         """Project packed hidden states [T, H]."""
@@ -56,13 +80,26 @@ class Family:
                 part[0].flatten(1).contiguous() for part in parts
             )
             return LayerInputs(torch.cat([query, key, value], dim=1), gate, decay, beta)
-        qkv = [getattr(module, name)(hidden) for name in self.qkv]
-        others = (getattr(module, name)(hidden) for name in (self.gate, self.decay, self.beta))
-        return LayerInputs(qkv[0] if len(qkv) == 1 else torch.cat(qkv, dim=1), *others)
+        *qkv, gate, decay, beta = (module.get_submodule(name)(hidden) for name in self.projections)
+        channels = qkv[0] if len(qkv) == 1 else torch.cat(qkv, dim=1)
+        return self.projected_again(module, LayerInputs(channels, gate, decay, beta))
 
 
 _QWEN3_5 = Family()
 FAMILIES = {
+    "KimiLinearDeltaAttention": Family(
+        qkv=("q_proj", "k_proj", "v_proj"),
+        gate="g_a_proj",
+        decay="forget_gate.f_a_proj",
+        beta="b_proj",
+        output="o_proj",
+        norm="o_norm",
+        key_heads="num_heads",
+        key_width="head_dim",
+        second_gate="g_b_proj",
+        second_decay="forget_gate.f_b_proj",
+        decay_module="forget_gate",
+    ),
     "OlmoHybridGatedDeltaNet": Family(
         ("q_proj", "k_proj", "v_proj"), "g_proj", "a_proj", "b_proj", "o_proj", "o_norm"
     ),
@@ -97,14 +134,15 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
 
 def weights_of(layer: Any, family: Family) -> GatedDeltaWeights:
     """The weights of transformers' layer that are not projections."""
-    norm = getattr(layer, family.norm)
+    norm, decay = getattr(layer, family.norm), layer.get_submodule(family.decay_module)
     return GatedDeltaWeights(
         conv=layer.conv1d.weight[:, 0].T.float().contiguous(),
-        decay_rate=layer.A_log.float().exp(),
-        dt_bias=layer.dt_bias.float().contiguous(),
+        decay_rate=decay.A_log.float().exp().flatten(),
+        dt_bias=decay.dt_bias.float().contiguous(),
         norm=norm.weight.float().contiguous(),
         norm_eps=norm.variance_epsilon,
         max_beta=2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0,
-        num_key_heads=layer.num_k_heads,
-        key_width=layer.head_k_dim,
+        num_key_heads=getattr(layer, family.key_heads),
+        key_width=getattr(layer, family.key_width),
+        with_silu=getattr(norm, "activation", "silu") != "sigmoid",
     )

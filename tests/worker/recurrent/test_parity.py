@@ -67,10 +67,11 @@ def test_samples_do_not_depend_on_schedule(family: str, checkpoint) -> None:
         assert tokens_of(completions) == tokens_of(plain), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
 def test_adapters_apply_to_projections_of_recurrent_layers(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path / "model")
-    targets = r".*linear_attn\.(in_proj_.*|out_proj)"
+    layers = r"self_attn\.(forget_gate\.)?" if family == "kimi_linear" else r"linear_attn\."
+    targets = rf".*layers\.0\.{layers}\w*proj\w*"
     peft = make_adapter(tiny_model(family), tmp_path / "a", seed=1, r=4, target_modules=targets)
     choice = ModelConfig(str(folder), adapters={"a": str(tmp_path / "a")})
     loaded = load_model(choice, device=CPU)
