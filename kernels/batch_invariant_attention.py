@@ -1,9 +1,9 @@
 """Batch-invariant paged attention: a token's bits depend only on its own context.
 
 It computes the formula of `paged_attention`. In `paged_attention`, decodes and chunks run in
-different programs and give the same token different bits. Here, one program, compiled once,
-computes all tokens: in a chunk of any size, as a decode, after a cached prefix or after preemption,
-with any other sequences in the batch. Each token is summed in this order:
+different programs and give the same token different bits. Here, one compiled program computes all
+tokens: in a chunk of any size, in a decode, after a cached prefix or a preemption, with any other
+sequences in the batch. Each token is summed in this order:
 
 1. Positions are cut into pieces at multiples of `ALIGNED_PIECE`, and pieces into tiles. Both are
    counted from position 0.

@@ -13,8 +13,7 @@ kernel writes float32 values only for edited tokens, and one bit per token that 
 Reading an edited row therefore takes only an eighth of a byte more per logit.
 
 One program computes one distribution. A token may be listed several times: all new values are
-computed before any of them is written, and occurrences are first counted in the memory of the
-values.
+computed before any is written, and the memory of the values first holds counts of occurrences.
 """
 
 from typing import NamedTuple

@@ -87,8 +87,8 @@ class LogprobsMode(IntFlag):
 
 
 LogitsProcessor = Callable[..., Any]
-"""A caller's function of the prompt's and the output's token ids (lists) and the next token's
-logits (float32 [V] on the model's device) that returns logits."""
+"""A user's function that returns logits. Its arguments are the token ids of the prompt and of the
+output (lists), and the next token's logits (float32 [V] on the model's device)."""
 
 
 @dataclass(frozen=True, slots=True)

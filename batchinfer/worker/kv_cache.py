@@ -26,8 +26,8 @@ _MEASURED_BYTES = 4 * 2**20
 """Bytes that are copied to measure the time of a swap."""
 _ALIGNMENT = 64  # size of a cache line, in bytes
 _RESIDENT_BYTES = 256 * 2**20
-"""Bytes at the start of a CPU's pool that are made resident immediately. These blocks are allocated
-first, and page faults would slow the first steps (7 % of a short run on a virtual machine)."""
+"""Bytes at the start of a CPU's pool that are made resident immediately. They are used first,
+and page faults would slow the first steps (7 % of a short run on a virtual machine)."""
 
 
 class HostBlocks:

@@ -3,9 +3,9 @@
 On a CPU, there are three kinds. ``own`` is this project's C kernel (``kernels/cpu/gemm.c``).
 ``onednn`` is oneDNN over weights that it packed, called by the operators that torch's inductor uses
 for frozen weights (torch/_inductor/fx_passes/mkldnn_fusion.py). ``torch`` is
-``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every call.
-oneDNN's operators are private to torch, so each kernel is tried on a small layer first and left out
-if it does not work.
+``torch.nn.functional.linear``, in which oneDNN or BLAS rearranges the weight in every call. Because
+oneDNN's operators are private to torch, each kernel is first tried on a small layer, and not used
+if it fails.
 
 On a CUDA device torch multiplies, or a Triton kernel if the result must be batch-invariant.
 """

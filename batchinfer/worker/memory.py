@@ -95,9 +95,9 @@ def max_graph_tokens(
 ) -> int:
     """Return the number of tokens of the largest step with a graph.
 
-    Starts with the largest step, and halves it until activations take a small share of the device's
-    memory, with at least one token per sequence. Larger steps do not need graphs, because they run
-    longer than the host takes to launch them.
+    The largest step is halved until its activations take a small share of the device's memory, but
+    keeps at least one token per sequence. Larger steps do not need graphs, because they run longer
+    than the host takes to launch them.
     """
     tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
     bytes_each = activation_elements(config) * layout.element_bytes

@@ -41,8 +41,8 @@ def differing_rows(before: torch.Tensor, after: torch.Tensor, tolerance: float) 
     """Find rows of ``after`` that differ from the same row of ``before`` by more than ``tolerance``
     times its norm.
 
-    Rows of ``before`` that are not finite never count as different: if weights overflow, each row
-    of a job reports that.
+    Rows of ``before`` that are not finite never count as different, because rows of a job report
+    such logits themselves.
 
     Args:
         before: rows [..., width].

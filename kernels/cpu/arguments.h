@@ -17,7 +17,7 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
-    const int32_t *order;        /* [S] order of sequences; equal prefixes are adjacent */
+    const int32_t *order;        /* [S] order of sequences; shared prefixes are adjacent */
     const int32_t *shared_lens;  /* [S] tokens shared with the previous sequence of `order` */
     int64_t query_token_stride, query_head_stride; /* in elements, like all strides here */
     int64_t out_token_stride;
@@ -144,8 +144,8 @@ typedef struct { /* the fields of layer_args that depend on the step; all layers
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;
 
-typedef struct gemm_rows gemm_rows;           /* gemm_rows.h */
-typedef struct attention_plan attention_plan; /* attention_plan.h */
+typedef struct gemm_rows gemm_rows;           /* defined in gemm_rows.h */
+typedef struct attention_plan attention_plan; /* defined in attention_plan.h */
 
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);

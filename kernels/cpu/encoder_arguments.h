@@ -5,7 +5,7 @@
 
 #include "arguments.h"
 
-enum { GELU, GELU_TANH, RELU }; /* encoder_layers.ACTIVATIONS */
+enum { GELU, GELU_TANH, RELU }; /* order of encoder_layers.ACTIVATIONS */
 
 typedef struct {
     const void *weight, *bias; /* [width] */
@@ -26,7 +26,7 @@ typedef struct {
     const encoder_layer_args *layers;
     void *hidden;          /* [T, width], contiguous: in and out */
     void *qkv;             /* [T, 3 * heads * head_width], workspace */
-    const int64_t *starts; /* [S + 1] first token of each sequence, and T */
+    const int64_t *starts; /* [S + 1] first token of each sequence, then T */
     int64_t num_layers, num_sequences;
     int32_t num_heads, head_width, num_threads, activation;
     float scale;

@@ -19,8 +19,8 @@
 #define LEAST_ROWS 64      /* fewest rows of a step's last tasks, so that threads finish together */
 #define QUERIES 48         /* queries whose scores are computed at once */
 #define CHUNK 64           /* elements to activate at once */
-#define CACHE_PERIOD 4096  /* gemm._CACHE_PERIOD */
-#define MANY_ROWS 8        /* gemm._MANY_ROWS */
+#define CACHE_PERIOD 4096  /* equals gemm._CACHE_PERIOD */
+#define MANY_ROWS 8        /* equals gemm._MANY_ROWS */
 #define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */
 
 static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }

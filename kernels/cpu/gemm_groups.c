@@ -24,7 +24,7 @@
 
 #define STEP 8     /* k that are multiplied at a time: two quads */
 #define MIDDLE 128 /* middle of the range of 8-bit codes */
-#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k whose pairs' sums fit into 16 bits, or 0 */
+#define PAIRS_DEPTH (4 * ADDED_PAIRS) /* k summed as 16-bit pairs; 0: pairs are not used */
 
 enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table */
 
@@ -32,7 +32,7 @@ enum { INT4_CODES, LUT4_CODES, INT8_CODES }; /* LUT4: 4-bit indices into a table
 const char *gemm_instructions_groups(int kernel) { return kernel == VECTORS ? QUADS_NAME : NULL; }
 
 typedef struct {
-    int64_t group, groups, depth, head_bytes, bytes; /* bytes: of scales and zeros; of a panel */
+    int64_t group, groups, depth, head_bytes, bytes; /* head_bytes: scales and zeros of a panel */
 } shape;
 
 static shape shape_of(int64_t in_features, int64_t group, int bits) {

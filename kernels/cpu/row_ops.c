@@ -7,7 +7,7 @@
 #include "kv_block_layout.h"
 #include "gemm_rows.h"
 
-#define MAX_HEAD_WIDTH 1024 /* row_ops.MAX_HEAD_WIDTH */
+#define MAX_HEAD_WIDTH 1024 /* equals row_ops.MAX_HEAD_WIDTH */
 #define LANES 32            /* partial sums of one row */
 #define WORTH_A_THREAD 16384 /* elements; with fewer, waking a thread costs more than it saves */
 

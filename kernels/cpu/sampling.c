@@ -11,7 +11,7 @@
 
 #define GROUP 16 /* logits of a group, whose maximum is checked first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
-#define RANDOM_BITS 24                 /* philox.RANDOM_BITS */
+#define RANDOM_BITS 24                 /* equals philox.RANDOM_BITS */
 #define FIRST_CANDIDATES 256
 
 /* Returns an unsigned integer in the same order as the float; -0 counts as 0. */

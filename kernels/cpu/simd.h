@@ -110,7 +110,7 @@ INLINE void store_rounded(uint16_t *to, vec x) {
 #endif
 }
 
-INLINE vec all_lanes(const float *from) { /* any 32 bits */
+INLINE vec all_lanes(const float *from) { /* `from` points to any 32 bits */
 #if defined(__AVX512F__)
     return (vec)_mm512_set1_ps(*from);
 #else
@@ -118,7 +118,7 @@ INLINE vec all_lanes(const float *from) { /* any 32 bits */
 #endif
 }
 
-INLINE vec all_lanes_of_four(const void *from) { /* four bytes to each lane; may be unaligned */
+INLINE vec all_lanes_of_four(const void *from) { /* four unaligned bytes go to each lane */
     uint32_t four;
     memcpy(&four, from, 4);
 #if defined(__AVX512F__)
@@ -162,7 +162,7 @@ INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
    their bits as 16-bit floats, whose exponent has another bias. */
 #if defined(__AVX512F__)
 #define E4M3_UNIT 0x1p8f
-INLINE vec e4m3_lanes(const uint8_t *from) { /* clears the second copy of the sign */
+INLINE vec e4m3_lanes(const uint8_t *from) { /* the shift clears the second copy of the sign */
     const __m256i halves = _mm256_slli_epi16(
         _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from)), 7);
     return (vec)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff)));

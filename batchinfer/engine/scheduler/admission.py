@@ -112,8 +112,8 @@ class Admission:
         return hit, defers
 
     def _reaches_snapshot(self, sequence: Sequence, match: PrefixMatch, key: bytes) -> int:
-        """Return the last branch point ahead that the sequence shares with a row still computing
-        its prompt, as a number of tokens; 0 if there is none. A snapshot will be taken there."""
+        """Return the number of tokens before the last branch point where a row that is computing
+        its prompt will keep a snapshot for the sequence; 0 if there is none."""
         start = len(match.blocks) * self._table.block_size
         node = match.blocks[-1] if match.blocks else None
         node = node or self._pool.index.root(sequence.request.adapter)

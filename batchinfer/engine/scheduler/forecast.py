@@ -203,8 +203,8 @@ class PoolForecast:
         return float(exact.sum())
 
     def _growing(self, ends: Float, tokens: Float, shared_blocks: Float) -> tuple[Float, Float]:
-        """Return for each sequence the number of layer groups in which it grows until it ends, and
-        its constant number of blocks in all other groups."""
+        """Return the number of layer groups in which each sequence grows until it ends, and its
+        constant number of blocks in the other groups."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
         final = np.ceil((tokens + ends - 1) / self._table.block_size) - shared_blocks
         for most in self._most_in_windows:

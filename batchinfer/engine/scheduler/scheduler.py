@@ -27,7 +27,7 @@ from batchinfer.engine.stats import StepStats
 _MOST_SITTING_OUT = 0.25
 """Largest share of running sequences that may skip a step because they need the value of their last
 token. Such sequences run only every other step. With a larger share, the engine first reads the
-step in flight, so that the device waits for the host's part of a step."""
+step in flight, although the device then waits for the host."""
 
 
 class Scheduler:
@@ -214,9 +214,8 @@ class Scheduler:
     def _continue_running(self) -> ScheduledRows | None:
         """Choose tokens to compute for running sequences; preempt the newest if blocks run out.
 
-        Returns None if the step in flight should be read first: because too many sequences would
-        skip the step, or because a sequence that ended in it may free blocks and so avoid a
-        preemption.
+        Returns None if the step in flight should be read first: too many sequences would skip the
+        step, or a sequence that ended in it may free blocks and thus avoid a preemption.
         """
         preempted = 0
         while True:

@@ -154,8 +154,8 @@ def _scored(step: Step) -> StepResult | None:
 def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
     """Return simulated continuations of beams, best first, [K, L]; None if the step has no beams.
 
-    A beam that ends prefers its end token by far. In real searches most beams descend from a few
-    recent beams and differ only in their last tokens; these continuations do the same.
+    A beam that ends prefers its end token by far. As in real searches, most beams descend from a
+    few recent beams and differ only in their last tokens.
     """
     wanted = step.sampling.num_logprobs
     most = int(wanted.max(initial=0))

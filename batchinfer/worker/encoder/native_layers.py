@@ -1,7 +1,7 @@
 """Encoder layers of BERT's shape that run in one call of a C function on a CPU.
 
-In torch, attention, norms and activations take two fifths of the time of an encoder of MiniLM's
-width, and threads wait for each other after each of these operations.
+At MiniLM's width, attention, norms and activations take two fifths of an encoder's time in torch,
+and threads wait for each other after each of these operations.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class _ModuleFusion:
 
     def layers_add_plainly(self) -> bool:
         """Return True if layers that add in place compute the same as the model's decoder layers.
-        One layer of each class is compared in float32, because logits in 16 bits would not show
-        that a layer scales what it adds."""
+        One layer of each class is compared in float32, because 16-bit logits would not show that a
+        layer scales the numbers that it adds."""
         layers = {type(layer): layer for layer in self._calls if fused_layer(layer)}
         for layer in layers.values():
             original = copy.deepcopy(layer).float()

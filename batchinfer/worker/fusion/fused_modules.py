@@ -3,10 +3,9 @@
 Each module replaces a module of transformers and is called like it. The modules do not fit all
 families, so ``fuse`` compares each with the original.
 
-A layer of Llama's shape ends its attention (or recurrence) and its MLP with
-``residual + x @ weight.T``. A matrix multiplication can add to its output at no cost. That saves a
-pass over the hidden state that reads two tensors and writes one, and two kernel launches for each
-layer.
+A layer of Llama's shape ends its attention (or recurrence) and its MLP with ``residual + x @
+weight.T``. A matrix multiplication can add to its output at no cost. This saves a pass over the
+hidden state, which reads two tensors and writes one, and two kernel launches per layer.
 """
 
 from __future__ import annotations

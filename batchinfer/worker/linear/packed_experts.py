@@ -2,8 +2,9 @@
 
 The rows of each expert are multiplied together, as in transformers' ``integrations/moe.py``
 (``grouped_mm_experts_forward``). In transformers, BLAS rearranges weights in every step and
-multiplies only floating-point numbers. Here the outputs of a token's experts are summed in order in
-float32, so the token's bits do not depend on other tokens if the kernel is batch-invariant.
+multiplies only floating-point numbers. In this module, the outputs of a token's experts are summed
+in order in float32, so the token's bits do not depend on other tokens if the kernel is
+batch-invariant.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A checkpoint may hold the matrices of a layer's experts in one tensor, or a tensor for each expert.
 transformers joins separate tensors on loading: first the matrices of one expert that share an
-input, then all experts of a layer. Here each tensor is found by its name, and used only if it
-dequantizes to the loaded numbers, bit for bit.
+input, then all experts of a layer. This module finds each tensor by its name, and uses it only if
+it dequantizes to the loaded numbers, bit for bit.
 """
 
 from __future__ import annotations

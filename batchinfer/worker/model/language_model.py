@@ -2,9 +2,9 @@
 
 A multimodal wrapper (``Qwen3VLForConditionalGeneration``, ``Mistral3ForConditionalGeneration``) has
 a language model and towers for images and sound. Text prompts do not need the towers, so the towers
-are not built or loaded. transformers' class loads the weights into a wrapper without towers,
-because this class knows all names that published checkpoints use. The language model is then taken
-out of the wrapper and run like any other causal model.
+are not built or loaded. The weights are loaded by transformers' wrapper class, without towers,
+because it knows all names in published checkpoints. The language model is then taken out of the
+wrapper and run like any other causal model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Checks the quantization of a checkpoint, and quantizes weights by torchao.
-
-torchao replaces the weights of transformers' modules and multiplies by them, so the logits are the
-same as in transformers with the same quantization. The embedding and the output head keep their
-dtype, as in transformers. Weights of other formats are dequantized when loaded (``quantized``).
+"""Checks the quantization of a checkpoint, and quantizes weights by torchao. torchao replaces only
+the weights of transformers' modules, so the logits are the same as in transformers. The embedding
+and the output head keep their dtype, as in transformers. Weights of other formats are dequantized
+when loaded (``quantized``).
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     """Return the ``unused`` tensors of the model's layers, embeddings and output head. A model
     without them would write other text.
 
-    Other unused tensors do not matter: parts that the model does not have (value heads,
-    classifiers, draft layers), masks and rotary frequencies that older versions of transformers
-    saved, and extra layers that predict later tokens (``num_nextn_predict_layers``).
+    Other unused tensors do not matter: value heads, classifiers and draft layers, masks and rotary
+    frequencies of older versions of transformers, and extra layers that predict later tokens
+    (``num_nextn_predict_layers``).
     """
     decoder, prefix = model.base_model, f"{model.base_model_prefix}."
     parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}

@@ -1,10 +1,9 @@
 """Binds each computing thread to a separate core, if there are as many cores as threads.
 
 When other processes keep the cores busy, Linux moves unbound threads. Two threads may then share a
-core, and all other threads wait for them. Measured with a busy process on each of four cores: steps
-took 3.55 times as long as on a quiet machine, with bound threads 2.36 times. If the other processes
-had the lowest priority, steps took 1.35 times as long, and with bound threads no longer (W1,
-float32, AVX2, 2026-11-23).
+core, and all other threads wait for them. With a busy process on each of four cores, steps took
+3.55 times as long as on a quiet machine, and 2.36 times with bound threads. If the busy processes
+had the lowest priority, the times were 1.35 and 1.0 (W1, float32, AVX2, 2026-11-23).
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class ThreadGovernor:
 
         Fewer threads wait less for each other; more threads get a larger share of the machine's
         cores. Waiting costs at most the share of time that threads were delayed, so numbers of
-        threads that would lose more than this share are not tried.
+        threads that would lose more are not tried.
         """
         share = self._delayed_share(window)
         delayed = share is not None and share >= _DELAYED
