@@ -163,7 +163,8 @@ class InBucket:
 
     def begin(self, place: Path) -> None:
         self._count += 1
-        self._key = f"killed/{self._count}/"
+        # Failpoints of files in this folder have its name, so it must be the same for all jobs.
+        self._key = f"killed/{self._count}/out/"
         self.path = f"{LAKE}/{self._key}"
 
     def files(self) -> dict[str, bytes]:

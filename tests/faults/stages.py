@@ -96,11 +96,11 @@ def fleet_drivers(folder: Path, count: int, options: Namespace) -> Iterator[Row]
 
 
 def _fleet_row(what: str, kills: Kills) -> Row:
-    worst, count = max(kills.again_s), len(kills.again_s)
+    worst, count = max(kills.again_s, default=0.0), len(kills.again_s)
     return (
         f"{count} {what} killed, {kills.jobs} jobs of 2,000 rows",
-        f"{_SAME}; at most {worst:.1f} s of finished rows lost, {kills.rows_again / count:.0f} "
-        "rows a kill",
+        f"{_SAME}; at most {worst:.1f} s of finished rows lost, "
+        f"{kills.rows_again / max(1, count):.0f} rows a kill",
         "ok" if worst <= MOST_LOST_IN_FLEETS_S else "TOO MUCH LOST",
     )
 
