@@ -123,7 +123,7 @@ def _penalties_kernel(
     _put(logits_ptr, values_ptr, present_ptr, bias_ids_ptr, bias, bias_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, prompt_ids_ptr, prompt, prompt_end, restricted, BLOCK)
     _put(logits_ptr, values_ptr, present_ptr, output_ids_ptr, output, output_end, restricted, BLOCK)
-    tl.debug_barrier()  # from here on, threads read values that other threads have written
+    tl.debug_barrier()  # threads now read values that other threads have written
     _put(logits_ptr, values_ptr, present_ptr, allowed_ids_ptr, allowed, allowed_end, False, BLOCK)
     tl.debug_barrier()
     for start in range(bias, bias_end, BLOCK):

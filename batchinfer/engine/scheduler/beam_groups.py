@@ -87,7 +87,7 @@ class BeamGroups:
         return None
 
     def join(self) -> None:
-        """Start the waiting beams of groups whose leaders have computed enough.
+        """Start the waiting beams of groups whose leaders have computed enough tokens.
 
         A beam shares its common prefix with the leader. A beam whose cached blocks hold more tokens
         resumes from its blocks instead, if they fit into the pool. Table rows were reserved for the

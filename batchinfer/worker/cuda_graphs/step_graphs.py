@@ -268,7 +268,7 @@ class CudaCapture:
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        # If CUDA refuses to end a capture, the capture's stream would stay the current stream.
+        # Otherwise, if CUDA refuses to end a capture, its stream would stay the current stream.
         here = torch.cuda.stream(torch.cuda.current_stream())
         # Other threads, such as tokenizing and reading files, may run during the capture.
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")

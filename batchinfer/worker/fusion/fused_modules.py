@@ -198,7 +198,7 @@ def _mixer(layer: nn.Module) -> str:
 
 
 def _last_linear(mixer: nn.Module) -> str:
-    """Return the name of the last linear layer of a module that mixes tokens; "" without one."""
+    """Return the name of the last linear layer of a module that mixes tokens; "" if it has none."""
     return next((name for name in _LAST_LINEARS if hasattr(mixer, name)), "")
 
 

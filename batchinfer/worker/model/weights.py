@@ -223,7 +223,7 @@ def check_loaded(
     unused = _misplaced(model, set(report["unexpected_keys"]) - set(optional))
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(report["mismatched_keys"])
-    # Transformers lists mismatched tensors as missing too.
+    # Mismatched tensors are also listed as missing.
     missing = report["missing_keys"] - {name for name, *_ in mismatched}
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
@@ -274,7 +274,7 @@ def _fix(module: torch.nn.Module, max_model_len: int) -> None:
     like = frequencies.new_zeros(1)
     alone = torch.tensor([[0, 1]], device=frequencies.device)
     with_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
-    # A call with the last position makes transformers choose. Another rope_type then keeps the
+    # A call with the last position makes transformers choose. Setting another rope_type keeps this
     # choice.
     module(like, position_ids=with_last)
     module.rope_type = "default"  # type: ignore[assignment]
