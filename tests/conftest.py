@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Read when torch and huggingface_hub are first imported, here and in every process a test starts.
 os.environ |= {
@@ -29,8 +31,11 @@ from batchinfer.console import phases
 from batchinfer.process.process import UNUSED, gc_paused
 from tests import fork_servers, interpreter
 
+if TYPE_CHECKING:
+    from batchinfer import LLM
+
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:
     settings = (
         None  # a machine with a GPU may be without it: no test under the marker `gpu` needs it
@@ -46,7 +51,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if settings is not None:
-    settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+    settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        max_examples=50,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
     settings.load_profile("repeatable")
 # Among what Hypothesis tries are the constants of whatever modules of ours are imported by then.
 # Which those are depends on the tests before, so another worker would try other examples. A release
@@ -61,6 +72,22 @@ def pytest_collection() -> Generator[None, object, object]:
     """Import all tests without looking for garbage: nearly all that is imported stays."""
     with gc_paused():
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that writes text, called ``tiny``; tests change only copies of it."""
+    from tests.models import make_text_model
+
+    return make_text_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llm(model: Path) -> LLM:
+    """The Python API over that model; tests that change it change it back."""
+    from batchinfer import LLM
+
+    return LLM(model, num_kv_blocks=128)
 
 
 @pytest.fixture(autouse=True)

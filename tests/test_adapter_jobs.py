@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer import LLM, SamplingParams
+from batchinfer import LLM, LoRARequest, SamplingParams
 from batchinfer.cli.commands import main
 from batchinfer.config import SCORING
-from batchinfer.errors import ExitCode, LockedError
+from batchinfer.errors import ExitCode, LockedError, ModelError
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
@@ -25,6 +25,7 @@ from tests.lora import make_adapter
 from tests.models import make_text_model, tiny_model
 
 OUTPUT_TOKENS = 6
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 BAD = {5: ("nope", "unknown_adapter"), 13: (b"\xff", "invalid_utf8")}
 
 
@@ -191,17 +192,72 @@ def test_plan_counts_adapter_bytes(folder: Path, tmp_path: Path) -> None:
 def test_generate_selects_adapter_per_prompt(folder: Path) -> None:
     names = {name: folder / name for name in ("one", "two")}
     llm = LLM(folder / "model", adapters=names, num_kv_blocks=60)
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     each = [None, "one", "two", "one"]
-    outputs = llm.generate(["Some words"] * 4, params, adapter=each, use_tqdm=False)
+    outputs = llm.generate(["Some words"] * 4, GREEDY, adapter=each, use_tqdm=False)
     texts = [output.outputs[0].token_ids for output in outputs]
     assert texts[1] == texts[3]
     assert len({tuple(text) for text in texts}) == 3
     for name, text in zip(each, texts, strict=True):
-        (output,) = llm.generate("Some words", params, adapter=name, use_tqdm=False)
+        (output,) = llm.generate("Some words", GREEDY, adapter=name, use_tqdm=False)
         assert output.outputs[0].token_ids == text
     chat = [{"role": "user", "content": "hi"}]
-    answers = [llm.chat(chat, params, adapter=n, use_tqdm=False) for n in (None, "one")]
+    answers = [llm.chat(chat, GREEDY, adapter=n, use_tqdm=False) for n in (None, "one")]
     assert answers[0][0].outputs[0].text != answers[1][0].outputs[0].text
     with pytest.raises(ValueError, match="there is no adapter 'three'; known: one, two"):
-        llm.generate("a", params, adapter="three", use_tqdm=False)
+        llm.generate("a", GREEDY, adapter="three", use_tqdm=False)
+
+
+def test_lora_request_selects_adapter_by_name_or_path(folder: Path) -> None:
+    llm = LLM(folder / "model", num_kv_blocks=32, adapters={"sql": folder / "one"})
+
+    def run(prompt: str, **options: Any) -> Any:
+        return llm.generate(prompt, GREEDY, use_tqdm=False, **options)[0]
+
+    own, by_name, by_path, base = llm.generate(
+        ["abc"] * 4,
+        GREEDY,
+        lora_request=[
+            LoRARequest("sql"),
+            LoRARequest("sql", 1, str(folder / "one")),
+            LoRARequest("another name", 2, str(folder / "one")),
+            None,
+        ],
+        use_tqdm=False,
+    )
+    expected = run("abc", adapter="sql").outputs[0].token_ids
+    assert {tuple(one.outputs[0].token_ids) for one in (own, by_name, by_path)} == {tuple(expected)}
+    assert base.outputs[0].token_ids != expected
+    assert own.lora_request == LoRARequest("sql")
+    (chat,) = llm.chat([{"role": "user", "content": "a"}], GREEDY, lora_request=own.lora_request)
+    assert chat.lora_request == own.lora_request
+    with pytest.raises(ValueError, match=r"'x' is not loaded; .*LLM\(..., .*enable_lora"):
+        run("a", lora_request=LoRARequest("x", 3, "/nope"))
+    with pytest.raises(ValueError, match="mean the same; keep one"):
+        run("a", lora_request=LoRARequest("sql"), adapter="sql")
+    with pytest.raises(ValueError, match="1 prompts, but 2 lora_requests"):
+        run("a", lora_request=[None, None])
+
+
+def test_enable_lora_loads_adapters_on_first_use(folder: Path) -> None:
+    names = {name: folder / name for name in ("one", "two")}
+    loaded = LLM(folder / "model", num_kv_blocks=32, adapters=names)
+    llm = LLM(folder / "model", num_kv_blocks=32, enable_lora=True)
+
+    def tokens(model: LLM, **options: Any) -> list[int]:
+        return model.generate("a", GREEDY, use_tqdm=False, **options)[0].outputs[0].token_ids
+
+    plain, one, two = (tokens(loaded, adapter=name) for name in (None, "one", "two"))
+    first, second = (LoRARequest(name, 1, str(path)) for name, path in names.items())
+    assert tokens(llm) == plain
+    requests = [first, None, second, first]
+    outputs = llm.generate(["a"] * 4, GREEDY, lora_request=requests, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [one, plain, two, one]
+    assert tokens(llm, adapter="two") == two
+    # The name with another folder is another adapter; each folder is loaded once.
+    again = LoRARequest("one", 7, lora_local_path=str(names["two"]))
+    assert tokens(llm, lora_request=again) == two
+    with pytest.raises(ModelError, match=r"model.adapters.broken"):
+        tokens(llm, lora_request=LoRARequest("broken", 3, str(folder / "broken")))
+    with pytest.raises(ValueError, match="has no lora_path"):
+        tokens(llm, lora_request=LoRARequest("other"))
+    assert tokens(llm, lora_request=first) == one

@@ -42,17 +42,24 @@ class Room:
         return f"May import: {', '.join(self.may_import) or 'nothing of batchinfer'}."
 
 
-# From the lowest to the highest: whatever the last column allows, a room imports only what is above
-# it here. So there is no circle, and a new room is put below all that it needs.
+def described(name: str) -> Room:
+    """The room of a folder, as the docstring of its package describes it."""
+    file = PACKAGE / name.replace(".", "/") / "__init__.py"
+    words = ast.get_docstring(ast.parse(file.read_text())) or ""
+    last = " ".join(words.rpartition("\n\n")[2].split())
+    names = last.removeprefix("May import: ").removesuffix(".").split(", ")
+    assert names != [last], f"{file}: its docstring must end with a line that says May import: ..."
+    may_import = () if names == ["nothing of batchinfer"] else tuple(names)
+    return Room(name, words.splitlines()[0], may_import)
+
+
+# From the lowest to the highest: whatever its words allow, a room imports only what is above it
+# here. So there is no circle, and a new room is put below all that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),
     Room("protocols", "what the engine asks of the text plane"),
-    Room(
-        "process",
-        "The process of a job: signals, garbage collection, threads, and the cores to use.",
-        ("errors",),
-    ),
+    described("process"),
     Room(
         "config",
         "settings as records that check their values",
@@ -64,7 +71,7 @@ ROOMS = [
     Room("engine.runner", "the border to the worker", ("engine.step",)),
     Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
     Room("engine.request", "requests to the engine", ("config", "protocols", "engine")),
-    Room("engine.kv", "The KV pool: blocks, references, prefix index, eviction, host slots."),
+    described("engine.kv"),
     Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
     Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
     Room(
@@ -78,237 +85,77 @@ ROOMS = [
         ("engine.request", "engine.sequence"),
     ),
     Room("engine.stats", "statistics of a step"),
-    Room(
-        "engine.scheduler",
-        "Chooses the sequences of each step: admission, preemption, blocks of running sequences.",
-        ("engine.step", "engine.request", "engine.kv", "engine.sequence", "engine.stats"),
-    ),
+    described("engine.scheduler"),
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
-    Room(
-        "engine.step_io",
-        "Builds a step's arrays from a schedule, and applies its result to sequences.",
-        ("protocols", "engine"),
-    ),
+    described("engine.step_io"),
     Room("engine.oom_recovery", "smaller steps after out-of-memory errors", ("errors", "engine")),
     Room("engine.engine", "schedule, submit, process", ("engine",)),
     Room("engine.encoder_engine", "an engine for encoders, without a pool", ("errors", "engine")),
-    Room(
-        "engine.simulate",
-        "An engine that computes nothing, with times from a roofline model.",
-        ("config", "engine"),
-    ),
-    Room(
-        "console",
-        "Formats values, tables, waits and progress for a terminal.",
-        ("near_names", "engine.stats"),
-    ),
-    Room(
-        "text",
-        "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
-        ("config", "process", "errors", "near_names", "protocols"),
-    ),
-    Room(
-        "pooling",
-        "Turns hidden states into embeddings and labels, as the model's folder describes.",
-        ("config", "errors", "text"),
-    ),
-    Room(
-        "requests",
-        "Turns the prompts of rows into requests of the engine, for jobs and for the Python API.",
-        ("config", "errors", "engine", "text"),
-    ),
+    described("engine.simulate"),
+    described("console"),
+    described("text"),
+    described("pooling"),
+    described("requests"),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
     Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
     Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
     Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
-    Room(
-        "worker.threads",
-        "Chooses CPU threads and their cores; fewer threads while other processes compute.",
-        ("process", "kernels", "engine.runner", "engine.step"),
-    ),
-    Room(
-        "worker.attention",
-        "Paged attention: one function for transformers' classes, and a backend for each device.",
-        ("errors", "kernels", "engine.kv", "engine.step", "worker"),
-    ),
-    Room(
-        "worker.recurrent",
-        "Recurrent layers of hybrid models, whose state lies in slots of the KV pool.",
-        ("kernels", "engine.kv", "worker.attention"),
-    ),
-    Room(
-        "worker.model",
-        "Reads a model's folder: config, checkpoint, weights, tokenizer. Finds its body.",
-        ("config", "errors", "engine", "worker.attention", "worker.transfer"),
-    ),
-    Room(
-        "worker.cuda_graphs",
-        "Captures steps of a few sizes as CUDA graphs, and replays the graphs.",
-        ("kernels", "engine.runner", "engine.step", "worker"),
-    ),
+    described("worker.threads"),
+    described("worker.attention"),
+    described("worker.recurrent"),
+    described("worker.model"),
+    described("worker.cuda_graphs"),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
-    Room(
-        "worker.sampling",
-        "Draws tokens from logits: processors, filters, draws, log-probabilities.",
-        ("config", "kernels", "engine.step", "worker.oom", "worker.transfer"),
-    ),
+    described("worker.sampling"),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
     Room(
         "worker.family_check",
         "a loaded model compared with transformers' own forward pass",
         ("errors", "engine.kv", "worker"),
     ),
-    Room(
-        "worker.linear",
-        "Linear layers, packed or quantized, and the choice of their GEMM kernel.",
-        ("errors", "console", "kernels", "engine.kv", "worker"),
-    ),
-    Room(
-        "worker.fusion",
-        "Replaces modules and layers by faster modules with the same results.",
-        ("kernels", "engine.kv", "engine.step", "worker"),
-    ),
-    Room(
-        "worker.lora",
-        "LoRA adapters: reads and checks them, and adds them to the outputs of linear layers.",
-        ("errors", "kernels", "engine.kv", "worker"),
-    ),
+    described("worker.linear"),
+    described("worker.fusion"),
+    described("worker.lora"),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
-    Room(
-        "worker.encoder",
-        "Encoders: models that read whole texts. Loads them, runs packed texts, pools states.",
-        ("config", "errors", "console", "kernels", "engine", "worker"),
-    ),
+    described("worker.encoder"),
     Room(
         "worker.loader",
         "a model, made ready",
         ("config", "errors", "console", "engine", "worker"),
     ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
-    Room(
-        "builders",
-        "Builds an engine from the control plane and the worker, or a simulated engine.",
-        ("config", "process", "errors", "console", "engine", "text", "worker"),
-    ),
-    Room(
-        "job.storage",
-        "Files on this machine, in object stores and on the Hugging Face Hub, and locks.",
-        ("errors", "console"),
-    ),
+    described("builders"),
+    described("job.storage"),
     Room("job.row_ids", "sets of rows, and the parts they fall into"),
     Room("job.run_ids", "ids of runs, and who wrote in them"),
-    Room(
-        "job.input",
-        "The dataset: its files, formats, columns and selected rows.",
-        ("errors", "console", "job.storage", "job.row_ids"),
-    ),
-    Room(
-        "job.spec",
-        "The job file: reads and checks it, and describes it to editors.",
-        ("config", "errors", "near_names", "console", "text", "job.storage", "job.input"),
-    ),
-    Room(
-        "job.model_files",
-        "Facts that identify a model: hashes of its files, or its commit on the hub.",
-        ("errors", "console", "job.storage", "job.spec"),
-    ),
+    described("job.input"),
+    described("job.spec"),
+    described("job.model_files"),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
-    Room(
-        "job.rows",
-        "Turns rows into requests and completions into output rows, and chooses the order of rows.",
-        (
-            *("config", "errors", "console", "engine", "text", "pooling"),
-            *("requests", "job"),
-        ),
-    ),
-    Room(
-        "job.output",
-        "The output directory: its parts and their commit, and the plan of a run that resumes it.",
-        ("errors", "console", "engine", "text", "job"),
-    ),
-    Room(
-        "job.reuse",
-        "Finds rows that other outputs hold already, by their keys, and copies them.",
-        ("errors", "console", "requests", "job"),
-    ),
-    Room(
-        "job.claims",
-        "Decides which process makes which parts: one run, shards, or workers that claim parts.",
-        ("errors", "console", "job"),
-    ),
-    Room(
-        "job.openai",
-        "OpenAI batch files: reads requests, and writes responses and errors.",
-        ("config", "errors", "console", "text", "requests", "builders", "job"),
-    ),
+    described("job.rows"),
+    described("job.output"),
+    described("job.reuse"),
+    described("job.claims"),
+    described("job.openai"),
     Room(
         "job.job",
         "a job and its loaded model",
         ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
-    Room(
-        "job.stats",
-        "Records of runs, and the summary and status of a job.",
-        ("errors", "process", "console", "engine", "text", "builders", "job"),
-    ),
-    Room(
-        "job.tokens",
-        "Tokens in flight: keeps the output of unfinished rows on disk for the next run.",
-        ("errors", "console", "engine", "protocols", "job"),
-    ),
-    Room(
-        "job.run",
-        "``batchinfer run``: decides what to do, runs rows in three threads, and ends the job.",
-        (
-            "config",
-            "errors",
-            "process",
-            "console",
-            "text",
-            "engine",
-            "requests",
-            "builders",
-            "job",
-        ),
-    ),
-    Room(
-        "job.fleet",
-        "A fleet: workers that claim parts of one job, on this machine or on a Ray cluster.",
-        ("config", "errors", "process", "console", "engine", "requests", "builders", "job"),
-    ),
-    Room(
-        "job.plan",
-        "``batchinfer plan``: simulates a job before it runs.",
-        ("config", "errors", "console", "engine", "text", "requests", "builders", "job"),
-    ),
-    Room(
-        "job.init",
-        "``batchinfer init``: writes a job file for a dataset.",
-        ("config", "errors", "console", "job"),
-    ),
-    Room(
-        "report",
-        "Shows a job, or the calls of an ``LLM``, as one HTML page without scripts and requests.",
-        ("errors", "console", "engine", "job"),
-    ),
-    Room(
-        "llm",
-        "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
-        (
-            *("config", "errors", "process", "console", "engine", "text", "pooling"),
-            *("requests", "builders", "report"),
-        ),
-    ),
+    described("job.stats"),
+    described("job.tokens"),
+    described("job.run"),
+    described("job.fleet"),
+    described("job.plan"),
+    described("job.init"),
+    described("report"),
+    described("llm"),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
-    Room(
-        "cli",
-        "The program: commands and their options, exit codes, crash logs, ``bench``.",
-        ("errors", "process", "config", "console", "worker.model", "job", "report", "llm"),
-    ),
+    described("cli"),
     Room("__main__", "the program", ("process", "cli")),
 ]
 BY_NAME = {room.name: room for room in ROOMS}
@@ -417,20 +264,6 @@ def test_the_table_has_no_rooms_that_are_gone() -> None:
             known_rooms = [r.name for r in ROOMS if r.name == name or r.name.startswith(f"{name}.")]
             assert known_rooms, f"{room.name} may import {name}, which is no room"
             assert LEVEL[known_rooms[0]] < LEVEL[room.name], f"{name} is not above {room.name}"
-
-
-FOLDERS = [room for room in ROOMS if (PACKAGE / room.name.replace(".", "/")).is_dir()]
-
-
-@pytest.mark.parametrize(
-    "room", [r for r in FOLDERS if r.name not in ("kernels", "config")], ids=str
-)
-def test_room_docstring_matches_the_table(room: Room) -> None:
-    words = ast.get_docstring(
-        ast.parse((PACKAGE / room.name.replace(".", "/") / "__init__.py").read_text())
-    )
-    assert words is not None
-    assert words.splitlines()[0] == room.holds
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=str)

@@ -176,10 +176,6 @@ def test_run_does_not_import_unused_packages(tmp_path: Path) -> None:
     assert not imported & set(UNUSED)
 
 
-def test_schema_prints_json(batchinfer: Run) -> None:
-    assert "sampling" in json.loads(batchinfer("schema").out)["properties"]
-
-
 def test_validate_says_ok_in_one_line(batchinfer: Run, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     done = batchinfer("validate", str(job))
@@ -321,17 +317,6 @@ def test_status_and_verify_of_a_folder(batchinfer: Run, tmp_path: Path) -> None:
     assert batchinfer("verify", out).code == ExitCode.DATA
     found = json.loads(batchinfer("verify", out, "--json").out)
     assert (found["ok"], len(found["problems"])) == (False, 1)
-
-
-@pytest.mark.parametrize("command", ["status", "verify"])
-def test_commands_on_a_folder_without_output(batchinfer: Run, tmp_path: Path, command: str) -> None:
-    done = batchinfer(command, str(tmp_path))
-    assert done.code == ExitCode.DATA
-    assert done.out == ""
-    assert "holds no output of batchinfer" in done.err
-    assert "did you mean" not in done.err
-    assert len(done.err.splitlines()) <= 2
-    assert f"did you mean {tmp_path}?" in batchinfer(command, f"{tmp_path}x").err
 
 
 def test_a_missing_path_suggests_a_similar_one(batchinfer: Run, tmp_path: Path) -> None:

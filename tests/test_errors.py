@@ -1,4 +1,4 @@
-"""What a message says about packages that are not installed."""
+"""Messages about packages that are not installed, and the log of a bug."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer import errors
+from batchinfer.cli.program import crash_directory, write_crash_log
 from batchinfer.errors import install_command
 
 ROOT = Path(__file__).parents[1]
@@ -55,3 +56,15 @@ def test_no_message_suggests_pip_install_batchinfer() -> None:
     for path in [*pages, *code, Path(errors.__file__)]:
         assert "pip install batchinfer" not in path.read_text(), path
         assert "pip install 'batchinfer" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_crash_log_is_written_to_an_existing_output_directory(tmp_path: Path, exists: bool) -> None:
+    directory = tmp_path if exists else tmp_path / "missing"
+    with pytest.raises(ZeroDivisionError) as caught, crash_directory(directory):
+        raise ZeroDivisionError("oh \udcff no")
+    log = write_crash_log(caught.value)
+    assert "ZeroDivisionError: oh \\udcff no" in log.read_text()
+    assert (log.parent == directory) == exists
+    assert directory.exists() == exists
+    log.unlink()

@@ -8,23 +8,21 @@ import signal
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import psutil
 import pyarrow as pa
 import pytest
 
-from batchinfer.config.options import BatchOptions
 from batchinfer.errors import ExitCode, ModelError
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.pool import TextProcesses
 from tests.job.datasets import write_parquet
 from tests.models import CHAT_TEMPLATE, make_text_model
+from tests.openai_batches import answers, request
 
 PANIC = "x" * 60
 CHOKING = (
@@ -105,20 +103,13 @@ def test_rows_that_kill_text_processes_become_errors(tmp_path: Path, model: Path
 @pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
 @pytest.mark.usefixtures("limits")
 def test_requests_that_kill_text_processes_become_errors(tmp_path: Path, model: Path) -> None:
-    requests = tmp_path / "in.jsonl"
-    requests.write_text("".join(json.dumps(request(text)) + "\n" for text in TEXTS))
-
-    run_batch(BatchOptions(str(requests), str(tmp_path / "out.jsonl"), str(model), quiet=True))
-
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["custom_id"] for line in lines] == TEXTS
+    talks = ([{"role": "user", "content": text}] for text in TEXTS)
+    requests = [
+        request(text, messages=talk, max_tokens=2) for text, talk in zip(TEXTS, talks, strict=True)
+    ]
+    lines = answers(tmp_path, model, requests).values()
     bodies = [line["response"]["body"] for line in lines]
     assert [body["error"]["code"] if "error" in body else None for body in bodies] == CODES
-
-
-def request(text: str) -> dict[str, Any]:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
 @pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])

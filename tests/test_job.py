@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
-from tests.models import make_text_model
 
 NUM_ROWS = 120
 OUTPUT_TOKENS = 6
@@ -28,11 +26,6 @@ BAD = {
     77: ("does_not_fit", {"sampling_params": '{"max_tokens": 400}'}),
     101: ("bad_sampling_params", {"sampling_params": '{"temprature": 1}'}),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -107,32 +100,6 @@ def test_good_rows_are_right_and_bad_rows_are_coded(dataset: Path, model: Path) 
         assert row["generated_text"] == tokenizer.decode(output, skip_special_tokens=True)
 
 
-def test_too_many_bad_rows_end_in_3_with_the_data_written(dataset: Path, model: Path) -> None:
-    spec = job(dataset, model, errors={"max_error_rate": 0.01})
-    out = Path(spec.output.path)
-    for _ in range(2):
-        assert run_job(spec, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
-        assert len(rows_of(spec)) == NUM_ROWS
-        assert not (out / "_SUCCESS").exists()
-
-
-def test_the_numbers_of_a_job_agree_with_each_other(dataset: Path, model: Path) -> None:
-    spec = job(dataset, model)
-    run_job(spec, quiet=True)
-    out = Path(spec.output.path)
-    summary = json.loads((out / "summary.json").read_text())
-    steps = pq.read_table(out / "stats" / "steps.parquet")
-    requests = pq.read_table(out / "stats" / "requests.parquet")
-    tokens = summary["tokens"]
-    total = {name: sum(steps[name].to_pylist()) for name in ("prefill_tokens", "recomputed_tokens")}
-    assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
-    assert total["prefill_tokens"] == tokens["prompt_computed"] + tokens["recomputed"]
-    assert total["recomputed_tokens"] == tokens["recomputed"]
-    assert sum(requests["output_tokens"].to_pylist()) == tokens["output"]
-    assert max(steps["kv_blocks_used"].to_pylist()) == summary["kv"]["peak_used_blocks"] <= 24
-    assert summary["rows"]["ok"] == NUM_ROWS - len(BAD)
-
-
 def test_outputs_do_not_depend_on_order_or_pool(dataset: Path, model: Path) -> None:
     sampled = {"temperature": 1.0, "n": 2}
     texts = []
@@ -143,9 +110,3 @@ def test_outputs_do_not_depend_on_order_or_pool(dataset: Path, model: Path) -> N
         good = [row for row in rows_of(spec) if row["row_id"] not in BAD]
         texts.append([[output["token_ids"] for output in row["outputs"]] for row in good])
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_the_jobs_own_token_ids_are_checked_against_the_model(dataset: Path, model: Path) -> None:
-    spec = job(dataset, model, sampling={"stop_token_ids": [5000]})
-    with pytest.raises(UsageError, match=r"sampling\.stop_token_ids has 5000"):
-        run_job(spec, quiet=True)

@@ -20,22 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import batchinfer
 import batchinfer.llm.run
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from batchinfer.errors import DeviceError, ModelError, NotYetError
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from tests.engine.invariants import check_scheduler
-from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> LLM:
-    return LLM(str(model), num_kv_blocks=256)
 
 
 def test_generate_equals_transformers(llm: LLM, model: Path) -> None:
@@ -272,17 +260,6 @@ def test_calls_from_threads_run_one_at_a_time(llm: LLM) -> None:
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_nested_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call_again(*_: object) -> None:
-        llm.generate("b", GREEDY, use_tqdm=False)
-
-    monkeypatch.setattr(llm._context.engine._runner, "submit", call_again)
-    with pytest.raises(RuntimeError, match="generate is called from within another call"):
-        llm.generate("a", GREEDY, use_tqdm=False)
-    monkeypatch.undo()
-    assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
-
-
 def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread, and a callback, see the steps done so far."""
     seen: list[float] = []
@@ -321,34 +298,6 @@ def test_reset_stats_during_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert llm.stats()["tokens"]["output"] == 5
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([[1, 2], [1.5]], "prompt 1: element 0 is a float; token ids are whole numbers"),
-        ([[3, True]], "prompt 0: element 1 is a bool"),
-        ([[5, 10_000]], "prompt 0: token id 10000 is out of vocabulary; .* 0 to 258"),
-        ({"promt": "a"}, "prompt 0 has no key promt; did you mean prompt?"),
-        ([{"prompt": "a", "zork": 3}], "prompt 0 has no key zork; known: prompt, "),
-        ({}, "prompt 0 must have prompt or prompt_token_ids"),
-        ([""], "prompt 0: the decoder prompt cannot be empty"),
-        ({"prompt": [1]}, "prompt 0: its prompt is a list; give a text"),
-        ({"prompt_token_ids": "a"}, "its prompt_token_ids is a str; give a list of token ids"),
-        (["fine", None], "prompt 1 is None; give a text"),
-        (b"a", "prompts is a bytes; give a text"),
-        ({"a", "b"}, "prompts is a set; give a text"),
-        ((text for text in "ab"), "prompts is a generator; .*put them into a list first"),
-        (["fine", "a\ud800"], r"prompt 1 is not valid text: character 1 is half .*U\+D800"),
-    ],
-)
-def test_invalid_prompts_are_refused_before_anything_runs(
-    llm: LLM, prompts: Any, message: str
-) -> None:
-    before = llm.stats()["tokens"]
-    with pytest.raises((TypeError, ValueError), match=message):
-        llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert llm.stats()["tokens"] == before
-
-
 @pytest.mark.parametrize("prompts", [np.array(["a", "b"]), ({"prompt": "a"}, "b")])
 def test_prompts_accept_arrays_and_tuples(llm: LLM, prompts: Any) -> None:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -359,19 +308,6 @@ def test_token_ids_may_be_numpy_arrays(llm: LLM) -> None:
     for one in (np.array([5, 6]), [np.int64(5), np.int64(6)], [np.array([5, 6])], (5, 6)):
         (output,) = llm.generate(one, GREEDY, use_tqdm=False)
         assert output.prompt_token_ids == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("conversations", "message"),
-    [
-        ("hi", "conversations is a str; give a list of messages"),
-        ([["hi"]], "message 0 of conversation 0 is a str; give {'role'"),
-        ([{"role": "user", "content": "hi"}, "ho"], "message 1 of conversation 0 is a str"),
-    ],
-)
-def test_invalid_conversations_are_refused(llm: LLM, conversations: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        llm.chat(conversations, GREEDY, use_tqdm=False)
 
 
 def test_chat_render_error_fails_only_its_conversation(llm: LLM) -> None:
@@ -419,115 +355,6 @@ def test_hostile_template_or_tokenizer_fails_only_its_prompts(model: Path, tmp_p
     assert [output.prompt for output in plain] == ["good", None, None, "fine"]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_tokens": 3}, "sampling_params is a dict; give SamplingParams"),
-        ([{"max_tokens": 3}], "sampling_params 0 is a dict; give SamplingParams"),
-        (BeamSearchParams(2, 3), "sampling_params is a BeamSearchParams; give SamplingParams"),
-    ],
-)
-def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        llm.generate(["a"], params, use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tensor_parallel_size": 2}, NotYetError, "tensor_parallel_size"),
-        ({"quantization": "awq"}, NotYetError, "not yet: LLM.quantization"),
-        ({"preset": "cpu"}, NotYetError, "not yet: LLM.preset"),
-        ({"adapters": {"a": "/nope"}}, ModelError, "model.adapters.a: there is no folder /nope"),
-        ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
-        ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
-        ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: adapters, .* block_size"),
-        (
-            {"tokenizer_mode": "mistral"},
-            ValueError,
-            r"mode='mistral'\) is not supported; leave it out",
-        ),
-        ({"load_format": "gguf"}, NotYetError, r"not yet: LLM\(load_format='gguf'\)"),
-        ({"task": "transcription"}, NotYetError, r"not yet: LLM\(task='transcription'\)"),
-        ({"runner": "pooling", "task": "generate"}, ValueError, "leave one of them out"),
-        ({"hf_overrides": {"classifier_from_token": ["a"]}}, ValueError, "it must be two tokens"),
-        ({"hf_token": "x"}, TypeError, "no argument hf_token; set the environment variable HF"),
-        ({"device": "gpu"}, TypeError, "device is 'gpu'; it must be auto or cpu or cuda"),
-        ({"max_model_len": 0}, ValueError, "max_model_len is 0; it must be 1 or more"),
-        ({"max_model_len": 1}, ModelError, "max_model_len is 1; .* 2 or more"),
-        ({"tokenizer": 3}, TypeError, "tokenizer is 3; it must be a string or None"),
-        ({"max_logprobs": -5}, ValueError, "max_logprobs is -5; it must be 0 or more, or -1"),
-        ({"seed": 1.5}, TypeError, "seed is 1.5; it must be a whole number or None"),
-        ({"enable_lora": "no"}, TypeError, "enable_lora is 'no'; it must be True or False"),
-        ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a string"),
-        ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict of"),
-        ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
-        (
-            {"kv_cache_memory": "1KiB"},
-            DeviceError,
-            "is 1KiB; set it to at least 6KiB",
-        ),
-    ],
-)
-def test_invalid_llm_arguments_are_named(
-    model: Path, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        LLM(str(model), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"lora_request": "a"}, TypeError, r"lora_request is a str; give LoRARequest\(...\), or"),
-        ({"adapter": "a"}, ValueError, r"there is no adapter 'a'; known: \(none\)"),
-        ({"adapter": 3}, TypeError, "adapter is an int; give a name, or a list"),
-        ({"adapter": [None, None]}, ValueError, "1 prompts, but 2 adapters"),
-        ({"errors": "keep"}, ValueError, "errors is 'keep'; it must be 'raise' or 'return'"),
-        ({"prompt_token_ids": [[5]]}, TypeError, "prompt_token_ids; give the token ids as prompts"),
-        ({"use_tdqm": False}, TypeError, r"LLM\.generate has no argument use_tdqm; .*use_tqdm"),
-    ],
-)
-def test_invalid_generate_arguments_are_named(
-    llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        llm.generate("a", GREEDY, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tools": [{}]}, ValueError, r"tools\[0\] is not {type: function"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            ValueError,
-            "add_generation_prompt starts a new one; keep one",
-        ),
-        ({"messages": []}, TypeError, "give conversations, or messages"),
-        ({"zork": 1}, TypeError, r"LLM\.chat has no argument zork; known: sampling_params, "),
-    ],
-)
-def test_invalid_chat_arguments_are_named(
-    llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        llm.chat([{"role": "user", "content": "hi"}], GREEDY, **arguments)
-
-
-def test_model_argument_must_be_string_or_path() -> None:
-    with pytest.raises(TypeError, match=r"model is 5; it must be a string"):
-        LLM(5)  # type: ignore[arg-type]
-
-
-def test_broken_config_error_names_config_json(tmp_path: Path) -> None:
-    make_text_model(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": "x"}))
-    with pytest.raises(ModelError, match=r"config\.json: hidden_size is"):
-        LLM(tmp_path)
-
-
 def test_beam_search_returns_best_beam_first(llm: LLM) -> None:
     prompts = ["abc", [1, 2, 3]]
     params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5)
@@ -543,15 +370,6 @@ def test_beam_search_returns_best_beam_first(llm: LLM) -> None:
     (alone,) = llm.beam_search("abc", BeamSearchParams(beam_width=1, max_tokens=6))
     assert alone.outputs[0].text == greedy.outputs[0].text
     assert greedy.outputs[0].score is None
-
-
-def test_invalid_beam_search_arguments_are_named(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="beam_width is 0"):
-        llm.beam_search("a", BeamSearchParams(beam_width=0, max_tokens=4))
-    with pytest.raises(TypeError, match="params must be BeamSearchParams"):
-        llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="has no argument beams; known: sampling_params"):
-        llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=4), beams=2)
 
 
 def test_revision_does_not_apply_to_tokenizer_argument(

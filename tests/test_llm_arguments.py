@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import batchinfer
 from batchinfer import (
@@ -22,7 +22,6 @@ from batchinfer import (
     BeamSearchOutput,
     BeamSearchParams,
     FlatLogprobs,
-    LoRARequest,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -32,23 +31,11 @@ from batchinfer import (
 )
 from batchinfer.config import sampling
 from batchinfer.config.types import parse_size
-from batchinfer.errors import ModelError, NotYetError
+from batchinfer.errors import NotYetError
 from batchinfer.llm.arguments import dtype_name, engine_config
-from tests.lora import make_adapter
-from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 QUIET: dict[str, Any] = {"use_tqdm": False}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> LLM:
-    return LLM(str(model), num_kv_blocks=128)
 
 
 def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) -> Any:
@@ -73,25 +60,6 @@ def test_llm_arguments_without_effect_give_one_warning(
         engine_config(arguments)
     assert len(caught) == (warning is not None)
     assert all(str(entry.message).startswith(f"LLM: {warning}") for entry in caught)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, NotYetError, "pipeline_parallel_size"),
-        ({"prompt_embeds": torch.ones(3)}, NotYetError, "prompt_embeds"),
-        (
-            {"num_gpu_blocks_override": 7, "num_kv_blocks": 7},
-            ValueError,
-            "num_gpu_blocks_override and num_kv_blocks mean the same",
-        ),
-    ],
-)
-def test_unsupported_llm_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        engine_config(arguments)
 
 
 def test_generate_warns_once_per_line_about_arguments_without_effect(llm: LLM) -> None:
@@ -292,61 +260,6 @@ def test_outputs_have_request_metrics(llm: LLM) -> None:
         assert found.num_generation_tokens == 12
 
 
-def test_lora_request_selects_adapter_by_name_or_path(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    make_adapter(AutoModelForCausalLM.from_pretrained(model), folder, seed=3)
-    llm = LLM(model, num_kv_blocks=32, adapters={"sql": folder})
-    own, by_name, by_path, base = llm.generate(
-        ["abc"] * 4,
-        GREEDY,
-        lora_request=[
-            LoRARequest("sql"),
-            LoRARequest("sql", 1, str(folder)),
-            LoRARequest("another name", 2, str(folder)),
-            None,
-        ],
-        **QUIET,
-    )
-    expected = run(llm, "abc", GREEDY, adapter="sql").outputs[0].token_ids
-    assert {tuple(one.outputs[0].token_ids) for one in (own, by_name, by_path)} == {tuple(expected)}
-    assert base.outputs[0].token_ids != expected
-    assert own.lora_request == LoRARequest("sql")
-    (chat,) = llm.chat([{"role": "user", "content": "a"}], GREEDY, lora_request=own.lora_request)
-    assert chat.lora_request == own.lora_request
-    with pytest.raises(ValueError, match=r"'x' is not loaded; .*LLM\(..., .*enable_lora"):
-        run(llm, "a", GREEDY, lora_request=LoRARequest("x", 3, "/nope"))
-    with pytest.raises(ValueError, match="mean the same; keep one"):
-        run(llm, "a", GREEDY, lora_request=LoRARequest("sql"), adapter="sql")
-    with pytest.raises(ValueError, match="1 prompts, but 2 lora_requests"):
-        run(llm, "a", GREEDY, lora_request=[None, None])
-
-
-def test_enable_lora_loads_adapters_on_first_use(model: Path, tmp_path: Path) -> None:
-    places = {name: tmp_path / name for name in ("sql", "chess", "broken")}
-    for seed, name in enumerate(("sql", "chess")):
-        base = AutoModelForCausalLM.from_pretrained(model)
-        make_adapter(base, places[name], seed=seed, r=4, target_modules=["q_proj", "down_proj"])
-    with_both = LLM(model, num_kv_blocks=32, adapters={"a": places["sql"], "b": places["chess"]})
-    expected = [run(with_both, "a", GREEDY, adapter=name).outputs[0].token_ids for name in "ab"]
-    plain = run(with_both, "a", GREEDY).outputs[0].token_ids
-
-    llm = LLM(model, num_kv_blocks=32, enable_lora=True)
-    sql, chess = (LoRARequest(name, 1, str(places[name])) for name in ("sql", "chess"))
-    assert run(llm, "a", GREEDY).outputs[0].token_ids == plain
-    outputs = llm.generate(["a"] * 4, GREEDY, lora_request=[sql, None, chess, sql], **QUIET)
-    found = [output.outputs[0].token_ids for output in outputs]
-    assert found == [expected[0], plain, expected[1], expected[0]]
-    assert run(llm, "a", GREEDY, adapter="chess").outputs[0].token_ids == expected[1]
-    # The name with another folder is another adapter; each folder is loaded once.
-    again = LoRARequest("sql", 7, lora_local_path=str(places["chess"]))
-    assert run(llm, "a", GREEDY, lora_request=again).outputs[0].token_ids == expected[1]
-    with pytest.raises(ModelError, match=r"model.adapters.broken"):
-        run(llm, "a", GREEDY, lora_request=LoRARequest("broken", 3, str(places["broken"])))
-    with pytest.raises(ValueError, match="has no lora_path"):
-        run(llm, "a", GREEDY, lora_request=LoRARequest("other"))
-    assert run(llm, "a", GREEDY, lora_request=sql).outputs[0].token_ids == expected[0]
-
-
 def test_request_output_drops_unknown_fields_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="RequestOutput: kv_events has no effect here"):
         made = RequestOutput("7", "abc", [1, 2], None, outputs=[], finished=True, kv_events=[])
@@ -486,46 +399,6 @@ def test_reset_prefix_cache(llm: LLM) -> None:
     assert [run(llm, prompt, GREEDY).num_cached_tokens for _ in range(2)] == [0, 63]
     assert llm.reset_prefix_cache()
     assert run(llm, prompt, GREEDY).num_cached_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("sleep", "delete the LLM"),
-        ("collective_rpc", "there is one process"),
-        ("zork", "LLM has no attribute zork"),
-    ],
-)
-def test_missing_llm_methods_name_the_alternative(llm: LLM, name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=instead):
-        getattr(llm, name)
-    assert not hasattr(llm, name)
-    with pytest.raises(NotYetError, match=r"not yet: LLM.reward"):
-        llm.reward(["a"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"n": 2, "temperature": 0.0}, ValueError, "n is 2; n must be 1 when using greedy"),
-        ({"stop": "a", "detokenize": False}, ValueError, "stop strings do not go with detok"),
-        ({"logprobs": -2}, ValueError, "logprobs is -2; it must be 0 or more, or -1"),
-        (
-            {"min_tokens": 4, "max_tokens": 3},
-            ValueError,
-            "min_tokens is 4; min_tokens must be less",
-        ),
-        ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens is 0"),
-        ({"early_stopping": True}, TypeError, "early_stopping; LLM.beam_search stops as transf"),
-        ({"use_beam_search": True}, TypeError, "use_beam_search; call LLM.beam_search"),
-        ({"max_token": 3}, TypeError, "has no parameter max_token; did you mean max_tokens?"),
-    ],
-)
-def test_invalid_sampling_params_are_refused_by_name(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        SamplingParams(**arguments)
 
 
 def test_best_of_must_equal_n(llm: LLM) -> None:

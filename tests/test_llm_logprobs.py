@@ -15,20 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> LLM:
-    return LLM(model, num_kv_blocks=128)
 
 
 def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:

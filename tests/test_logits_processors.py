@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from batchinfer import LLM, SamplingParams
-from tests.models import make_text_model
 
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_text_model(tmp_path_factory.mktemp("model")), num_kv_blocks=64)
 
 
 def run(llm: LLM, *processors: Any, **params: Any) -> Any:

@@ -22,22 +22,12 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.spec import JobSpec
-from tests.models import make_text_model
+from tests.openai_batches import CHAT, TEXT, answers, request
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 CHOICE = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"enum": [7, None]}}}
 NUM_LINES = 500
 SHAPE = TypeAdapter(dict[str, Any])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def request(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
 def good(row: int) -> dict[str, Any]:
@@ -171,7 +161,7 @@ def test_invalid_requests_are_in_the_error_file(done: Path) -> None:
 def test_greedy_batch_answers_equal_generate(done: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model).eval()
-    answers = {line["custom_id"]: line for line in lines(done / "openai" / "output.jsonl")}
+    answered = {line["custom_id"]: line for line in lines(done / "openai" / "output.jsonl")}
     for row in (0, 6, 9, 15):
         body = good(row)["body"]
         if "messages" in body:
@@ -183,7 +173,7 @@ def test_greedy_batch_answers_equal_generate(done: Path, model: Path) -> None:
         ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.inference_mode():
             made = reference.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
-        choice = answers[f"request-{row}"]["response"]["body"]["choices"][0]
+        choice = answered[f"request-{row}"]["response"]["body"]["choices"][0]
         answer = choice["message"]["content"] if "message" in choice else choice["text"]
         assert answer == tokenizer.decode(made, skip_special_tokens=True)
 
@@ -264,21 +254,10 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(
     assert capsys.readouterr().out.splitlines()[-1] == f"answers  {target}"
 
 
-def answer_of(model: Path, folder: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ``run-batch`` answers."""
-    source, target = folder / "in.jsonl", folder / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in requests))
-    options = BatchOptions(str(source), str(target), str(model), max_model_len=64, quiet=True)
-    assert run_batch(options) is ExitCode.OK
-    return [line["response"]["body"] for line in lines(target)]
-
-
 def test_batch_with_several_prompts_echo_and_vllm_fields(model: Path, tmp_path: Path) -> None:
     words = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
     template = {"messages": HELLO, "max_tokens": 1, "temperature": 0}
-    plain, echoed, of_ids, several, chosen, *talks = answer_of(
-        model,
-        tmp_path,
+    requests = [
         request("plain", TEXT, **words, logprobs=1),
         request("echoed", TEXT, **words, logprobs=1, echo=True),
         request("ids", TEXT, **{**words, "prompt": [5, 6, 7]}, echo=True),
@@ -286,7 +265,9 @@ def test_batch_with_several_prompts_echo_and_vllm_fields(model: Path, tmp_path: 
         request("chosen", **{**template, "max_tokens": 9}, guided_choice=["yes"]),
         request("talk", **template, model="another"),
         request("told", **template, chat_template_kwargs={"messages_are": "ignored"}),
-    )
+    ]
+    found = answers(tmp_path, model, requests, max_model_len=64).values()
+    plain, echoed, of_ids, several, chosen, *talks = (line["response"]["body"] for line in found)
 
     (choice,), (with_echo,) = plain["choices"], echoed["choices"]
     assert with_echo["text"] == "hello world" + choice["text"]

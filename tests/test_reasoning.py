@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 
 from batchinfer import LLM, SamplingParams
-from batchinfer.config.options import BatchOptions
-from batchinfer.errors import ExitCode
-from batchinfer.job.run.run_batch import run_batch
 from tests.models import CHAT_TEMPLATE, make_text_model
+from tests.openai_batches import answers, request
 
 TALK = [{"role": "user", "content": "hello"}]
 REGEX = {"regex": "[ab]{8}"}
@@ -81,23 +78,12 @@ def test_batch_files_separate_reasoning(model: Path, tmp_path: Path) -> None:
         {**body, "max_reasoning_tokens": 5, "structured_outputs": REGEX},
         {**body, "max_tokens": 9},
     ]
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    requests = [
-        {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": one}
-        for at, one in enumerate(bodies)
-    ]
-    source.write_text("".join(json.dumps(one) + "\n" for one in requests))
-    options = BatchOptions(
-        *(str(source), str(target), str(model)),
-        num_kv_blocks=100,
-        reasoning_parser="auto",
-        quiet=True,
-    )
-    assert run_batch(options) is ExitCode.OK
-    answers = [json.loads(line)["response"]["body"] for line in target.read_text().splitlines()]
-    whole, cut = map(ChatCompletion.model_validate, answers)
+    requests = [request(str(at), **one) for at, one in enumerate(bodies)]
+    found = answers(tmp_path, model, requests, num_kv_blocks=100, reasoning_parser="auto")
+    answered = [line["response"]["body"] for line in found.values()]
+    whole, cut = map(ChatCompletion.model_validate, answered)
     assert re.fullmatch("[ab]{8}", whole.choices[0].message.content or "")
-    thought = answers[0]["choices"][0]["message"]
+    thought = answered[0]["choices"][0]["message"]
     assert thought["reasoning"] == thought["reasoning_content"] != ""
     for answer, tokens in ((whole, 5 + END), (cut, 9)):
         assert answer.usage is not None

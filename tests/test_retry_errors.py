@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 from typer.testing import CliRunner
 
 from batchinfer.cli.commands import app
 from batchinfer.errors import JobError
 from tests.job.datasets import write_parquet
-from tests.models import make_text_model
 
 NUM_ROWS = 30
 EMPTY, LONG, DIVIDED = 4, 11, 22
@@ -66,11 +64,6 @@ class Bench:
         """Good rows of what is there that were not taken over."""
         summary = json.loads((self.folder / "out" / "summary.json").read_text())
         return int(summary["rows"]["ok"] - summary["rows"]["reused"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 def test_retry_errors_after_each_fix(tmp_path: Path, model: Path) -> None:

@@ -22,15 +22,9 @@ from batchinfer import LLM, BeamSearchParams, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
-from tests.models import make_text_model
 from tests.text.schemas import SCHEMAS
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,8 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from batchinfer import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from tests.models import make_text_model
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> LLM:
-    return LLM(str(model), num_kv_blocks=128)
 
 
 def run(llm: LLM, prompt: Any, params: SamplingParams) -> Any:

@@ -9,20 +9,31 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 
 from batchinfer import LLM, SamplingParams
-from batchinfer.config.options import BatchOptions
-from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.run_batch import run_batch
+from batchinfer.errors import ExitCode, RowError, UsageError
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests.tool_choice import ToolChoices
+from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.reasoning.formats import find_reasoning_format
+from batchinfer.text.reasoning.grammar import ReasoningGrammar
+from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.text.tools.formats import FORMATS
+from batchinfer.text.tools.row_tools import RowTools
 from tests.job.datasets import write_parquet
 from tests.models import CHAT_TEMPLATE, make_text_model
+from tests.openai_batches import answers, request
+from tests.text.reasoning.test_split import GPT_OSS, QWEN
+from tests.text.reasoning.tokenizers import EOS, encode
 
 TALK = [{"role": "user", "content": "hello"}]
 SHOWS_TOOLS = (
@@ -146,20 +157,9 @@ def test_batch_files_with_tools(model: Path, tmp_path: Path) -> None:
         {**body, "tools": [{"type": "function"}]},
         {"messages": [*TALK, spoken, {"role": "tool", "content": "done"}], "max_tokens": 3},
     ]
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    requests = [
-        {"custom_id": str(at), "method": "POST", "url": "/v1/chat/completions", "body": one}
-        for at, one in enumerate(bodies)
-    ]
-    source.write_text("".join(json.dumps(one) + "\n" for one in requests))
-    options = BatchOptions(
-        *(str(source), str(target), str(model)),
-        num_kv_blocks=100,
-        tool_call_parser="auto",
-        quiet=True,
-    )
-    assert run_batch(options) is ExitCode.OK
-    called, told_not_to, wrong, turn = map(json.loads, target.read_text().splitlines())
+    requests = [request(str(at), **one) for at, one in enumerate(bodies)]
+    found = answers(tmp_path, model, requests, num_kv_blocks=100, tool_call_parser="auto")
+    called, told_not_to, wrong, turn = found.values()
     answer = ChatCompletion.model_validate(called["response"]["body"])
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -252,3 +252,36 @@ def test_tool_parser_auto_reads_the_template_of_the_llm(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=200, seed=1)
     (output,) = llm.chat(TALK, params, tools=[LAMP], tool_choice=CALL_LAMP, use_tqdm=False)
     assert [call.name for call in output.outputs[0].tool_calls] == ["lamp"]
+
+
+TOOLS = RowTools([{"type": "function", "function": {"name": "f"}}], "required")
+PLAIN = RowSampling(SamplingParams(seed=1), own_seed=False)
+BUDGET = RowSampling(SamplingParams(seed=1, max_reasoning_tokens=5), own_seed=False)
+
+
+def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, frozenset(encode(tokenizer, EOS).tolist()), 320)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name", "kind"),
+    [(QWEN, "hermes", ReasoningGrammar), (GPT_OSS, "openai", CompiledGrammar)],
+)
+def test_tool_call_grammar_includes_reasoning(tokenizer: Tokenizer, name: str, kind: type) -> None:
+    compiler = grammars(tokenizer)
+    sampling = ToolChoices(FORMATS[name], tokenizer, compiler).applied(PLAIN, TOOLS)
+    assert isinstance(sampling, RowSampling)
+    maker = RequestMaker(
+        *(tokenizer, frozenset({0}), compiler),
+        find_reasoning_format("auto", tokenizer),
+    )
+    prompt = Prompt(np.array([1, 2], np.int32), None, truncated=False, has_control_text=False)
+    assert type(maker.make(PromptRow(0, prompt, sampling, tools=TOOLS)).grammar) is kind
+
+
+def test_tool_call_grammar_with_reasoning_has_no_budget() -> None:
+    harmony = ToolChoices(FORMATS["openai"], GPT_OSS, grammars(GPT_OSS)).applied(BUDGET, TOOLS)
+    assert isinstance(harmony, RowError)
+    assert harmony.message.startswith("max_reasoning_tokens cannot be combined with a tool_choice")
+    hermes = ToolChoices(FORMATS["hermes"], QWEN, grammars(QWEN)).applied(BUDGET, TOOLS)
+    assert isinstance(hermes, RowSampling)

@@ -23,7 +23,7 @@ from batchinfer.console.progress import (
 from batchinfer.console.table import plain as plain_lines
 from batchinfer.console.terminal import LINE_EVERY_S, print_line
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.reporter import summary_facts, too_many_errors
+from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run_job import run_job
 from tests.console.conftest import Clock
 from tests.console.steps import a_step
@@ -250,13 +250,6 @@ def test_closed_stderr_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     print_line("hello")
-
-
-def test_too_many_errors_are_counted_by_code() -> None:
-    rows: dict[str, Any] = {"total": 100, "error": 5, "error_codes": {"empty_prompt": 5}}
-    message = too_many_errors(rows, 0.01, Path("/out"))
-    for text in ("5 of 100 rows failed", "empty_prompt 5", "/out"):
-        assert text in message
 
 
 def test_run_and_resumed_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

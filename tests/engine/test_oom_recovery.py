@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
@@ -168,7 +168,6 @@ def test_any_step_may_fail(setup: str, runs_ahead: bool, when: When) -> None:
             assert prefill == prompts - cached + recomputed
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     fails_at=st.sets(st.integers(0, 60), min_size=1, max_size=5),
     when=st.sampled_from(["submitted", "read"]),

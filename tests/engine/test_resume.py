@@ -118,7 +118,7 @@ def unbroken(requests: list[Request], **options: Any) -> dict[int, object]:
     }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     cuts=st.lists(st.integers(1, 25), min_size=1, max_size=4),
     every=st.integers(1, 7),

@@ -12,15 +12,9 @@ import pytest
 from batchinfer.cli.program import MAX_MESSAGE_LINES
 from tests.faults.failures import failed
 from tests.faults.messages import all_failures, as_text, golden
-from tests.models import make_text_model
 
 MAX_LINE = 400
 FAILURES = all_failures()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("title", FAILURES)

@@ -25,17 +25,11 @@ from batchinfer.llm import LLM
 from batchinfer.worker.fusion import native_layers
 from batchinfer.worker.model_runner import ModelRunner
 from tests.job.datasets import write_parquet
-from tests.models import make_text_model
 
 NUM_ROWS = 12
 MOST = 64
 """Tokens of a step."""
 TORCH_SAYS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 def job(path: Path, model: Path, name: str) -> JobSpec:

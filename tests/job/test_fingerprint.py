@@ -145,7 +145,3 @@ def test_fingerprint_differences_name_each_key(tmp_path: Path) -> None:
         "sampling.logit_bias",
         "sampling.n",
     ]
-
-
-def test_fingerprint_is_a_sha256(tmp_path: Path) -> None:
-    assert len(bytes.fromhex(fingerprint(job(tmp_path), MODEL))) == 32

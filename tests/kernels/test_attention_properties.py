@@ -39,7 +39,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
 
 @pytest.mark.usefixtures("short_pieces", "interpreter")
 def test_paged_attention_equals_reference_on_random_shapes() -> None:
-    @settings(deadline=None, max_examples=25, derandomize=True)
+    @settings(max_examples=25, derandomize=True)
     @given(attention_cases())
     def compare(case: AttentionCase) -> None:
         check_attention(build_attention(case, "cpu", torch.float32))
@@ -77,7 +77,7 @@ def trees(draw: st.DrawFn) -> SharedCase:
 @pytest.mark.long
 @pytest.mark.usefixtures("short_pieces", "interpreter")
 def test_shared_prefixes_equal_reference_on_random_trees() -> None:
-    @settings(deadline=None, max_examples=25, derandomize=True)
+    @settings(max_examples=25, derandomize=True)
     @given(trees())
     def compare(case: SharedCase) -> None:
         check_attention(build_shared(case, "cpu", torch.float32))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels.top_k_top_p import goal_of_share
@@ -20,7 +20,7 @@ from tests.kernels.sample_cases import Rows
 IDS = st.lists(st.integers(0, 44), max_size=8)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     st.lists(
         st.fixed_dictionaries(
@@ -45,7 +45,7 @@ def test_penalties_equal_reference_for_random_edits(
     test_penalties.check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.sampled_from([3, 64, 300, 5000]),
@@ -79,7 +79,7 @@ def _goal_kernel(share_ptr, mass_ptr, goal_ptr):
     tl.store(goal_ptr + at, goal)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(st.floats(0, 1, width=32), st.integers(1, 2**62))
 @example(0.5, 10)
 @example(1.0, 2**62 - 100)

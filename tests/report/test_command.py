@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from batchinfer.cli import commands as cli
-from batchinfer.cli import program
+from batchinfer.cli.commands import app
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run_job import run_job
@@ -29,15 +28,6 @@ def hostile_job(tmp_path: Path, **sections: Any) -> None:
     prompts[3] = b"\xff" + EVIL.encode()
     columns = {"prompt": strings([*prompts]), EVIL: [EVIL] * 25, "n": range(25)}
     write_parquet(tmp_path / "in" / "x.parquet", columns)
-
-
-def batchinfer(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["batchinfer", *arguments])
-    for name in ("leave_on_signals", "ignore_signals"):
-        monkeypatch.setattr(program, name, lambda: None)
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def test_run_ends_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,18 +88,17 @@ def test_bug_in_the_report_does_not_fail_the_run(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_report_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_command(tmp_path: Path) -> None:
     hostile_job(tmp_path)
     run_job(job(tmp_path, errors={"max_error_rate": 1}), build=FakeBuild(), quiet=True)
     out, elsewhere = tmp_path / "out", tmp_path / "page.html"
     assert not (out / "report.html").exists()
     euros = ("--currency", "EUR")
-    assert batchinfer(monkeypatch, "report", str(out), "--price-per-hour", "2.5", *euros) == 0
-    assert capsys.readouterr().out == f"{out}/report.html\n"
+    done = CliRunner().invoke(app, ["report", str(out), "--price-per-hour", "2.5", *euros])
+    assert done.stdout == f"{out}/report.html\n"
     assert "at 2.50 EUR an hour" in (out / "report.html").read_text()
     before = (out / "report.html").read_bytes()
-    assert batchinfer(monkeypatch, "report", str(out), "--output", str(elsewhere)) == 0
+    done = CliRunner().invoke(app, ["report", str(out), "--output", str(elsewhere)])
+    assert done.exit_code == 0
     assert "an hour" not in elsewhere.read_text()
     assert (out / "report.html").read_bytes() == before

@@ -60,12 +60,3 @@ def test_hostile_texts_do_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["hostile", "of days"])
 def test_nothing_is_clipped_or_outside_the_page(tmp_path: Path, kind: str, width: int) -> None:
     assert problems(page_of(kind), tmp_path, width) == []
-
-
-def test_layout_problems_would_be_found(tmp_path: Path) -> None:
-    wide = "<p style='width:2000px'>wide</p>"
-    page = page_of("plain").replace("<main>", f"<main>{wide}")
-    page = page.replace("svg text { font-size: 14px", "svg text { font-size: 80px")
-    found = "\n".join(problems(page, tmp_path, 500))
-    assert "outside: <p" in found
-    assert "outside: <text" in found

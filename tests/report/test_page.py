@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from batchinfer.report.captions import figures, memory, sharing_caption, time_slices
+from batchinfer.report.captions import memory, sharing_caption, time_slices
 from batchinfer.report.histograms import Lengths
 from batchinfer.report.page import page
 from batchinfer.report.sanitize import cut, sanitize, without_secrets
@@ -86,22 +86,6 @@ def test_page_structure_is_accessible(kind: str) -> None:
     assert "open" not in tree.all("details")[0]
 
 
-def test_errors_come_first_and_answers_before_inputs() -> None:
-    html = page(replace(some_data(), state="failed", error="the disk\nis full"))
-    marks = ["<h1>", 'class="figures"', "the disk\nis full", 'id="errors"', "<svg", "<details>"]
-    assert [html.index(mark) for mark in marks] == sorted(html.index(mark) for mark in marks)
-    (row,) = re.findall(r"<article>(.*?)</article>", html, re.DOTALL)
-    assert row.index('class="text answer"') < row.index("<dt")
-
-
-def test_keys_without_a_value_are_left_out() -> None:
-    job = {"model": {"name": "m", "revision": None}, "scale": {"resources": {}}, "input": {"n": 0}}
-    text = " ".join(Tree(page(replace(KINDS["without rows"](), job=job))).text)
-    assert "revision" not in text
-    assert "scale" not in text
-    assert "2 keys with their values" in text
-
-
 def test_hostile_texts_stay_text() -> None:
     plain, hostile = Tree(page_of("plain")), Tree(page_of("hostile"))
     assert hostile.vocabulary == plain.vocabulary
@@ -172,18 +156,6 @@ def test_memory_sentence_compares_with_contiguous_allocation() -> None:
         "have taken 3.73 GiB."
     )
     assert memory(replace(data, timeline=Timeline(0.0))) == ""
-
-
-def test_numbers_of_one_worker_and_of_all_are_distinguished() -> None:
-    fleet = some_data()
-    alone = replace(fleet, lanes=[])
-    of_fleet, of_one = (
-        next(figure.note for figure in figures(data, None) if figure.label == "Pool in use")
-        for data in (fleet, alone)
-    )
-    assert of_fleet == f"of each worker's, {of_one}"
-    assert page(fleet).count("The chart adds up all workers.") == 3
-    assert "all workers" not in page(alone)
 
 
 @pytest.mark.parametrize(("cached", "is_said"), [(300, True), (500, False)])

@@ -38,7 +38,6 @@ def test_incremental_text_of_a_sentence(tokenizer: Tokenizer, text: str, skip: b
     check_every_step(tokenizer, ids.tolist(), skip=skip)
 
 
-@settings(deadline=None, max_examples=50)
 @given(data=st.data(), skip=st.booleans())
 def test_incremental_text_of_random_tokens(
     tokenizer: Tokenizer, data: st.DataObject, skip: bool
@@ -48,7 +47,6 @@ def test_incremental_text_of_random_tokens(
     check_every_step(tokenizer, data.draw(st.lists(ids, max_size=60)), skip=skip)
 
 
-@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_incremental_text_of_bytes_spaces_and_special_tokens(
     tokenizer: Tokenizer, data: st.DataObject
@@ -84,7 +82,7 @@ def _two_stripped_spaces(backend: Backend) -> None:
     "set_decoder",
     [_metaspace_decoder, _end_of_word_decoder, _word_piece_decoder, _two_stripped_spaces],
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(ids=st.lists(st.integers(0, 9), max_size=30))
 def test_incremental_text_with_other_decoders(
     set_decoder: Callable[[Backend], None], ids: list[int]
@@ -157,7 +155,7 @@ def test_the_last_token_of_a_character_has_all_of_it(tokenizer: Tokenizer, befor
     assert texts_of(tokenizer, ids.tolist())[-3:] == ["", "", "€"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
 def test_token_texts_join_to_the_whole_text(chatml: Tokenizer, text: str) -> None:
     ids = chatml.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)[0]

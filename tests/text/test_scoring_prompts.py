@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import DataError, RowError, UsageError
+from batchinfer.errors import RowError
 from batchinfer.text.prompts import PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
@@ -54,7 +54,6 @@ def harness(encode: Any, context: str, continuation: str) -> tuple[list[int], li
     return context_ids, encode(context + continuation)[len(context_ids) :]
 
 
-@settings(max_examples=60)
 @given(
     contexts=st.lists(TEXT.filter(str.strip), min_size=1, max_size=3),
     completions=st.lists(TEXT, min_size=1, max_size=4),
@@ -200,10 +199,3 @@ class TestPromptsThemselves:
         made = builder(chatml, None, token_ids_column="ids", chat_template="auto")
         assert error(made, ids=[5]).code == "empty_prompt"
         assert one(made, ids=[5, 6]).token_ids.tolist() == [5, 6]
-
-
-def test_a_missing_column_is_named(chatml: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"score\.completions_column: the data has no column"):
-        builder(chatml, "answers")
-    with pytest.raises(UsageError, match=r"prompt\.template is empty"):
-        builder(chatml, template=" ")

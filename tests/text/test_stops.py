@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
@@ -147,7 +147,6 @@ def naive(
     return len(ids), None
 
 
-@settings(deadline=None, max_examples=50)
 @given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 6))
 def test_matches_equal_a_search_of_the_whole_text(
     tokenizer: Tokenizer, data: st.DataObject, include: bool, min_tokens: int

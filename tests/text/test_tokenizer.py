@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -61,7 +61,6 @@ def test_vocab_size_is_one_past_the_highest_id(reference: Any, tokenizer: Tokeni
     assert tokenizer.vocab_size == max(reference.get_vocab().values()) + 1
 
 
-@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_plain_text_never_becomes_a_control_token(
     tokenizer: Tokenizer, data: st.DataObject

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from batchinfer.config import ModelConfig
 from batchinfer.errors import ExitCode, ModelError
 from batchinfer.worker import loader
 from batchinfer.worker.loader import LoadedModel, describe_model, load_model
+from batchinfer.worker.model.config import load_config
 from tests.lora import make_adapter
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
@@ -78,17 +81,8 @@ def test_collects_every_end_of_sequence_id(llama: Path) -> None:
     assert load(llama).eos_token_ids == {5}
 
 
-def _truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def _garble(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-
-
-def _only_bin(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def _missing_shard(folder: Path) -> None:
@@ -139,14 +133,28 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
     return add
 
 
+def _nested_header(folder: Path) -> None:
+    header = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def _nested_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+
+
+def _endless(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
-        (_only_bin, r"only pytorch_model.bin.*as safetensors"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
-        (_truncate, "bytes, but its header says"),
         (_garble, "not a safetensors file"),
         (_missing_shard, "model-00002.safetensors is missing"),
         (_large_vocabulary, f"ids up to {VOCAB_SIZE}, but the model has {VOCAB_SIZE} embeddings"),
@@ -168,7 +176,6 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
             _index(weight_map={"a": 3}),
             "index.json: weight_map must map tensors to names",
         ),
-        (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
         (_config(quantization_config={"quant_method": "quip"}), "not yet: .*quantized"),
         (_config(model_type="nonesuch"), "'nonesuch'"),
         (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),
@@ -190,6 +197,21 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_with_tensors(f"{_ATTENTION}.q_proj.lora_A.weight"), "lora_A.weight; merge the adapters"),
         (_false_shape, "safetensors files are damaged .*; fetch the model again"),
         (_control_characters_as_dtype, r"files are damaged .* variant `F\\x7f2`, expected"),
+        (_config(num_key_value_heads=0), "/config.json: num_key_value_heads is 0; it must be 1"),
+        (_config(head_dim=0), "/config.json: head_dim is 0; it must be 1 or more"),
+        (_config(num_attention_heads=0), "/config.json: num_attention_heads is 0; it must be 1"),
+        (_config(max_position_embeddings=10**15), "/config.json: max_position_embeddings is 10"),
+        (_config(num_hidden_layers=10**8), "/config.json: num_hidden_layers is 100000000; at most"),
+        (_config(num_attention_heads=5), "/config.json: num_attention_heads is 5: .*not a multipl"),
+        (_config(hidden_act="nope"), '/config.json: hidden_act is "nope": transformers cannot'),
+        (_config(vocab_size=10**7), "/config.json describes a model of .*vocab_size"),
+        (_config(quantization_config=[4]), "/config.json: quantization_config is"),
+        (_config(layer_types=["\x1b[31m"]), r"layers \(layer_types\) of the type \?\[31m"),
+        (_nested_config, "/config.json is nested too deeply"),
+        (_nested_header, "/model.safetensors is not a safetensors file"),
+        (_endless, "/model.safetensors is not a file"),
+        (_pipe, "/generation_config.json is not a file"),
+        (_index(weight_map={"a": "../a.safetensors"}), "names of safetensors files"),
     ],
 )
 def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -250,18 +272,6 @@ def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(ModelError, match=r"there is no folder \./nowhere"):
-        load_model(ModelConfig("./nowhere"), device=CPU)
-
-
-def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="some-org/some-model is not a local folder"):
-        load_model(ModelConfig("some-org/some-model"), device=CPU)
-
-
 def test_a_model_that_fused_layers_change_is_loaded_again(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,3 +304,59 @@ def test_who_keeps_latents(
         return
     with pytest.raises(ModelError, match=message):
         describe_model(choice, device_type, latent=True)
+
+
+def test_experts_of_widths_that_torch_does_not_multiply(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=23)
+    with pytest.raises(ModelError, match=r"/config.json: moe_intermediate_size is 23: .* all exp"):
+        load(tmp_path)
+
+
+def test_values_that_fail_when_the_model_runs_are_named(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    _config(num_experts_per_tok=5)(tmp_path)
+    with pytest.raises(ModelError, match=r"/config.json: num_experts_per_tok is 5: .*cannot be"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads is 0; it must be 1 or more"),
+        ({"linear_num_value_heads": -1}, "linear_num_value_heads is -1; it must be 1 or more"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0; it must be 1 or more"),
+        ({"linear_value_head_dim": 0}, "linear_value_head_dim is 0; it must be 1 or more"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be 2 or more"),
+        (
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "linear_num_value_heads is 4; it must be a multiple of linear_num_key_heads",
+        ),
+        (
+            {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2},
+            "all layers in layer_types are recurrent",
+        ),
+        (
+            {
+                "layer_types": ["linear_attention", "sliding_attention"],
+                "num_hidden_layers": 2,
+                "sliding_window": 8,
+            },
+            "layer_types has sliding windows beside recurrent layers",
+        ),
+    ],
+)
+def test_hostile_values_of_recurrent_layers_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    make_checkpoint("qwen3_5_text", tmp_path)
+    _config(**changes)(tmp_path)
+    with pytest.raises(ModelError, match=f"/config.json: {message}"):
+        load_config(tmp_path)
+
+
+def test_missing_sizes_of_recurrent_layers_have_their_familys_defaults(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_5_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["linear_conv_kernel_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_config(tmp_path)

@@ -134,12 +134,6 @@ def test_what_does_not_fit_names_numbers_and_key(
     assert raised.value.exit_code == ExitCode.DEVICE
 
 
-def test_a_pool_of_less_than_a_block_says_what_one_takes() -> None:
-    with pytest.raises(DeviceError, match=r"kv_cache_memory is 1KiB; set it to at least 4KiB,"):
-        plan(kv_cache_memory="1KiB")
-    assert plan(kv_cache_memory="4KiB").num_blocks == 1
-
-
 def test_a_pool_of_less_than_a_recurrent_state_says_what_one_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

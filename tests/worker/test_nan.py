@@ -10,17 +10,11 @@ import torch
 
 from batchinfer import LLM, SamplingParams
 from tests.engine.invariants import check_scheduler
-from tests.models import make_text_model
 
 PREFIX = list(range(20, 40))
 POISON = 77  # a token whose embedding is not a number
 GOOD = [[*PREFIX, 50, 51, 52], [*PREFIX, 53], [*PREFIX, *range(60, 69)]]
 BAD = [*PREFIX, POISON]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 def poisoned(model: Path, **engine: int) -> LLM:

@@ -115,21 +115,16 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
     assert {key: usual[key] for key in changed} == changed
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "olmo2"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "widths"),
+    [
+        *((family, WIDE) for family in ("qwen3", "gemma2", "mistral", "olmo2")),
+        *((family, ODD) for family in ("llama", "qwen3")),  # of which all of a layer is fused
+    ],
+)
+def test_other_families_and_widths(family: str, widths: dict[str, int], tmp_path: Path) -> None:
     loaded = load_model(
-        ModelConfig(str(make_checkpoint(family, tmp_path, **WIDE))), device=CPU, kernels=OWN
-    )
-    usual = logits_of(loaded, Setup())
-    for other in OTHERS.values():
-        changed = logits_of(loaded, other)
-        assert {key: usual[key] for key in changed} == changed
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_any_width_where_all_of_a_layer_is_fused(family: str, tmp_path: Path) -> None:
-    loaded = load_model(
-        ModelConfig(str(make_checkpoint(family, tmp_path, **ODD))), device=CPU, kernels=OWN
+        ModelConfig(str(make_checkpoint(family, tmp_path, **widths))), device=CPU, kernels=OWN
     )
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv.block_pool import BlockPool
@@ -19,7 +19,6 @@ from tests.engine.test_swap import run_preempting, workloads
 SIZE = 4
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     requests=workloads(),
     block_size=st.sampled_from([1, 2, 4, 16]),

@@ -35,7 +35,6 @@ def told(order: np.ndarray, shared: np.ndarray) -> dict[tuple[int, int], int]:
     }
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=9))
 def test_every_pair_shares_what_its_tables_share(tables: list[list[int]]) -> None:
     """Slot 0 is a block like others, and few slots make long common prefixes likely."""
@@ -70,7 +69,7 @@ def check(step: Step) -> None:
         assert tokens == common or common < MIN_SHARED_TOKENS or computed.min() < common
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_steps_tell_what_their_sequences_share(
     make_engine: MakeEngine, data: st.DataObject

@@ -246,22 +246,3 @@ def test_in_flight_log_that_cannot_be_closed_is_a_storage_error(
     full = r"cannot write .*run-00001: No space left"
     with pytest.raises(StorageError, match=full), InFlightLog(out, "run-00001") as log:
         log.note([1])
-
-
-def test_in_flight_log_that_cannot_be_deleted_is_a_storage_error(
-    out: OutputDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-
-    monkeypatch.setattr(out.files, "delete", refuse)
-    refused = r"cannot delete .*in_flight/run-00001: Operation not permitted"
-    with pytest.raises(StorageError, match=refused), InFlightLog(out, "run-00001") as log:
-        log.note([1, 2])
-    with (
-        pytest.raises(DataError, match="gone"),
-        InFlightLog(out, "run-00001") as log,
-    ):
-        raise DataError("the input is gone")
-    with pytest.raises(StorageError, match=refused):
-        counted(out)

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.feather
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError
@@ -133,9 +133,6 @@ def test_a_type_that_parquet_does_not_hold_cannot_be_kept(tmp_path: Path) -> Non
     output_table(found, job(tmp_path, input={"keep_columns": ["prompt"]}))
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(at=st.integers(0, 4000), value=st.integers(0, 255), stream=st.booleans())
 def test_a_damaged_byte_is_read_or_refused(
     tmp_path: Path, at: int, value: int, stream: bool

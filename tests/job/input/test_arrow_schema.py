@@ -75,10 +75,3 @@ def test_a_time_zone_of_invalid_utf8_is_refused_on_opening(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(kept, damaged))
     with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: 'utf-8' codec"):
         open_source(str(path))
-
-
-def test_a_file_of_another_writer_has_nothing_to_check() -> None:
-    file = BytesIO()
-    pq.write_table(pa.table({"x": [1]}), file, store_schema=False)
-    reader = pq.ParquetFile(file)
-    check_arrow_schema(reader.metadata, reader.schema_arrow)

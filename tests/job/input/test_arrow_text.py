@@ -77,11 +77,6 @@ def test_a_time_that_python_cannot_hold_fails_only_its_row(kind: Any, number: in
     assert "column when holds a time that cannot be read" in error.message
 
 
-def test_valid_columns_are_written_as_they_are() -> None:
-    column = pa.array(["é", None])
-    assert with_valid_text(column) is column
-
-
 @pytest.mark.parametrize("kind", list(NESTED))
 def test_nested_invalid_text_is_replaced(kind: str) -> None:
     mended = with_valid_text(NESTED[kind])

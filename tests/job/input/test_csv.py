@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, RowError
@@ -119,7 +119,6 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", r"is empty: it has no header"),
-        (b"a,b,a\n1,2,3\n", r'more than one column named "a"'),
         (b"a;b\n1;2\n", r"its header has no comma: a;b\nwrite it with commas"),
         (b'a,b\n1,2\n3,"x\n4,5\n', r"line 3: a quote is never closed"),
         (b"a,b\n1\n2\n", r"holds no CSV: .*line 2 has 1 cells"),
@@ -128,7 +127,6 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
         (b"a,b\n1," + b"x" * 30_000, r"a line of over"),
         (b"\x1f\x8b\x08garbage", "cannot be read"),
         (b"PAR1\0\0\0", "is not a header: it has a NUL"),
-        ("ä,b\nx,y\n".encode("latin-1"), r"Latin-1 or Windows-1252.*\n.*iconv -f WINDOWS-1252"),
         (
             "a,b\n1,2\n".encode("utf-16"),
             r"seems to be in UTF-16LE.*\n.*iconv -f UTF-16LE",
@@ -196,9 +194,6 @@ def test_csv_next_to_json_lines_is_ignored(tmp_path: Path) -> None:
 CELLS = st.text(st.sampled_from('a,"\r\n \0é1.'), max_size=5)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(
     rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=8),
     chunk=st.integers(1, 9),
@@ -230,7 +225,6 @@ def test_cells_survive_any_chunk_size(
         )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.lists(st.sampled_from([b"a", b",", b'"', b"\n", b"\r", b"\xff"])).map(b"".join))
 def test_random_bytes_are_rows_or_refused(tmp_path: Path, content: bytes) -> None:
     try:

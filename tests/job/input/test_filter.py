@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import suppress
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.errors import ExitCode, LockedError, UsageError
+from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.filter import Condition
 from batchinfer.job.output.directory import OutputDir
@@ -26,7 +25,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.status import read_status
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job
-from tests.job.output.test_resume import Build, Dies, Model, check_sums, on_disk, stop_at, table
+from tests.job.output.test_resume import Build, Model, check_sums, on_disk, stop_at, table
 
 NUM_ROWS = 60
 ODD = "n % 2 = 1"
@@ -112,21 +111,6 @@ def test_stopped_run_with_a_filter_resumes(tmp_path: Path) -> None:
     check(tmp_path, ODD_ROWS, texts)
 
 
-def test_a_row_that_kills_the_process_under_a_filter_is_given_up_alone(tmp_path: Path) -> None:
-    dataset(tmp_path)
-    chosen = spec(tmp_path, errors={"max_error_rate": 0.5})
-    code = None
-    for _ in range(20):
-        with suppress(RuntimeError):
-            code = run_job(chosen, build=Dies(31), quiet=True)
-            break
-    assert code is ExitCode.OK
-    rows = table(tmp_path).to_pylist()
-    assert [row["row_id"] for row in rows] == ODD_ROWS
-    failed = {row["row_id"]: row["error"]["code"] for row in rows if row["status"] == "error"}
-    assert failed == {31: "crashed_engine"}
-
-
 def test_retry_errors_runs_only_selected_error_rows(tmp_path: Path) -> None:
     texts = dataset(tmp_path)
     chosen = spec(tmp_path, output={"rows_per_part": 4})
@@ -138,13 +122,6 @@ def test_retry_errors_runs_only_selected_error_rows(tmp_path: Path) -> None:
     check(tmp_path, ODD_ROWS, texts)
 
 
-def test_another_filter_is_another_job(tmp_path: Path) -> None:
-    dataset(tmp_path)
-    run_job(spec(tmp_path), build=Build(), quiet=True)
-    with pytest.raises(LockedError, match=r"input\.filter was .*n % 2"):
-        run_job(spec(tmp_path, "n % 2 = 0"), build=Build(), quiet=True)
-
-
 def test_verify_finds_a_row_in_the_wrong_part(tmp_path: Path) -> None:
     dataset(tmp_path)
     run_job(spec(tmp_path), build=Build(), quiet=True)
@@ -154,14 +131,6 @@ def test_verify_finds_a_row_in_the_wrong_part(tmp_path: Path) -> None:
     plan.write_text(json.dumps(held))
     problems = verify(OutputDir(tmp_path / "out")).problems
     assert any("not the input's" in problem for problem in problems)
-
-
-def test_only_selected_rows_need_unique_ids(tmp_path: Path) -> None:
-    columns = {"prompt": ["a", "b", "c"], "id": ["x", "x", "y"]}
-    write_parquet(tmp_path / "in" / "x.parquet", columns)
-    chosen = {"path": str(tmp_path / "in"), "id_column": "id", "filter": "prompt <> 'a'"}
-    assert run_job(job(tmp_path, input=chosen), build=Build(), quiet=True) is ExitCode.OK
-    assert table(tmp_path)["row_id"].to_pylist() == [1, 2]
 
 
 # What is selected ------------------------------------------------------------------------------
@@ -178,7 +147,6 @@ CONDITIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_selected_rows_equal_those_of_polars(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -274,7 +242,6 @@ SCHEMA = pa.schema(
         ("land = 'en'", 'no column "land"; did you mean lang?'),
         ('lang = "en"', "single quotes"),
         ("lang = 'en", "or a quote is not closed"),
-        ("length(lang >", "a bracket or a quote is not closed"),
         (
             "lang > 3",
             "cannot compare string with numeric type (i32) (lang is string)\ncast one side",
@@ -285,8 +252,6 @@ SCHEMA = pa.schema(
             "expected `String`, got `i64` for series with name `a b` (a b is int64)\ncast one",
         ),
         ("\"a b\" in ('a')", "cannot check for Int64 values in List(String)"),
-        ("not lang", "casting from Utf8View to Boolean not supported\ncompare it"),
-        ("score + lang > 1", "(score is double, lang is string)\ncast one side"),
         ("cast(lang as int) > 1", "in column 'lang' for 1 out of 1 values: [\"x\"]\ntry_cast"),
         ("lang.x = 1", 'no column has a field "x"'),
         ("score > 1)", "unexpected token ')')\ntexts are in single quotes"),
@@ -296,7 +261,6 @@ SCHEMA = pa.schema(
         ("score > avg/**/(score)", "cannot be in it"),
         ("lang in (select lang from self)", "select does not depend on one row alone"),
         ("repeat(lang, 1000000000) = 'x'", "repeat() is not a function"),
-        ("lenght(lang) > 1", "did you mean length?"),
         ("(" * 60 + "1 = 1" + ")" * 60, "over 50 brackets"),
         ("1 = 1 and " * 2000 + "1 = 1", "over 400 words and operators"),
         (f"lang = '{'x' * 100_000}'", "over 100000 characters"),

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, ExitCode, RowError, UsageError
@@ -20,7 +20,6 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.formats import text_file
 from batchinfer.job.run.run_job import run_job
 from tests.job.fakes import FakeBuild, job
-from tests.job.output.test_resume import Build, stop_at
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5)
@@ -87,9 +86,6 @@ def test_a_column_without_a_type_is_kept_as_json(tmp_path: Path, values: list[An
     assert [row["v"] for row in rows(path)] == values
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(objects=st.lists(st.dictionaries(st.sampled_from("ab"), VALUES), min_size=1, max_size=5))
 def test_random_objects_survive_and_can_be_written(tmp_path: Path, objects: list[Any]) -> None:
     assume(any(objects))
@@ -166,9 +162,6 @@ def test_a_line_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: Any) -
     assert [row["x"] for row in scanned(path)] == ["a", long["x"], None, "b"]
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(lengths=st.lists(st.integers(0, 30), max_size=12), chunk=st.integers(1, 40))
 def test_lines_do_not_depend_on_chunks(lengths: list[int], chunk: int) -> None:
     data = b"\n".join(b"%d" % at * length for at, length in enumerate(lengths))
@@ -177,9 +170,7 @@ def test_lines_do_not_depend_on_chunks(lengths: list[int], chunk: int) -> None:
     assert list(jsonl.split_lines(chunks)) == expected
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(cuts=st.sets(st.integers(0, 3000)))
 def test_ranges_are_read_exactly(tmp_path: Path, cuts: set[int]) -> None:
     if not (tmp_path / "in").exists():
@@ -277,19 +268,6 @@ def test_a_job_over_lines(tmp_path: Path) -> None:
     ]
     assert [row["k"] for row in found] == ["1", None, '"x"', "4", None, None, None]
     assert found[5]["sampling_params"] == json.dumps('{"max_tokens": 3}')
-
-
-def test_an_interrupted_job_resumes_after_bad_lines(tmp_path: Path) -> None:
-    lines: list[Any] = [{"prompt": f"{row} asks"} for row in range(40)]
-    lines[3] = lines[17] = "{"
-    write(tmp_path / "in" / "x.jsonl", *lines)
-    spec = job(tmp_path, errors={"max_error_rate": 0.1})
-    first, second = Build(stop_at(12)), Build()
-    assert run_job(spec, build=first, quiet=True) is ExitCode.INTERRUPTED
-    assert run_job(spec, build=second, quiet=True) is ExitCode.OK
-    expected = [None if line == "{" else line["prompt"][:8] for line in lines]
-    assert [row["generated_text"] for row in answers(tmp_path)] == expected
-    assert len(second.ran) < 38
 
 
 # Encodings

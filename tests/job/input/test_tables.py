@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.claims import swap_generation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.run.run_job import run_job
@@ -188,14 +188,6 @@ def test_another_table_is_read_at_its_latest_version(tmp_path: Path) -> None:
         deltalake.write_deltalake(tmp_path / "other", rows, mode="overwrite")
     assert run_job(other, build=FakeBuild()) is ExitCode.OK
     assert prompts_of(tmp_path) == ["second"]
-
-
-def test_files_that_take_the_place_of_a_table_are_another_job(tmp_path: Path) -> None:
-    stopped_on_a_table(tmp_path, step=15)
-    (tmp_path / "files").mkdir()
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "files" / "x.parquet")
-    with pytest.raises(LockedError, match=r"input\.path was .*in, is .*files"):
-        run_job(job(tmp_path, input={"path": str(tmp_path / "files")}), build=FakeBuild())
 
 
 def test_an_interrupted_swap_ends_at_the_new_version(

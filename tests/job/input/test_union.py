@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import PromptConfig
@@ -226,9 +226,6 @@ def tables(draw: st.DrawFn) -> list[pa.Table]:
     return made
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(files=tables())
 def test_every_value_of_every_file_is_unchanged(tmp_path: Path, files: list[pa.Table]) -> None:
     for at, table in enumerate(files):

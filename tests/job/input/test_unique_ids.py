@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, RowError
@@ -74,7 +74,6 @@ def test_bad_ids_replace_rows_with_errors(tmp_path: Path) -> None:
     assert codes == [1, "duplicate_id", "invalid_json", "missing_id", 2]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     values=st.lists(st.none() | st.integers(-2, 9), max_size=40),
     at_once=st.sampled_from([1, 3, 1 << 24]),

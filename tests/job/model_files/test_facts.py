@@ -64,17 +64,6 @@ def test_model_facts_of_a_very_long_name() -> None:
     assert model_facts(ModelSpec(name="n" * 300))["model"] == {"name": "n" * 300, "revision": None}
 
 
-def test_missing_model_folder_is_an_error() -> None:
-    with pytest.raises(ModelError, match=r"model\.name: there is no folder /nowhere"):
-        model_facts(ModelSpec(name="/nowhere"))
-
-
-def test_misspelled_model_folder_suggests_a_near_name(tmp_path: Path) -> None:
-    (tmp_path / "office-model").mkdir()
-    with pytest.raises(ModelError, match=r"office-modl; did you mean \S*/office-model\?"):
-        model_facts(ModelSpec(name=str(tmp_path / "office-modl")))
-
-
 def test_missing_tokenizer_error_names_its_key(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder /nowhere"):
         model_facts(ModelSpec(name=str(folder), tokenizer="/nowhere"))

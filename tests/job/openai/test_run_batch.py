@@ -103,8 +103,6 @@ def test_run_batch_hints_of_messages_work() -> None:
     assert "use --update" in str(caught.value)
     assert run_batch(ask([("a", {"prompt": "new"}), ("b", {})], update=True)) is ExitCode.OK
     assert {name: texts(line) for name, line in answers().items()} == {"a": ["new"], "b": ["hi"]}
-    with pytest.raises(UsageError, match="--retry-errors keeps the good rows"):
-        run_batch(ask(GOOD, retry_errors=True, overwrite=True))
 
 
 @pytest.mark.parametrize(
@@ -197,11 +195,6 @@ def test_run_batch_separates_reasoning_by_parser_or_markers() -> None:
     for asked, says in [("qwen", "did you mean qwen3"), ('{"start": "<a>"}', "known: auto")]:
         with pytest.raises(UsageError, match=f"--reasoning-parser: .* is unknown; {says}"):
             module.batch_job(ask(GOOD, reasoning_parser=asked))
-
-
-def test_run_batch_refuses_output_equal_to_input() -> None:
-    with pytest.raises(UsageError, match="the output file is the input file"):
-        run_batch(ask(GOOD, output_file="./in.jsonl"))
 
 
 def test_run_batch_request_template_variables_override_the_jobs() -> None:

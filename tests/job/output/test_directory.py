@@ -21,7 +21,7 @@ from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
 from batchinfer.job.row_ids import Part
 from tests.job import fakes
-from tests.job.datasets import flip_bit, rot
+from tests.job.datasets import flip_bit
 
 NO_REQUESTS = REQUESTS_SCHEMA.empty_table()
 FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
@@ -102,20 +102,6 @@ def test_hint_fits_the_change_of_the_job(changes: dict[str, Any], leads_with: st
     assert ("--update" in advice) == (leads_with == "use --update")
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda path: path.unlink(),
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: flip_bit(path, 40),
-        rot,
-    ],
-)
-def test_damaged_part_is_made_again(out: OutputDir, harm) -> None:
-    harm(begun(out))
-    assert [part.rows for part in begin(out)] == ROWS
-
-
 def test_copied_part_with_another_time_is_kept(out: OutputDir) -> None:
     os.utime(begun(out), ns=(5, 5))
     assert [part.rows for part in begin(out)] == ROWS[1:]
@@ -149,13 +135,6 @@ def test_part_with_an_invalid_record_is_made_again(out: OutputDir, changes: dict
     path.write_text(json.dumps(stored | RECORD))
     assert [part.rows for part in begin(out)] == ROWS[1:], "the values before the change are valid"
     path.write_text(json.dumps(stored | RECORD | changes))
-    assert [part.rows for part in begin(out)] == ROWS
-
-
-@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"zork"), rot])
-def test_part_with_damaged_statistics_is_made_again(out: OutputDir, harm) -> None:
-    begun(out)
-    harm(out.requests / "part-00000.parquet")
     assert [part.rows for part in begin(out)] == ROWS
 
 
@@ -252,12 +231,6 @@ def test_failed_overwrite_leaves_no_success_and_can_be_repeated(
     assert len(begin(out, if_exists="overwrite")) == 3
 
 
-def test_if_exists_error_refuses_old_output(out: OutputDir) -> None:
-    begin(out, if_exists="error")
-    with pytest.raises(LockedError, match="if_exists is error"):
-        begin(out, if_exists="error")
-
-
 @pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
 @pytest.mark.parametrize(
     "name",
@@ -323,16 +296,6 @@ def test_success_is_deleted_when_a_part_is_missing(out: OutputDir) -> None:
     assert not out.success.exists()
 
 
-def test_lock_error_names_the_holder(out: OutputDir) -> None:
-    with out.locked():
-        holder = json.loads((out.state / "lock.json").read_bytes())
-        assert holder.keys() == {"pid", "host", "boot_id", "started"}
-        says = f"process {os.getpid()} on {holder['host']} \\(boot {holder['boot_id']}\\)"
-        with pytest.raises(LockedError, match=says), OutputDir(out.root).locked():
-            pass
-    assert not (out.state / "lock.json").exists()
-
-
 def test_lock_error_without_a_readable_holder(out: OutputDir) -> None:
     with out.locked():
         (out.state / "lock.json").write_bytes(b"[1]")
@@ -351,12 +314,6 @@ def test_lock_of_a_killed_holder_is_free_at_once(out: OutputDir) -> None:
     assert (out.state / "lock.json").exists()
     with out.locked():
         assert json.loads((out.state / "lock.json").read_bytes())["pid"] == os.getpid()
-
-
-def test_output_path_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
-    with pytest.raises(StorageError, match="out"), OutputDir(tmp_path / "out").locked():
-        pass
 
 
 @pytest.mark.parametrize(
@@ -381,14 +338,6 @@ def test_part_that_cannot_be_written_is_not_finished(
         commit(out, part)
     assert out.finished(part) is None
     assert list(out.data.iterdir()) == []
-
-
-def test_read_only_folder_is_found_before_rows_run(
-    out: OutputDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: path != out.stats)
-    with pytest.raises(StorageError, match="out/stats: Permission denied"):
-        begin(out)
 
 
 def test_part_record_content(out: OutputDir) -> None:

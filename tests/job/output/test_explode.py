@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import ExitCode
@@ -75,7 +75,6 @@ def row(row_id: int, samples: int, failed: bool) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(kinds=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8))
 def test_explode_round_trip(kinds: list[tuple[int, bool]]) -> None:
     table = pa.Table.from_pylist([row(at, *kind) for at, kind in enumerate(kinds)], schema=SCHEMA)

@@ -254,19 +254,15 @@ def test_late_segment_of_a_frozen_run_is_ignored_by_the_next_job(
     assert late[0] not in objects(f"{KEY}/_batchinfer/segments")
 
 
-@pytest.mark.parametrize("damage", ["deleted", "changed", "record", "longer", "statistics"])
+@pytest.mark.parametrize("damage", ["deleted", "changed"])
 def test_damaged_part_in_a_store_is_made_again(spec: JobSpec, damage: str) -> None:
     run(spec)
     part = "data/part-00001.parquet"
     data = objects(KEY)[part]
     if damage == "deleted":
         obstore.delete(bucket(), f"{KEY}/{part}")
-    elif damage == "record":
-        change("_batchinfer/parts/part-00001.json", b"{")
-    elif damage == "statistics":
-        change("_batchinfer/requests/part-00001.parquet", b"lost")
     else:
-        change(part, bytes([*data[:40], data[40] ^ 1, *data[41:]]) if damage == "changed" else b"x")
+        change(part, bytes([*data[:40], data[40] ^ 1, *data[41:]]))
     assert verify(output_at(OUT)).problems
     assert run(spec) is ExitCode.OK
     rows()
@@ -441,19 +437,6 @@ def test_missing_obstore_package_names_the_extra(
     with pytest.raises(UsageError) as caught:
         run(spec)
     assert str(caught.value) == f"{LAKE} needs the package obstore: {install_command('s3')}"
-
-
-@pytest.mark.parametrize("url", ["s3://lake", "hf://x/y", "s3://"])
-def test_invalid_output_urls(url: str) -> None:
-    with pytest.raises(UsageError, match="cannot hold output"):
-        output_at(url)
-
-
-def test_input_in_the_output_is_refused(spec: JobSpec, tmp_path: Path) -> None:
-    run(spec)
-    reading = job(tmp_path, input={"path": f"{OUT}/data/"}, output={"path": OUT})
-    with pytest.raises(UsageError, match="is both input and output"):
-        run(reading, overwrite=True)
 
 
 def test_partition_by_in_a_store(spec: JobSpec) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.request import RequestStats
@@ -95,9 +95,7 @@ def rows_of(path: Path) -> list[tuple[int, str, str | None]]:
     return list(zip(*columns, strict=True))
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20)
 @given(data=st.data(), num_rows=st.integers(1, 30), rows_per_part=st.integers(1, 12))
 def test_rows_are_written_once_in_input_order(
     tmp_path: Path, data: st.DataObject, num_rows: int, rows_per_part: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -17,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError
+from batchinfer.errors import DeviceError, ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
@@ -164,16 +163,6 @@ def test_part_with_all_rows_in_segments_needs_no_model(
     assert summary["kv"]["num_blocks"] == 128
 
 
-def test_other_job_is_refused_after_rows_are_finished(tmp_path: Path) -> None:
-    prompts(tmp_path)
-    run_job(job(tmp_path, output=ONE_PART), build=Build(stop_at(40)), quiet=True)
-    other = job(tmp_path, output=ONE_PART, sampling={"max_tokens": 7})
-    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 7"):
-        run_job(other, build=Build(), quiet=True)
-    assert run_job(other, build=Build(), overwrite=True, quiet=True) is ExitCode.OK
-    assert {len(text) for text in table(tmp_path)["generated_text"].to_pylist()} == {6, 7}
-
-
 def test_rows_of_a_damaged_segment_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,25 +253,6 @@ def test_retry_errors_keeps_marks_of_rows(tmp_path: Path) -> None:
         assert table(tmp_path)[name].to_pylist() == texts
     rows = json.loads((tmp_path / "out" / "summary.json").read_bytes())["rows"]
     assert (rows["error"], rows["control_text"]) == (0, 1)
-
-
-@pytest.mark.parametrize("again", ["overwrite", "retry_errors"])
-def test_failed_deletion_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
-) -> None:
-    prompts(tmp_path, bad=(1,))
-    spec = job(tmp_path, errors={"max_error_rate": 1.0})
-    assert run_job(spec, build=Build(), quiet=True) is ExitCode.OK
-    delete = LocalFiles.delete
-
-    def refuse(files: LocalFiles, path: PurePath) -> None:
-        if path.name == "_SUCCESS":
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-        delete(files, path)
-
-    monkeypatch.setattr(LocalFiles, "delete", refuse)
-    with pytest.raises(StorageError, match=r"cannot delete .*out.*: Operation not permitted"):
-        run_job(spec, build=Build(), quiet=True, **{again: True})
 
 
 class Dies(Build):

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.errors import DataError, UsageError
+from batchinfer.errors import UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.spec.tasks import GENERATE
@@ -89,18 +89,6 @@ def test_keep_columns_and_id_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"input": {"keep_columns": ["nope"]}}, 'input.keep_columns: .*"nope"'),
-        ({"input": {"id_column": "nope"}}, 'input.id_column: .*"nope"'),
-    ],
-)
-def test_missing_kept_column(tmp_path: Path, sections: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        table_of(tmp_path, {"a": [1]}, **sections)
-
-
-@pytest.mark.parametrize(
     ("columns", "output"),
     [
         ({"status": ["new"]}, {}),
@@ -117,11 +105,6 @@ def test_column_collision_suggests_output_rename(tmp_path: Path, columns: Any, o
 def test_output_rename(tmp_path: Path) -> None:
     table = table_of(tmp_path, {"status": ["new"]}, output={"rename": {"status": "input_status"}})
     assert table.kept_schema.names == ["input_status"]
-
-
-def test_output_rename_of_a_dropped_column(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'no column "x" is kept\n.* kept columns are: a'):
-        table_of(tmp_path, {"a": [1]}, output={"rename": {"x": "y"}})
 
 
 def test_output_table_replaces_invalid_utf8(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.request import RequestStats
@@ -64,9 +64,7 @@ def only_file(out: OutputDir) -> Path:
     return path
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(batches=st.lists(st.sets(st.integers(0, 11), min_size=1), max_size=5))
 def test_segments_round_trip(out: OutputDir, batches: list[set[int]]) -> None:
     for path in out.files.entries(out.segments):
@@ -211,9 +209,6 @@ def test_segment_deleted_by_another_writer_is_not_damaged(
     assert (found.tolist(), damaged) == ([], {})
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(data=st.data())
 def test_no_row_of_several_writers_is_lost(out: OutputDir, data: st.DataObject) -> None:
     """Writers of disjoint parts add rows, finish parts, die and restart, in any order."""

@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from batchinfer.cli.commands import main
+from batchinfer.cli.commands import app
 from batchinfer.console.table import plain
-from batchinfer.errors import DeviceError, ExitCode, UsageError
+from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.job.plan.census import sampled_parts
 from batchinfer.job.plan.estimate import plan_facts
 from batchinfer.job.plan.plan import plan_job
@@ -250,8 +251,6 @@ def test_plan_refuses_a_model_that_does_not_fit_the_device(tmp_path: Path, model
     spec = job(tmp_path, model, {"prompt": ["hello"]}, engine={"num_kv_blocks": 10**8})
     with pytest.raises(DeviceError, match=r"lower engine\.num_kv_blocks"):
         plan_job(spec, device="l40s")
-    with pytest.raises(UsageError, match="--device h20: no such device; did you mean h200"):
-        plan_job(spec, device="h20")
 
 
 def test_plan_for_a_device_of_another_machine(
@@ -308,31 +307,19 @@ def test_plan_samples_whole_windows() -> None:
     assert sampled_parts(parts, window_rows=1000, most_rows=30) == parts
 
 
-def test_plan_command_prints_json_or_lines(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_plan_command_prints_json_or_lines(tmp_path: Path, model: Path) -> None:
     write_parquet(tmp_path / "prompts.parquet", {"prompt": ["one two", "three"]})
     text = MINIMAL.replace("some/model", str(model))
     arguments = ["plan", str(write_job(tmp_path, text)), "--device", "h100", "--limit", "1"]
-    assert batchinfer(monkeypatch, *arguments, "--json") == ExitCode.OK
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     promised = """rows rows_in_flight prompt_tokens prompt_computed bytes_per_block num_blocks
         peak_used_blocks mean_waste preemptions time_s output_bytes token_histogram too_long"""
     assert set(promised.split()) <= set(plan)
     assert plan["rows"] == 1
-    assert batchinfer(monkeypatch, *arguments) == ExitCode.OK
-    lines = capsys.readouterr().out.splitlines()
+    lines = CliRunner().invoke(app, arguments).stdout.splitlines()
     assert len(lines) == 8
     assert lines[2].startswith("device   NVIDIA H100 SXM: weights 94.8 KiB, pool ")
     assert not (tmp_path / "out").exists()
-
-
-def batchinfer(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
-    """Run the program in this process; what it exits with."""
-    monkeypatch.setattr("sys.argv", ["batchinfer", *arguments])
-    with pytest.raises(SystemExit) as done:
-        main()
-    return done.value.code
 
 
 def test_plan_workers_divide_time_but_not_cost(tmp_path: Path, model: Path) -> None:

@@ -368,7 +368,7 @@ _KEYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     edits=st.lists(_EDITS, max_size=4), before=st.sampled_from(_KEYS), now=st.sampled_from(_KEYS)
 )

@@ -159,12 +159,6 @@ def test_a_prompt_counts_once_for_several_rounds_of_samples(
     assert requests["recomputed_tokens"].to_pylist()[2] == 0
 
 
-def test_accept_is_part_of_the_fingerprint(folder: Path) -> None:
-    run(folder, "mine", "accept: {k: 2}")
-    with pytest.raises(Exception, match=r"accept\.k"):
-        run(folder, "mine", "accept: {k: 3}")
-
-
 @pytest.mark.parametrize(
     ("accept", "changes", "message"),
     [

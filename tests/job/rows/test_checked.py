@@ -131,18 +131,6 @@ def test_accept_sets_the_tries_and_prevents_errors(folder: Path) -> None:
     assert {len(row["outputs"]) for row in rows if row["row_id"] % 2} == {0}
 
 
-def test_checked_schemas_work_with_samples_and_logprobs(folder: Path) -> None:
-    cells: list[dict[str, Any] | None] = [{**checked(LETTERS), "n": 2}] * 6
-    more = {"output.explode": "true"}
-    rows, _ = run(folder, "exploded", cells, **more)
-    ok = [row for row in rows if row["status"] == "ok"]
-    assert ok
-    assert all(is_valid(LETTERS, row["generated_text"]) for row in ok)
-    include = {"sampling.prompt_logprobs": "0", "output.include": "[prompt_logprobs]"}
-    rows, _ = run(folder, "logprobs", cells, **include)
-    assert all(len(row["prompt_logprobs"]) == row["num_prompt_tokens"] for row in rows)
-
-
 def test_the_job_may_ask_for_a_checked_schema(folder: Path) -> None:
     asked = {"json": LETTERS, "unsupported": "check"}
     changes = {"sampling.structured_outputs": json.dumps(asked)}

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from batchinfer.config import ClassifyConfig
-from batchinfer.errors import ExitCode, JobError, ModelError
+from batchinfer.errors import ExitCode, ModelError
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.spec.load import load_job
@@ -124,13 +124,6 @@ def test_unsupported_heads_are_refused(tmp_path: Path, family: str, message: str
     (model / "config.json").write_text(json.dumps(config | {"model_type": family}))
     with pytest.raises(ModelError, match=message):
         read_classifier(str(model), None, ClassifyConfig(), lambda text: None)
-
-
-def test_a_column_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
-    model = make_classifier(tmp_path / "model", "bert", num_labels=1)
-    pairs = "classify: {query_column: query, document_column: passage}\n"
-    with pytest.raises(JobError, match=r"classify\.document_column.*passage"):
-        run(tmp_path, model, {"query": TEXTS, "document": OTHERS}, pairs)
 
 
 def test_a_plan_counts_the_bytes_of_scores(tmp_path: Path) -> None:

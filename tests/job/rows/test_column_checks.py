@@ -12,9 +12,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.rows.column_checks import check_prompt_columns
-from batchinfer.job.run.run_job import run_job
 from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, job
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 TEXT = pa.array(["a"])
@@ -73,15 +71,9 @@ def test_token_ids_must_be_lists_of_integers(tmp_path: Path, column: object) -> 
 
 
 def test_list_views_are_refused_with_the_type_to_cast_to(tmp_path: Path) -> None:
-    offsets, sizes = pa.array([0], pa.int32()), pa.array([1], pa.int32())
-    ids = pa.ListViewArray.from_arrays(offsets, sizes, pa.array([5], pa.int32()))
-    with pytest.raises(
-        DataError, match=r"ids is list_view.* a plain list; cast it to list<item: i"
-    ):
-        check(tmp_path, {"ids": ids}, token_ids_column="ids")
+    offsets, sizes = pa.array([0], pa.int64()), pa.array([1], pa.int64())
     message = pa.array([{"role": "user", "content": "hi"}], MESSAGE)
-    large = offsets.cast(pa.int64()), sizes.cast(pa.int64())
-    messages = pa.LargeListViewArray.from_arrays(*large, message)
+    messages = pa.LargeListViewArray.from_arrays(offsets, sizes, message)
     with pytest.raises(
         DataError, match=r"messages is large_list_view.*cast it to list<item: struc"
     ):
@@ -106,7 +98,6 @@ def test_sampling_params_are_structs_or_json(tmp_path: Path, column: object) -> 
     ("column", "message"),
     [
         ([1], "column sampling_params is int64; it must be struct, or string"),
-        ([{"tmperature": 1.0}], "unknown field tmperature; did you mean temperature?"),
         ([{"zork": 1.0}], "unknown field zork; known: max_tokens, n,"),
     ],
 )
@@ -123,29 +114,3 @@ def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
     columns = {"messages": pa.array([[]], pa.list_(MESSAGE))}
     with pytest.raises(UsageError, match="chat_template is none, but column messages holds conv"):
         check(tmp_path, columns, chat_template="none")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [
-        ({}, UsageError),
-        ({"template": "{{ tex }}"}, UsageError),
-        ({"template": "x", "system": "{{ tex }}"}, UsageError),
-        ({"column": "tex"}, DataError),
-        ({"token_ids_column": "ids"}, DataError),
-    ],
-)
-def test_missing_prompt_columns_are_refused(
-    tmp_path: Path, prompt: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error, match="text"):
-        check(tmp_path, {"text": ["a"]}, **prompt)
-
-
-def test_columns_are_checked_before_the_model_loads(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [1]})
-    build = FakeBuild()
-    with pytest.raises(DataError, match="column prompt is int64") as caught:
-        run_job(job(tmp_path), build=build)
-    assert caught.value.exit_code == 4
-    assert build.count == 0

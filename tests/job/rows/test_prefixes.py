@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.job.rows.window import most_in_common
@@ -16,7 +16,6 @@ def in_common(left: list[int], right: list[int]) -> int:
     return sum(accumulate((a == b for a, b in zip(left, right, strict=False)), min))
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=ROWS, data=st.data())
 def test_shared_prefixes_equal_those_of_a_simple_loop(rows: Rows, data: st.DataObject) -> None:
     run = data.draw(st.permutations(range(len(rows))))

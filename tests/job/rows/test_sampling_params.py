@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
@@ -140,8 +139,3 @@ def test_the_grammar_of_the_job_must_work_with_the_model() -> None:
     without_end = GrammarCompiler(byte_tokenizer(), frozenset(), 257)
     with pytest.raises(UsageError, match=r"sampling\.structured_outputs: the model has no end"):
         RowParams(job, 257, without_end)
-
-
-def test_equal_cells_are_parsed_once() -> None:
-    cell = json.dumps({"n": 3}).encode()
-    assert sampling(cell) is sampling(cell)

@@ -14,11 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
-from batchinfer.job.input.dataset import open_source
+from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.output.schema import output_table
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.rows.score import Scoring
 from batchinfer.job.rows.tasks import TASKS
@@ -32,16 +30,10 @@ from batchinfer.text.scoring_prompts import ScoredPrompt
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
 from tests.job.rows.jobs import rows_of, summary_of
-from tests.models import make_text_model
 
 CLOSE = 1e-4
 JOBS = Path(__file__).parent.parent.parent.parent / "jobs"
 CHOICES = [["yes", "no", " maybe so", "y"], ["a"], ["one two", "one three"]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text_model(tmp_path_factory.mktemp("model"))
 
 
 def job(tmp_path: Path, model: Path, columns: dict[str, Any], text: str = "") -> JobSpec:
@@ -212,16 +204,6 @@ def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: 
     assert (request["prompt_tokens"], request["output_tokens"]) == (tokens["prompt"], 0)
 
 
-def test_the_completions_column_is_part_of_the_fingerprint(tmp_path: Path, model: Path) -> None:
-    columns = {"prompt": ["x"], "choices": [["a"]], "others": [["b"]]}
-    assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
-    (tmp_path / "out" / "_SUCCESS").unlink()
-    text = (tmp_path / "job.yaml").read_text()
-    changed = write_job(tmp_path, text.replace("column: choices", "column: others"))
-    with pytest.raises(LockedError, match="score"):
-        run_job(load_job(changed), quiet=True)
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -236,15 +218,3 @@ def test_the_column_is_checked_before_the_model_loads(
     with pytest.raises(DataError) as caught:
         run_job(spec, quiet=True)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("include", [(), ("logprobs", "token_ids", "prompt")])
-def test_the_columns_are_the_contract(tmp_path: Path, model: Path, include: Any) -> None:
-    listed = ", ".join(include)
-    columns = {"text": ["x"], "choices": [["a"]]}
-    spec = job(tmp_path, model, columns, f"output: {{path: out, include: [{listed}]}}")
-    schema = output_table(open_source(spec.input.paths), spec).generated_schema
-    assert tuple(schema.names) == SCORE_SPEC.columns(include)
-    names = [field.name for field in schema.field("score").type.value_type]
-    assert names[:4] == ["index", "sum_logprob", "num_tokens", "greedy_match"]
-    assert set(names[4:]) == set(include) - {"prompt"}

@@ -65,7 +65,7 @@ def equal_rows(tmp_path: Path, count: int) -> JobSpec:
     return job(tmp_path)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.lists(st.tuples(st.sampled_from(PROMPTS), st.sampled_from(CELLS)), min_size=1),
     order=st.sampled_from(["input", "prefix"]),

@@ -18,10 +18,7 @@ from batchinfer.job.spec.sections import ErrorsSpec
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, TellingBuild, job
-
-
-def output(tmp_path: Path) -> pa.Table:
-    return pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+from tests.job.run.outputs import output
 
 
 def stopped(at: int) -> FakeBuild:

@@ -11,7 +11,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -282,35 +281,6 @@ def test_output_is_overwritten_only_by_a_job_that_can_run(
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {"errors": {"max_error_rate": 0.5}},
-        {"engine": {"order": "input"}},
-        {"stats": {"every_steps": 4}},
-        {"engine": {"num_kv_blocks": 7}},
-    ],
-)
-def test_keys_outside_the_fingerprint_may_change(
-    tmp_path: Path, build: FakeBuild, sections: dict[str, Any]
-) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path), build=build)
-    assert run_job(job(tmp_path, **sections), build=build) is ExitCode.OK
-    assert build.count == 1
-
-
-def test_input_limit(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    spec = job(tmp_path, input={"path": str(tmp_path / "in"), "limit": 13})
-    assert run_job(spec, build=build) is ExitCode.OK
-    assert output(tmp_path)["row_id"].to_pylist() == list(range(13))
-    with pytest.raises(
-        LockedError, match=r"input\.limit was 13, is null\nuse --update .*--output .*--overwrite"
-    ):
-        run_job(job(tmp_path), build=build)
-
-
-@pytest.mark.parametrize(
     ("sections", "error"),
     [
         ({"prompt": {"column": "nope"}}, DataError),
@@ -360,17 +330,6 @@ def test_prompts_of_every_string_type(tmp_path: Path, build: FakeBuild, kind: pa
     )
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
     assert output(tmp_path)["generated_text"].to_pylist() == ["hi"]
-
-
-def test_duckdb_and_polars_read_the_output(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-    run_job(job(tmp_path, sampling={"n": 2}), build=build)
-    files = f"{tmp_path}/out/data/*.parquet"
-    query = f"select count(*), sum(n), max(len(outputs)), min(outputs[1].text) from '{files}'"
-    assert duckdb.sql(query).fetchall() == [(25, 300, 2, "0 is the")]
-    frame = polars.read_parquet(files)
-    assert frame["outputs"].list.len().to_list() == [2] * 25
-    assert frame.schema["row_id"] == polars.Int64
 
 
 def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:

@@ -142,14 +142,6 @@ def test_changed_input_is_named(
     assert build.count == 0
 
 
-def test_other_input_path_is_named(tmp_path: Path) -> None:
-    stopped_at(tmp_path)
-    write_parquet(tmp_path / "other" / "a.parquet", {"prompt": ["x"]})
-    place = {"path": str(tmp_path / "other")}
-    with pytest.raises(LockedError, match=r"input\.path was \S*/in, is \S*/other"):
-        run_job(job(tmp_path, input=place), build=FakeBuild(), quiet=True)
-
-
 def test_compressed_jsonl_resumes(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"prompt": f"row {row}"}) + "\n" for row in range(12)).encode()
     (tmp_path / "in").mkdir()

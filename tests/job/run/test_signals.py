@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.errors import ExitCode, LockedError
+from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.rows.reader import read_prompts
 from batchinfer.job.run import pipeline
@@ -23,18 +23,6 @@ from batchinfer.job.run.threads import Prefetcher
 from batchinfer.requests.requests import PromptRow
 from tests.job.fakes import FakeBuild, job
 from tests.job.run.outputs import numbered, output, tree
-
-
-def test_second_run_on_one_output_is_refused(tmp_path: Path, build: FakeBuild) -> None:
-    numbered(tmp_path)
-
-    def second_run(step: int) -> None:
-        if step == 0:
-            with pytest.raises(LockedError, match="another run"):
-                run_job(job(tmp_path), build=FakeBuild())
-
-    build.before_step = second_run
-    assert run_job(job(tmp_path), build=build) is ExitCode.OK
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -17,12 +17,6 @@ def drain(ahead: Prefetcher[int]) -> list[int]:
     return items
 
 
-def test_prefetcher_keeps_the_order() -> None:
-    with Prefetcher(range(100), depth=3) as ahead:
-        assert drain(ahead) == list(range(100))
-        assert ahead.take(0) is None
-
-
 def test_prefetcher_depth() -> None:
     made = []
 
@@ -55,14 +49,6 @@ def test_prefetcher_stops_its_thread() -> None:
         assert endless.take(60) == 0
     # A subset, because threads of earlier tests may end here.
     assert set(threading.enumerate()) <= before
-
-
-def test_consumer_keeps_the_order() -> None:
-    consumed: list[int] = []
-    with BackgroundConsumer(consumed.append, depth=2) as behind:
-        for number in range(100):
-            behind.put(number)
-    assert consumed == list(range(100))
 
 
 def put_numbers(behind: BackgroundConsumer[int], numbers: Iterable[int]) -> None:

@@ -11,12 +11,14 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from batchinfer.config import EngineConfig, PromptConfig
+from batchinfer.config import SAMPLING_ALIASES, EngineConfig, PromptConfig
 from batchinfer.errors import UsageError
+from batchinfer.job.spec.errors import known_keys
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.sections import JobSampling
 from batchinfer.job.spec.yaml import parse_yaml
+from batchinfer.near_names import nearest
 from tests.job.job_files import EVERY_KEY, MINIMAL, SCORE, write_job
 
 
@@ -80,3 +82,43 @@ def test_every_key_of_the_schema_has_a_description() -> None:
     for name in ("ModelSpec", "InputSpec", "JobSampling", "OutputSpec", "ErrorsSpec", "StatsSpec"):
         for key, value in records[name]["properties"].items():
             assert value.get("description"), f"{name}.{key}"
+
+
+SECTIONS = sorted(known_keys())
+"""Sections whose keys are the user's own, like model.adapters, are none."""
+
+
+def misspelt(key: str) -> str:
+    """``key`` without its fourth letter."""
+    return key[:3] + key[4:]
+
+
+def long_keys(section: str) -> list[str]:
+    return [key for key in known_keys()[section] if len(key) > 5 and key not in SAMPLING_ALIASES]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_the_nearest_to_its_misspelling(section: str) -> None:
+    for key in long_keys(section):
+        assert nearest(misspelt(key), known_keys()[section]) == key
+
+
+@pytest.mark.parametrize("section", [section for section in SECTIONS if long_keys(section)])
+def test_misspelled_set_key_on_the_command_line(tmp_path: Path, section: str) -> None:
+    key = long_keys(section)[-1]
+    written = f"{section}.{misspelt(key)}".lstrip(".")
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path), overrides=[f"{written}=1"])
+    value = "…" if section == "on_end" else "1"  # it may be a secret
+    assert f"--set {written}={value}: unknown key {written}; did you mean {key}?" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("key", ["model", "input", "sampling", "output"])
+def test_misspelled_section_is_not_also_reported_missing(tmp_path: Path, key: str) -> None:
+    wrong = f"{misspelt(key)}:"
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path, MINIMAL.replace(f"{key}:", wrong)))
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith(f"unknown key {misspelt(key)}; did you mean {key}?")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
-from batchinfer.errors import NotYetError, UsageError
+from batchinfer.errors import UsageError
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec, resolved
 from tests.job.job_files import EVERY_KEY, MINIMAL, write_job
@@ -157,6 +157,7 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ),
         ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
         ("out}", "o, reasoning: {start: a}}", "line 4: output.reasoning.end is required"),
+        ("8}", "8, beam_width: 2}\naccept: {k: 1}", "not yet: accept with sampling.beam"),
     ],
 )
 def test_a_mistake_in_a_required_section(
@@ -182,28 +183,6 @@ def test_invalid_filter_is_refused_without_reading_data(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
     found = complaint(tmp_path, text)
     assert found.startswith("job.yaml, line 2: input.filter: lenght() is not a function of one row")
-    assert found.endswith("; did you mean length?")
-
-
-# Not yet
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        (
-            MINIMAL.replace("8}", "8, beam_width: 2}") + "accept: {k: 1}",
-            "accept with sampling.beam",
-        ),
-        (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
-    ],
-)
-def test_unsupported_keys_are_refused_as_not_yet(tmp_path: Path, text: str, names: str) -> None:
-    with pytest.raises(NotYetError) as caught:
-        load(tmp_path, text)
-    assert str(caught.value).startswith("not yet: ")
-    assert names in str(caught.value)
-    assert "job.yaml, line" in str(caught.value)
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:
@@ -302,12 +281,6 @@ def test_engine_keys_override_the_preset(tmp_path: Path) -> None:
     assert spec.engine == EngineConfig(max_num_seqs=7, block_size=8, order="input")
 
 
-def test_a_shipped_preset_by_name(tmp_path: Path) -> None:
-    spec = load(tmp_path, MINIMAL + "engine: {preset: cpu}")
-    assert spec.engine.device == "cpu"
-    assert spec.engine.max_num_seqs == 256
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [("block_size: 0", "engine.block_size is 0"), ("preset: cpu", "unknown key engine.preset")],
@@ -394,7 +367,6 @@ cut_files = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fuzzed_lines.map(lambda line: MINIMAL + line) | cut_files | st.text(max_size=30))
 @example(MINIMAL + "prompt: {template: '" + "(" * 10_000 + "'}")
 @example(MINIMAL + "prompt: {template: '{{ " + "(" * 2_000 + "'}")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, StorageError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_record import PartRecord, parse_record
-from batchinfer.job.row_ids import Part
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run_job import run_job
 from batchinfer.job.stats.first_errors import error_lines
@@ -197,25 +194,6 @@ def test_status_ignores_damaged_files(tmp_path: Path) -> None:
         path.write_bytes(b"zork")
     found = status(tmp_path)
     assert (found.state, found.rows_done, found.runs) == ("stopped", 0, 0)
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        {"rows": 3},
-        {"rows": -1},
-        {"error_codes": {"empty_prompt": 5}},
-        {"error_codes": {"empty_prompt": -1}},
-        {"control_text_row_ids": [9]},
-        {"control_text_row_ids": [1, 1]},
-    ],
-)
-def test_part_record_with_impossible_counts_is_refused(counts: dict[str, Any]) -> None:
-    valid = PartRecord(4, {"empty_prompt": 1}, [1], 10, 0, "a", "b")
-    part = Part(0, range(4))
-    assert parse_record(valid.to_json(), part) == valid
-    with pytest.raises(ValueError, match=r"record|greater"):
-        parse_record(json.dumps({**asdict(valid), **counts}).encode(), part)
 
 
 def test_status_names_first_errors_by_id(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from obstore.store import GCSStore
 
-from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
+from batchinfer.errors import DataError, ExitCode, StorageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
 from batchinfer.job.run.run_job import run_job
@@ -213,15 +212,6 @@ def test_object_that_changes_during_a_read(prompts: str, tmp_path: Path) -> None
     upload(tmp_path / "again", prompts.removeprefix(f"{LAKE}/"))
     with pytest.raises(DataError, match=r"a\.parquet: row group 1 .*412"):
         list(batches)
-
-
-def test_missing_obstore_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("obstore", "obstore.store", "batchinfer.job.storage.object_reader"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"needs the package obstore: pip install"):
-        find_files(f"{LAKE}/x.parquet")
 
 
 def test_google_cloud_storage_uses_the_same_reader() -> None:

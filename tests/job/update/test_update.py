@@ -107,15 +107,6 @@ def test_update_of_parts_and_columns_runs_no_rows(place: Place) -> None:
     place.check_as_fresh()
 
 
-def test_update_with_a_raised_limit(tmp_path: Path) -> None:
-    place = Place(tmp_path, input={"limit": 5})
-    place.write(*ROWS)
-    assert place.run() == list(range(5))
-    place.sections = {}
-    assert place.run(update=True) == list(range(5, 14))
-    place.check_as_fresh()
-
-
 def test_update_with_another_max_tokens_runs_all_rows(place: Place) -> None:
     place.sections = {"sampling": {"max_tokens": 3}}
     assert place.run(update=True) == list(range(14))

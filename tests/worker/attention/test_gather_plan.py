@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.kv.layout import KVLayout
@@ -31,7 +31,6 @@ def plan_of(parts: list[tuple[int, int]], window: int = 0) -> tuple[Plan, int]:
     return make_plan(step, make_cache(), window), step.num_tokens
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150)), min_size=1, max_size=12),
     st.sampled_from([0, 1, 5, 64]),

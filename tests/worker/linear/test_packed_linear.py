@@ -73,8 +73,3 @@ def test_layers_of_another_dtype_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
     pack_linears(model, linear_kernels(torch.float32)[0], torch.float32)
     assert type(model[0]) is nn.Linear
-
-
-def test_kernels_exist_for_float32_and_not_for_float16() -> None:
-    assert linear_kernels(torch.float32)[-1].kind == "torch"
-    assert linear_kernels(torch.float16) == ()
