@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args
@@ -189,13 +190,19 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts), path
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Full names of what a module imports, but for the sake of types alone."""
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a module, except imports that only type checkers see."""
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body.clear()
-    for node in ast.walk(tree):
+    return list(ast.walk(tree))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the full names of what a module imports."""
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -287,7 +294,7 @@ def test_docstrings_describe_arguments_that_there_are() -> None:
     described = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
     unknown = []
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if not isinstance(node, ast.FunctionDef):
                 continue
             _, _, after = (ast.get_docstring(node) or "").partition("\nArgs:\n")
@@ -303,7 +310,7 @@ def test_tasks_are_told_apart_in_their_lists_alone() -> None:
     tests = [
         f"{path}:{node.lineno}"
         for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Compare)
         for operand in (node.left, *node.comparators)
         if isinstance(operand, ast.Constant) and operand.value in TASK_SPECS
