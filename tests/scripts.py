@@ -11,8 +11,6 @@ from types import ModuleType
 def load_script(path: Path) -> ModuleType:
     """Import a script that is in no package."""
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)

@@ -179,8 +179,7 @@ def test_plan_counts_adapter_bytes(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.parquet", 36)
     planned = plan_job(job(tmp_path, folder), device="cpu")
     alone = plan_job(
-        job(tmp_path, folder, model={"adapters": {}}, prompt={"adapter_column": None}),
-        device="cpu",
+        job(tmp_path, folder, model={"adapters": {}}, prompt={"adapter_column": None}), device="cpu"
     )
     parameters = 3 * (4 * (64 + 48 + 48 + 64) + 3 * 4 * 80) + 3 * (4 * 64 + 4 * 80)
     assert planned["model"]["adapter_bytes"] == 4 * parameters

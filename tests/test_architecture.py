@@ -61,11 +61,7 @@ ROOMS = [
     Room("near_names", "suggestions for misspelled names"),
     Room("protocols", "what the engine asks of the text plane"),
     described("process"),
-    Room(
-        "config",
-        "settings as records that check their values",
-        ("errors", "near_names"),
-    ),
+    Room("config", "settings as records that check their values", ("errors", "near_names")),
     Room("kernels", "tensors and numbers only: Triton, C, and their references in torch"),
     Room("engine.step", "the message each way between engine and worker"),
     Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
@@ -123,9 +119,7 @@ ROOMS = [
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     described("worker.encoder"),
     Room(
-        "worker.loader",
-        "a model, made ready",
-        ("config", "errors", "console", "engine", "worker"),
+        "worker.loader", "a model, made ready", ("config", "errors", "console", "engine", "worker")
     ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     described("builders"),

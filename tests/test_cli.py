@@ -114,8 +114,7 @@ def test_help_and_usage_errors_import_nothing_heavy(
 
 
 @pytest.mark.parametrize(
-    ("typed", "found"),
-    [("pl", {"plan"}), ("run --retry", {"--retry-errors"}), ("nothing", set())],
+    ("typed", "found"), [("pl", {"plan"}), ("run --retry", {"--retry-errors"}), ("nothing", set())]
 )
 def test_shell_completion_of_commands_and_options(
     monkeypatch: pytest.MonkeyPatch, typed: str, found: set[str]

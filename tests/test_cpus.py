@@ -157,9 +157,7 @@ def test_variables_that_make_openmp_bind_threads(environ: Mapping[str, str], bin
 
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
-def test_openmp_binding_does_not_hide_cores(
-    bound: Mapping[str, str],
-) -> None:
+def test_openmp_binding_does_not_hide_cores(bound: Mapping[str, str]) -> None:
     """libgomp binds the first thread to one place when torch is loaded."""
     code = """
 from batchinfer.process.cpus import cpu_limits

@@ -30,9 +30,7 @@ def test_install_command_of_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install_command("s3") == "pip install '.[s3]' in a checkout of this project"
 
 
-def test_install_command_of_a_checkout_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_install_command_of_a_checkout_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Message:
         raise metadata.PackageNotFoundError(name)
 

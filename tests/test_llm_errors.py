@@ -1,4 +1,4 @@
-"""Mistakes in calls of the Python API: each is named in one message, before anything runs."""
+"""One message names the mistake in a call of the Python API, before a model runs."""
 
 from __future__ import annotations
 
@@ -99,11 +99,7 @@ def test_invalid_sampling_params_objects_are_refused(llm: LLM, params: Any, mess
         ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a string"),
         ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict of"),
         ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
-        (
-            {"kv_cache_memory": "1KiB"},
-            DeviceError,
-            "is 1KiB; set it to at least 6KiB",
-        ),
+        ({"kv_cache_memory": "1KiB"}, DeviceError, "is 1KiB; set it to at least 6KiB"),
     ],
 )
 def test_invalid_llm_arguments_are_named(

@@ -44,7 +44,6 @@ def test_logprob_token_ids_replace_the_most_likely(llm: LLM, model: Path, flat: 
     assert sample.logprobs is not None
     assert len(sample.logprobs) == 6
     for found, token, expected in zip(sample.logprobs, sample.token_ids, own, strict=False):
-        assert found is not None
         assert [*found] == [*dict.fromkeys([token, *named])], "the token itself, then in order"
         for token_id, entry in found.items():
             assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
@@ -65,7 +64,6 @@ def test_logprob_token_ids_with_a_grammar(llm: LLM) -> None:
     for sample in output.outputs:
         assert sample.logprobs is not None
         for found, token in zip(sample.logprobs, sample.token_ids, strict=True):
-            assert found is not None
             others = {found[at].logprob for at in (0, 1) if at != token}
             assert others <= {-math.inf}
 
@@ -95,10 +93,8 @@ def test_prompt_logprob_token_ids_are_scored_at_their_tokens(llm: LLM, model: Pa
     )
     assert [output.prompt_logprobs is None for output in found] == [False, False, True, True]
     of_prompt = found[0].prompt_logprobs
-    assert of_prompt is not None
     for row, token in enumerate(prompt[1:]):
         entries = of_prompt[row + 1]
-        assert entries is not None
         assert entries[token].logprob == scores[0][row, 0]
 
 
@@ -214,12 +210,9 @@ def test_logprobs_mode(model: Path) -> None:
     for mode, output in found.items():
         assert output.outputs[0].logprobs is not None
         for entries, own in zip(output.outputs[0].logprobs, expected[mode][2:5], strict=True):
-            assert entries is not None
             for token_id, entry in entries.items():
                 assert entry.logprob == pytest.approx(float(own[token_id]), abs=1e-4)
-        assert output.prompt_logprobs is not None
         entries = output.prompt_logprobs[2]
-        assert entries is not None
         own = logits[1] if "logits" in mode else logits[1].log_softmax(-1)
         assert entries[7].logprob == pytest.approx(float(own[7]), abs=1e-4)
 

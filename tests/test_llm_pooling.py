@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from batchinfer import LLM, PoolingParams
 from batchinfer.errors import ModelError, NotYetError
-from batchinfer.llm import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    ScoringRequestOutput,
-)
+from batchinfer.llm import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
 from batchinfer.llm.pooling.choose import choose_runner
 from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.encoders import encoder_config, make_encoder, reference_states, save_tokenizer
@@ -60,7 +51,6 @@ def unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_embeddings_equal_transformers(llm: LLM, model: Path) -> None:
     ids = llm.get_tokenizer()(PROMPTS[1])["input_ids"]
     for output, prompt in zip(llm.embed([PROMPTS[0], ids], use_tqdm=False), PROMPTS, strict=True):
-        assert output.outputs is not None
         assert len(output.outputs.embedding) == llm.model_config.embedding_size
         expected = unit(hidden_state(model, prompt))
         assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
@@ -71,11 +61,9 @@ def test_embeddings_equal_transformers(llm: LLM, model: Path) -> None:
     for name in ("normalize", "use_activation"):
         params = PoolingParams(dimensions=5, **{name: False})
         (cut,) = llm.embed(PROMPTS[0], pooling_params=params, use_tqdm=False)
-        assert cut.outputs is not None
         wanted = hidden_state(model, PROMPTS[0])[:5]
         assert cut.outputs.embedding == pytest.approx(wanted.tolist(), abs=1e-4)
     (tensor,) = llm.encode(PROMPTS[0], use_tqdm=False)
-    assert tensor.outputs is not None
     assert tensor.outputs.data.shape == (len(expected),)
     first = PoolingParams(truncate_prompt_tokens=4)
     for prompt in (PROMPTS[1], ids):
@@ -86,7 +74,6 @@ def test_embeddings_equal_transformers(llm: LLM, model: Path) -> None:
 def test_each_prompt_may_have_its_own_pooling_params(llm: LLM, model: Path, tmp_path: Path) -> None:
     params = [PoolingParams(dimensions=5), PoolingParams(normalize=False, truncate_prompt_tokens=4)]
     whole, cut = llm.embed(PROMPTS, pooling_params=params, use_tqdm=False)
-    assert whole.outputs is not None
     expected = unit(hidden_state(model, PROMPTS[0])[:5])
     assert whole.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
     (alone,) = llm.embed(PROMPTS[1], pooling_params=params[1], use_tqdm=False)
@@ -97,8 +84,6 @@ def test_each_prompt_may_have_its_own_pooling_params(llm: LLM, model: Path, tmp_
     three = LLM(make_classifier(tmp_path / "three", model, num_labels=3), **ENGINE)
     raw = [PoolingParams(), PoolingParams(activation=False)]
     scores, numbers = three.classify([PROMPTS[0]] * 2, pooling_params=raw, use_tqdm=False)
-    assert scores.outputs is not None
-    assert numbers.outputs is not None
     softmax = torch.tensor(numbers.outputs.probs).softmax(-1)
     assert scores.outputs.probs == pytest.approx(softmax.tolist(), abs=1e-5)
 
@@ -121,7 +106,6 @@ def test_embed_raises_or_returns_prompt_errors(llm: LLM) -> None:
     fine, failed = llm.embed(["a", [5] * 600], use_tqdm=False, errors="return")
     assert fine.error is None
     assert failed.outputs is None
-    assert failed.error is not None
     assert failed.error.code == "prompt_too_long"
     pair = llm.score("a", ["b", "x" * 600], use_tqdm=False, errors="return")
     assert [one.error and one.error.code for one in pair] == [None, "prompt_too_long"]
@@ -220,14 +204,12 @@ def test_classify_equals_transformers(tmp_path: Path, model: Path) -> None:
     folder = make_classifier(tmp_path / "three", model, num_labels=3)
     llm = LLM(folder, **ENGINE)
     for output, prompt in zip(llm.classify(PROMPTS, use_tqdm=False), PROMPTS, strict=True):
-        assert output.outputs is not None
         expected = logits(folder, prompt).softmax(-1).tolist()
         assert output.outputs.probs == pytest.approx(expected, abs=1e-5)
         assert output.outputs.num_classes == 3
     assert isinstance(output, ClassificationRequestOutput)
     raw = PoolingParams(activation=False)
     (output,) = llm.classify(prompt, pooling_params=raw, use_tqdm=False)
-    assert output.outputs is not None
     assert output.outputs.probs == pytest.approx(logits(folder, prompt).tolist(), abs=1e-4)
     with pytest.raises(ValueError, match="needs a model with one label; this one has 3"):
         llm.score("a", "b")
@@ -251,7 +233,6 @@ def test_hf_overrides_make_a_reranker(tmp_path: Path, model: Path) -> None:
     }
     llm = LLM(folder, hf_overrides=overrides, **ENGINE)
     (output,) = llm.score("<|im_start|>who?\n", "he did<|im_end|>", use_tqdm=False)
-    assert output.outputs is not None
     expected = probability(folder, "<|im_start|>who?\nhe did<|im_end|>", ids)
     assert output.outputs.score == pytest.approx(expected, abs=1e-5)
     assert len(llm.generate("x", use_tqdm=False)) == 1, "a model with a head still writes"
@@ -287,7 +268,6 @@ def test_modules_json_chooses_the_pooling(tmp_path: Path) -> None:
     (states,) = reference_states(folder, [tokenizer("a b c")["input_ids"]])
     llm = LLM(folder, dtype="float32", device="cpu")
     (output,) = llm.embed("a b c", use_tqdm=False)
-    assert output.outputs is not None
     assert output.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
     with pytest.raises(ValueError, match="writes no text"):
         llm.generate("a")
@@ -302,9 +282,7 @@ def test_encoder_with_classification_head_also_embeds(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     (states,) = reference_states(tmp_path, [tokenizer("a b c")["input_ids"]])
     (embedded,), (labelled,) = llm.embed("a b c"), llm.classify("a b c")
-    assert embedded.outputs is not None
     assert embedded.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
-    assert labelled.outputs is not None
     assert labelled.outputs.num_classes == 2
 
 
@@ -355,8 +333,7 @@ def test_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, 20)
     tokenizer, pair = AutoTokenizer.from_pretrained(tmp_path), ("a b", "c d e f g h")
     cut = tokenizer(
-        *pair,
-        **{"truncation": "longest_first", "max_length": 7, "return_tensors": "pt"},
+        *pair, **{"truncation": "longest_first", "max_length": 7, "return_tensors": "pt"}
     )
     with torch.no_grad():
         expected = model.eval()(**cut).logits.sigmoid()[0, 0].item()

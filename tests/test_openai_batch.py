@@ -131,7 +131,6 @@ def test_valid_requests_are_answered_in_openai_format(done: Path) -> None:
             made = Completion.model_validate(body, strict=True)
             assert (made.choices[0].logprobs is not None) == ("logprobs" in given)
         assert [choice.index for choice in made.choices] == list(range(given.get("n", 1)))
-        assert made.usage is not None
         assert made.usage.completion_tokens <= 6 * given.get("n", 1)
         assert made.model == "tiny"
 

@@ -1,4 +1,4 @@
-"""What ``pip install .`` takes along: every folder of code, and the files beside the code."""
+"""Packages and Docker images hold all code, and the files beside the code."""
 
 from __future__ import annotations
 

@@ -138,9 +138,7 @@ def test_rows_that_attend_together_equal_transformers(
     """Rows under prefixes of 177 and 161 tokens, 8 samples each."""
     told = []
     monkeypatch.setattr(
-        shared_prefix,
-        "SharedPrefixes",
-        lambda *of: told.append(SharedPrefixes(*of)) or told[-1],
+        shared_prefix, "SharedPrefixes", lambda *of: told.append(SharedPrefixes(*of)) or told[-1]
     )
     setup = Setup(n=8, longer=140)
     completions, _ = run(checkpoint(family), setup)

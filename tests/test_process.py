@@ -1,4 +1,4 @@
-"""What is set for the whole process: idle OpenMP threads sleep after a short wait, unless told."""
+"""Settings of the whole process: OpenMP threads, exits and garbage collection."""
 
 from __future__ import annotations
 

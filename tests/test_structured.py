@@ -145,10 +145,7 @@ def test_finished_json_is_valid(llm: LLM, temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "texts",
-    [
-        [f"c{number}" for number in range(10_000)],
-        ["a", "ab", 'a"b', "a|b\\n", "é\n"],
-    ],
+    [[f"c{number}" for number in range(10_000)], ["a", "ab", 'a"b', "a|b\\n", "é\n"]],
     ids=["many", "odd"],
 )
 def test_choice_with_a_long_list(llm: LLM, texts: list[str]) -> None:

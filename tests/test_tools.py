@@ -272,8 +272,7 @@ def test_tool_call_grammar_includes_reasoning(tokenizer: Tokenizer, name: str, k
     sampling = ToolChoices(FORMATS[name], tokenizer, compiler).applied(PLAIN, TOOLS)
     assert isinstance(sampling, RowSampling)
     maker = RequestMaker(
-        *(tokenizer, frozenset({0}), compiler),
-        find_reasoning_format("auto", tokenizer),
+        *(tokenizer, frozenset({0}), compiler), find_reasoning_format("auto", tokenizer)
     )
     prompt = Prompt(np.array([1, 2], np.int32), None, truncated=False, has_control_text=False)
     assert type(maker.make(PromptRow(0, prompt, sampling, tools=TOOLS)).grammar) is kind

@@ -53,9 +53,7 @@ def test_line_every_thirty_seconds(clock: Clock) -> None:
     ]
 
 
-def test_note_replaces_the_pool_and_eta_waits_for_a_finished_row(
-    clock: Clock,
-) -> None:
+def test_note_replaces_the_pool_and_eta_waits_for_a_finished_row(clock: Clock) -> None:
     lines: list[str] = []
     progress = lines_into(lines, clock)
     clock.now = 31.0

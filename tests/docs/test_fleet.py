@@ -74,9 +74,7 @@ def test_ray_job_uses_known_kuberay_fields(ray_job: dict[str, Any]) -> None:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_ray_job_has_a_gpu_per_worker_and_none_on_the_head(
-    ray_job: dict[str, Any],
-) -> None:
+def test_ray_job_has_a_gpu_per_worker_and_none_on_the_head(ray_job: dict[str, Any]) -> None:
     """So that the head's pod, in which the driver runs, needs no GPU and is given no worker."""
     cluster = ray_job["spec"]["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]

@@ -30,11 +30,7 @@ HOPELESS = {
 }
 
 
-SLURM_ARRAY = {
-    "SLURM_ARRAY_JOB_ID": "6",
-    "SLURM_ARRAY_TASK_ID": "3",
-    "SLURM_ARRAY_TASK_MIN": "0",
-}
+SLURM_ARRAY = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "0"}
 
 
 def the(language: str, word: str) -> Block:

@@ -9,5 +9,5 @@ from tests.engine import fake
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one_at_a_time", "one_ahead"])
 def make_engine(request: pytest.FixtureRequest) -> fake.MakeEngine:
-    """Makes engines that read each step before the next is submitted, then such that do not."""
+    """Return ``fake.make_engine``, once without and once with steps submitted ahead."""
     return functools.partial(fake.make_engine, runs_ahead=request.param)

@@ -1,4 +1,4 @@
-"""A runner without a model: it keeps tokens where a model keeps KV, and checks what it reads."""
+"""A runner without a model, which keeps tokens in place of KV and checks what it reads."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ class FakeRunner:
         """Computes at once; a token that the host does not know yet is that of the step before."""
         known = step.previous_sample < 0
         step = replace(
-            step,
-            token_ids=np.where(known, step.token_ids, self._previous[step.previous_sample]),
+            step, token_ids=np.where(known, step.token_ids, self._previous[step.previous_sample])
         )
         result = self.run(step)
         self._previous = np.append(result.token_ids, EMPTY)  # -1, where nothing is taken, is there

@@ -1,4 +1,4 @@
-"""What always holds between two steps: of scheduler, table, beam groups and KV pool."""
+"""Checks that scheduler, table, beam groups and KV pool agree between two steps."""
 
 from __future__ import annotations
 

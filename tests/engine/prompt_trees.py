@@ -1,4 +1,4 @@
-"""Prompts that share prefixes, and the branch points that a window's plan gives them."""
+"""Prompts that share prefixes, and the branch points that the plan of a window gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search over ``FakeRunner``'s candidates, as it is written down."""
+"""A plain beam search over the candidates of ``FakeRunner``, to compare the engine with."""
 
 from __future__ import annotations
 

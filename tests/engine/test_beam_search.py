@@ -1,4 +1,4 @@
-"""Beam search comes to what it would alone, and its beams stay together and share blocks."""
+"""Beam searches find what they find alone, and their beams share blocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from batchinfer.engine.request import Request
 from batchinfer.engine.step import Step, StepResult
 from tests.engine import fake
 from tests.engine.fake import EOS, MakeEngine, expected, make_request, run_all
@@ -18,83 +15,10 @@ from tests.engine.searches import SmallToy, assert_found, beams, expected_beams
 from tests.engine.toy_grammar import constrained
 
 
-@st.composite
-def workloads(draw: st.DrawFn) -> list[Request]:
-    """Searches and ordinary rows, under common prefixes."""
-    prefix = draw(st.lists(st.integers(1, 9), max_size=12))
-    rows = draw(
-        st.lists(
-            st.tuples(
-                st.booleans(),
-                st.lists(st.integers(1, 3), min_size=1, max_size=8),
-                st.integers(1, 14),
-                st.sampled_from([1, 2, 3, 5]),
-                st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
-                st.booleans(),
-            ),
-            min_size=1,
-            max_size=10,
-        )
-    )
-    return [
-        beams(
-            row_id,
-            prefix + own,
-            width,
-            max_tokens=most,
-            length_penalty=penalty,
-            ignore_eos=ignore_eos,
-        )
-        if searches
-        else make_request(row_id, prefix + own, max_tokens=most, n=width, ignore_eos=ignore_eos)
-        for row_id, (searches, own, most, width, penalty, ignore_eos) in enumerate(rows)
-    ]
-
-
-@given(
-    requests=workloads(),
-    block_size=st.sampled_from([1, 2, 4, 16]),
-    pool_tokens=st.sampled_from([64, 128, 1024]),
-    max_tokens=st.sampled_from([5, 7, 64]),
-    max_num_seqs=st.sampled_from([2, 5, 8, 64]),
-    caching=st.booleans(),
-)
-def test_what_is_found_does_not_depend_on_how_it_was_scheduled(
-    make_engine: MakeEngine,
-    requests: list[Request],
-    block_size: int,
-    pool_tokens: int,
-    max_tokens: int,
-    max_num_seqs: int,
-    caching: bool,
-) -> None:
-    engine, _ = make_engine(
-        pool_tokens // block_size,
-        block_size,
-        max_tokens=max_tokens,
-        max_num_seqs=max_num_seqs,
-        caching=caching,
-    )
-    completions, steps = run_all(engine, requests)
-    ran = [c for c in completions.values() if c.error_code is None]
-    for completion in ran:
-        if completion.request.params.beam_width:
-            assert_found(completion)
-        else:
-            for output in completion.outputs:
-                assert output.token_ids.tolist() == expected(completion.request, output.index)
-    assert {c.error_code for c in completions.values()} <= {None, "does_not_fit"}
-    computed = sum(c.stats.prompt_tokens - c.stats.cached_tokens for c in ran)
-    recomputed = sum(c.stats.recomputed_tokens for c in ran)
-    assert sum(step.prefill_tokens for step in steps) == computed + recomputed
-    assert sum(step.num_preempted for step in steps) == sum(c.stats.preemptions for c in ran)
-
-
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [6, 64])
-def test_a_group_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -> None:
-    """Now and then the newest loses its blocks, in whatever state it is; what an adapter computed
-    of the same tokens does not serve."""
+def test_preempted_group_continues_whole(caching: bool, max_tokens: int) -> None:
+    """Every ninth step preempts the newest group. Groups with other adapters share no blocks."""
     requests = [
         replace(beams(row, [row // 2] * 9, 4, max_tokens=30, ignore_eos=True), adapter=row % 2)
         for row in range(6)
@@ -121,8 +45,8 @@ def test_a_group_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) 
     assert engine.scheduler.pool.num_used == 0
 
 
-def test_a_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None:
-    """Rows that seem to be short run long, so the forecast errs."""
+def test_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None:
+    """The forecast takes long rows for short ones."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     engine, _ = make_engine(num_blocks=60, block_size=4)
     engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
@@ -133,7 +57,7 @@ def test_a_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> No
 
 
 def test_beams_that_fill_the_pool_to_the_last_block_run(make_engine: MakeEngine) -> None:
-    """Three beams share the prompt's block; one of them writes to it, the others copy it."""
+    """Three beams share the block of the prompt. One writes to it, the others copy it."""
     engine, _ = make_engine(num_blocks=3, block_size=16)
     completions, steps = run_all(engine, [beams(0, [1], 3, max_tokens=9)], most_steps=20)
     assert_found(completions[0])
@@ -152,8 +76,8 @@ def test_beams_take_half_the_blocks_of_separate_sequences(make_engine: MakeEngin
     assert max(step.kv_blocks_shared for step in steps) >= 16
 
 
-def test_a_block_is_copied_when_beams_part_in_it(make_engine: MakeEngine) -> None:
-    """Three beams from a prompt of a block and a half: two copies, then one for every fork."""
+def test_block_is_copied_when_beams_fork_in_it(make_engine: MakeEngine) -> None:
+    """Three beams continue a prompt of one and a half blocks, which takes two copies."""
     engine, runner = make_engine(num_blocks=50, block_size=4)
     request = beams(0, [1, 2, 3, 4, 5, 6], 3, max_tokens=2, ignore_eos=True)
     _, steps = run_all(engine, [request])
@@ -162,8 +86,8 @@ def test_a_block_is_copied_when_beams_part_in_it(make_engine: MakeEngine) -> Non
     assert [len(step.block_copies) for step in runner.steps] == [0, 2]
 
 
-def test_rows_are_kept_for_beams_to_be_born(make_engine: MakeEngine) -> None:
-    """Ordinary rows fill the table but for the beams', which then are never preempted for it."""
+def test_table_rows_are_kept_for_beams_to_come(make_engine: MakeEngine) -> None:
+    """Ordinary rows leave the rows of the beams free, so that no beam is preempted."""
     rows = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 20)]
     requests = [rows[0], beams(30, [7] * 5, 4, max_tokens=8, ignore_eos=True), *rows[1:]]
     engine, _ = make_engine(num_blocks=400, max_num_seqs=6)
@@ -174,7 +98,7 @@ def test_rows_are_kept_for_beams_to_be_born(make_engine: MakeEngine) -> None:
 
 
 def test_more_beams_than_rows_of_a_step_run_alone(make_engine: MakeEngine) -> None:
-    """Neither ordinary rows nor other searches beside them, though each of these has room."""
+    """No other row or search runs beside them, even if it has room."""
     requests = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 6)]
     requests[2:2] = [
         beams(row, [7] * 5, 4, max_tokens=8, ignore_eos=True, stop_token_ids=[2]) for row in (8, 9)
@@ -206,7 +130,7 @@ def test_beams_keep_to_their_grammar(make_engine: MakeEngine, max_num_seqs: int)
     assert ends == {"stop", "length"}
 
 
-def test_a_grammar_that_gives_up_ends_its_search_alone(make_engine: MakeEngine) -> None:
+def test_grammar_that_fails_ends_only_its_search(make_engine: MakeEngine) -> None:
     broken = constrained(beams(0, [1], 3, max_tokens=9), SmallToy(longest=9, breaks_at=2))
     engine, _ = make_engine(num_blocks=100)
     completions, _ = run_all(engine, [broken, beams(1, [1], 3, max_tokens=9)])
@@ -222,7 +146,7 @@ def test_a_grammar_that_gives_up_ends_its_search_alone(make_engine: MakeEngine) 
         ({"num_blocks": 12}, "4 beams may need 13 KV blocks, the pool has 12"),
     ],
 )
-def test_a_search_that_can_never_run_is_handed_back(
+def test_search_that_can_never_run_gets_an_error(
     make_engine: MakeEngine, settings: dict[str, int], message: str
 ) -> None:
     engine, _ = make_engine(**{"num_blocks": 13, **settings})
@@ -233,27 +157,27 @@ def test_a_search_that_can_never_run_is_handed_back(
     assert message in str(completions[0].error_message)
 
 
-def test_a_search_that_just_fits_runs(make_engine: MakeEngine) -> None:
+def test_search_that_just_fits_runs(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(num_blocks=13, max_num_seqs=4, max_tokens=4)
     completions, _ = run_all(engine, [beams(0, [1] * 5, 4, max_tokens=12, ignore_eos=True)])
     assert_found(completions[0])
 
 
-def test_the_model_length_cuts_a_search(make_engine: MakeEngine) -> None:
+def test_model_length_cuts_a_search(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(num_blocks=100, max_model_len=12)
     completions, _ = run_all(engine, [beams(0, [1] * 5, 3, max_tokens=50, ignore_eos=True)])
     assert_found(completions[0], max_model_len=12)
     assert {len(output.token_ids) for output in completions[0].outputs} == {7}
 
 
-def test_more_beams_than_tokens_to_begin_with(make_engine: MakeEngine) -> None:
+def test_more_beams_than_tokens_in_the_vocabulary(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(num_blocks=200)
     completions, _ = run_all(engine, [beams(0, [1] * 5, 20, max_tokens=6)])
     assert_found(completions[0])
     assert len(completions[0].outputs) == 20
 
 
-def test_stop_tokens_that_the_user_names_end_beams(make_engine: MakeEngine) -> None:
+def test_stop_tokens_of_the_user_end_beams(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(num_blocks=100)
     request = beams(0, [3, 4], 4, max_tokens=20, stop_token_ids=[2, 5, 8])
     completions, _ = run_all(engine, [request])
@@ -269,7 +193,7 @@ def test_stop_tokens_that_the_user_names_end_beams(make_engine: MakeEngine) -> N
         assert output.stop_reason == (None if last == EOS else last)
 
 
-def test_a_search_with_nan_logits_errs_alone(make_engine: MakeEngine) -> None:
+def test_search_with_nan_logits_gets_an_error_and_others_do_not(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(num_blocks=100)
     inner = runner.run
 

@@ -1,4 +1,4 @@
-"""A step is under way while the one before it is read: order, late ends, failures."""
+"""The engine submits a step before it reads the result of the step before."""
 
 from __future__ import annotations
 
@@ -100,11 +100,7 @@ def test_a_token_that_is_not_known_is_named_by_its_sample() -> None:
 
     runner.submit = note  # type: ignore[method-assign]
     run_all(engine, [make_request(row, [row + 1] * 3, max_tokens=3) for row in range(3)])
-    assert [step.previous_sample.tolist() for step in submitted] == [
-        [-1] * 9,
-        [0, 1, 2],
-        [0, 1, 2],
-    ]
+    assert [step.previous_sample.tolist() for step in submitted] == [[-1] * 9, [0, 1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("length", range(1, 7))
@@ -318,10 +314,7 @@ class EngineMachine(RuleBasedStateMachine):
     def make(self, runs_ahead: bool, num_blocks: int, max_num_seqs: int, max_tokens: int) -> None:
         self.engine: Engine
         self.engine, _ = make_engine(
-            num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_tokens=max_tokens,
-            runs_ahead=runs_ahead,
+            num_blocks, max_num_seqs=max_num_seqs, max_tokens=max_tokens, runs_ahead=runs_ahead
         )
         self.runner = Fails(num_blocks, 4, now_and_then_ends)
         self.engine._runner = self.runner

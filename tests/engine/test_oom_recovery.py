@@ -1,4 +1,4 @@
-"""A step that the device has no memory for: all else is as if there had been enough."""
+"""After a step for which memory is missing, smaller steps give the same outputs."""
 
 from __future__ import annotations
 
@@ -204,7 +204,6 @@ def test_a_device_that_has_no_memory_for_the_smallest_step_ends_the_run(
         engine.add_request(request)
     for size in sizes:
         recovered = engine.step().recovered
-        assert recovered is not None
         assert recovered.max_num_batched_tokens == size
     with pytest.raises(DeviceError, match=rf"tokens {sizes[-1]}\).*no memory left") as told:
         engine.step()

@@ -1,4 +1,4 @@
-"""Whatever the engine does, a prompt's tokens are judged once each, by all that comes before."""
+"""Every prompt token is scored once, by the whole text before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.fake import (
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[Request]:
-    """Rows that share prefixes of all lengths, some of which ask from some token on."""
+    """Draw rows that share prefixes; some ask for scores, from any token on."""
     prefixes = draw(st.lists(st.lists(st.integers(1, 30), max_size=20), min_size=1, max_size=3))
     rows = draw(
         st.lists(
@@ -50,13 +50,12 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     return requests
 
 
-def assert_judged(completion: Completion) -> None:
-    """Each token from ``scored_from`` on, in order, by its whole context."""
+def assert_scored(completion: Completion) -> None:
+    """Assert that each token from ``scored_from`` on is scored by its whole context."""
     request, found = completion.request, completion.prompt_logprobs
     if request.params.prompt_logprobs is None:
         assert found is None
         return
-    assert found is not None
     tokens = request.prompt_token_ids
     places = range(request.scored_from, len(tokens))
     values = [likelihood(tokens[:at].tobytes(), int(tokens[at])) for at in places]
@@ -66,8 +65,8 @@ def assert_judged(completion: Completion) -> None:
     assert found.top_logprobs.shape == found.top_token_ids.shape
 
 
-def judged(runner: FakeRunner) -> list[int]:
-    """Tokens that steps have told of, in order."""
+def scored(runner: FakeRunner) -> list[int]:
+    """Return the tokens that steps scored, in order."""
     asked = [step.scored.token_ids for step in runner.steps if step.scored is not None]
     return [int(token) for token in np.concatenate(asked)]
 
@@ -81,7 +80,7 @@ def judged(runner: FakeRunner) -> list[int]:
     caching=st.booleans(),
     host_blocks=st.sampled_from([0, 8]),
 )
-def test_every_token_is_judged_by_its_whole_context(
+def test_every_token_is_scored_by_its_whole_context(
     make_engine: MakeEngine,
     requests: list[Request],
     block_size: int,
@@ -106,14 +105,12 @@ def test_every_token_is_judged_by_its_whole_context(
         if completion.error_code is not None:
             assert completion.error_code == "does_not_fit"
             continue
-        assert_judged(completion)
+        assert_scored(completion)
         for output in completion.outputs:
             assert output.token_ids.tolist() == expected(request, output.index)
 
 
-def test_what_is_judged_is_computed_and_what_is_before_it_is_shared(
-    make_engine: MakeEngine,
-) -> None:
+def test_tokens_before_the_scored_tokens_are_shared(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(64, 4)
     context = list(range(1, 15))
     requests = [
@@ -122,13 +119,13 @@ def test_what_is_judged_is_computed_and_what_is_before_it_is_shared(
     ]
     completions, _ = run_all(engine, requests)
     for completion in completions.values():
-        assert_judged(completion)
+        assert_scored(completion)
     cached = [completions[row].stats.cached_tokens for row in range(3)]
     assert cached == [0, 13, 13], "the hit ends before the token whose logits are needed"
-    assert judged(runner) == [20, 30, 21, 30, 22, 30], "none is judged twice"
+    assert scored(runner) == [20, 30, 21, 30, 22, 30], "no token is scored twice"
 
 
-def test_a_whole_prompt_takes_no_block_but_leaves_its_own(make_engine: MakeEngine) -> None:
+def test_wholly_scored_prompt_shares_blocks_only_with_later_rows(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(64, 4)
     prompt = list(range(1, 13))
     whole = make_request(0, prompt, prompt_logprobs=1)
@@ -136,11 +133,11 @@ def test_a_whole_prompt_takes_no_block_but_leaves_its_own(make_engine: MakeEngin
     plain = make_request(2, prompt)
     completions, _ = run_all(engine, [whole, again, plain])
     assert [completions[row].stats.cached_tokens for row in range(3)] == [0, 0, 11]
-    assert_judged(completions[0])
-    assert_judged(completions[1])
+    assert_scored(completions[0])
+    assert_scored(completions[1])
 
 
-def test_after_a_preemption_only_what_is_missing_is_judged(make_engine: MakeEngine) -> None:
+def test_preempted_row_scores_only_missing_tokens(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(16, 4, max_tokens=8)
     engine.add_request(make_request(0, list(range(1, 31)), max_tokens=2, prompt_logprobs=0))
     done: list[Completion] = []
@@ -151,14 +148,14 @@ def test_after_a_preemption_only_what_is_missing_is_judged(make_engine: MakeEngi
             engine.scheduler.preempt(sequence)
         if done:
             break
-    assert_judged(done[0])
+    assert_scored(done[0])
     # A step that is under way while it is preempted is not known of yet.
-    assert sorted(set(judged(runner))) == list(range(2, 31))
-    assert len(judged(runner)) <= 29 + 8
+    assert sorted(set(scored(runner))) == list(range(2, 31))
+    assert len(scored(runner)) <= 29 + 8
 
 
 class _Fails(FakeRunner):
-    """Has no memory for its third step."""
+    """A runner without memory for its third step."""
 
     def submit(self, step: Step) -> Pending:  # type: ignore[override]
         if len(self.steps) == 2 and not hasattr(self, "failed"):
@@ -167,17 +164,19 @@ class _Fails(FakeRunner):
         return super().submit(step)
 
 
-def test_a_step_that_failed_is_judged_again(make_engine: MakeEngine) -> None:
+def test_tokens_of_a_failed_step_are_scored_again(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(16, 4, max_tokens=8)
     runner.__class__ = _Fails
     request = make_request(0, list(range(1, 31)), prompt_logprobs=0)
     completions, _ = run_all(engine, [request])
-    assert_judged(completions[0])
+    assert_scored(completions[0])
     assert runner.failed
 
 
 @pytest.mark.parametrize("place", [3, 17, 29])
-def test_a_prompt_judged_by_no_number_fails_alone(make_engine: MakeEngine, place: int) -> None:
+def test_prompt_with_nan_scores_gets_an_error_and_others_do_not(
+    make_engine: MakeEngine, place: int
+) -> None:
     engine, _ = make_engine(64, 4, max_tokens=8)
     tokens = list(range(1, 31))
     bad = [*tokens[:place], SPOILT, *tokens[place + 1 :]]
@@ -185,11 +184,11 @@ def test_a_prompt_judged_by_no_number_fails_alone(make_engine: MakeEngine, place
     completions, _ = run_all(engine, requests)
     assert completions[0].error_code == "nan_logits"
     assert completions[0].prompt_logprobs is None
-    assert_judged(completions[1])
+    assert_scored(completions[1])
     assert completions[1].error_code is None
 
 
-def test_a_token_that_is_given_is_not_drawn(make_engine: MakeEngine) -> None:
+def test_given_token_is_not_drawn(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(64, 4)
     told = replace(make_request(0, [1, 2, 3], max_tokens=1, logprobs=None), given_token=77)
     free = make_request(1, [1, 2, 3], max_tokens=1)

@@ -1,4 +1,4 @@
-"""Requests that are cut off anywhere and go on from their output: all is as if nothing had been."""
+"""Requests that stop anywhere and continue from their output give the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are given up go to the host, come back, and change nothing but what is computed."""
+"""Preempted blocks move to the host and back, and outputs stay the same."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.prefix_index import common_tokens, token_key
-from batchinfer.engine.request import Completion, Request
-from batchinfer.engine.scheduler.preemption import Preemption
+from batchinfer.engine.request import Request
 from batchinfer.engine.stats import StepStats
 from tests.engine.fake import (
     EOS,
     FakeRunner,
     MakeEngine,
-    expected,
     hashed,
     make_engine,
     make_request,
@@ -27,149 +23,43 @@ from tests.engine.fake import (
 )
 from tests.engine.invariants import check_scheduler
 from tests.engine.searches import assert_found, beams
+from tests.engine.workloads import assert_expected
 
 
 def ends_late(context: bytes, stream: int, sample: int, position: int) -> int:
-    """Rows from the fortieth on run ten times longer than those before them have shown."""
+    """End rows after 4 tokens, and rows from the fortieth on after 40."""
     ends = 4 if stream < 40 else 40
     return EOS if position == ends - 1 else hashed(context, stream, sample, position)
 
 
 def crowd(n: int = 1) -> list[Request]:
-    """More rows than fit, and of half of them the forecast does not know how long they get."""
+    """Return more rows than the pool holds; the forecast is wrong for the last third."""
     return [make_request(row, [row + 1] * 5, max_tokens=64, n=n) for row in range(60)]
-
-
-def assert_expected(completions: dict[int, Completion], next_token=ends_late) -> None:
-    for completion in completions.values():
-        for output in completion.outputs:
-            tokens = expected(completion.request, output.index, next_token)
-            assert output.token_ids.tolist() == tokens
-
-
-def run_preempting(
-    engine: Engine, requests: list[Request], every: int, most: int = 60
-) -> tuple[dict[int, Completion], list[StepStats]]:
-    """Run all; the newest sequence loses its blocks now and then, in whatever state it is."""
-    for request in requests:
-        engine.add_request(request)
-    completions, steps, preempted = {}, [], 0
-    while engine.num_unfinished:
-        outcome = engine.step()
-        check_scheduler(engine.scheduler)
-        completions |= {done.request.row_id: done for done in outcome.completions}
-        steps += [] if outcome.stats is None else [outcome.stats]
-        running = list(engine.scheduler.table.running())
-        if running and len(steps) % every == 0 and preempted < most:
-            preempted += engine.scheduler.preempt(running[-1])
-            check_scheduler(engine.scheduler)
-    return completions, steps
-
-
-@st.composite
-def workloads(draw: st.DrawFn) -> list[Request]:
-    """Rows and searches that share prefixes; what they say of later rows may be wrong."""
-    prefixes = draw(st.lists(st.lists(st.integers(1, 9), max_size=20), min_size=1, max_size=3))
-    rows = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(prefixes),
-                st.lists(st.integers(1, 3), min_size=1, max_size=12),
-                st.integers(1, 20),
-                st.sampled_from([1, 1, 3]),
-                st.booleans(),
-                st.integers(0, 32),
-                st.sampled_from([0, 0, 1]),
-            ),
-            min_size=1,
-            max_size=20,
-        )
-    )
-    requests = []
-    for row, (prefix, own, most, n, searches, later, adapter) in enumerate(rows):
-        make = beams if searches and n > 1 else make_request
-        width = (n,) if searches and n > 1 else ()
-        more = {} if width else {"n": n}
-        request = make(row, prefix + own, *width, max_tokens=most, ignore_eos=True, **more)
-        later = min(later, len(prefix + own))
-        requests.append(replace(request, reused_prefix_len=later, adapter=adapter))
-    return requests
-
-
-@given(
-    requests=workloads(),
-    block_size=st.sampled_from([1, 2, 4, 16]),
-    pool_tokens=st.sampled_from([48, 80, 128, 512]),
-    max_tokens=st.sampled_from([5, 7, 64]),
-    host_blocks=st.sampled_from([0, 1, 2, 4, 16, 500]),
-    preemption=st.sampled_from(["swap", "auto"]),
-    caching=st.booleans(),
-    every=st.sampled_from([2, 5, 1000]),
-    runs_ahead=st.booleans(),
-)
-def test_outputs_do_not_depend_on_what_is_swapped(
-    requests: list[Request],
-    block_size: int,
-    pool_tokens: int,
-    max_tokens: int,
-    host_blocks: int,
-    preemption: Preemption,
-    caching: bool,
-    every: int,
-    runs_ahead: bool,
-) -> None:
-    engine, _ = make_engine(
-        pool_tokens // block_size,
-        block_size,
-        max_tokens=max_tokens,
-        caching=caching,
-        host_blocks=host_blocks,
-        preemption=preemption,
-        runs_ahead=runs_ahead,
-    )
-    if runs_ahead:
-        completions, steps = run_all(engine, requests)
-    else:
-        completions, steps = run_preempting(engine, requests, every)
-    ran = [c for c in completions.values() if c.error_code is None]
-    for completion in ran:
-        if completion.request.params.beam_width:
-            assert_found(completion)
-        else:
-            assert_expected({0: completion}, hashed)
-    assert len(completions) == len(requests)
-    assert engine.scheduler.pool.num_used == 0
-    swapped = sum(completion.stats.swapped_blocks for completion in ran)
-    assert sum(step.swapped_in_blocks for step in steps) == swapped
-    assert steps == [] or max(step.swapped_out_blocks for step in steps) <= max(
-        host_blocks, pool_tokens // block_size
-    )
 
 
 @pytest.mark.parametrize(
     ("n", "num_blocks", "host_blocks"),
     [(1, 18, 1), (1, 18, 4), (3, 18, 4), (1, 18, 1000), (1, 60, 1), (1, 60, 4)],
 )
-def test_a_crowd_is_served_whatever_the_host_holds(
+def test_more_rows_than_the_pool_holds_run_with_any_host_memory(
     make_engine: MakeEngine, n: int, num_blocks: int, host_blocks: int
 ) -> None:
-    """A pool of 18 blocks holds one row of the longest."""
+    """A pool of 18 blocks holds one of the longest rows."""
     engine, _ = make_engine(
-        num_blocks,
-        next_token=ends_late,
-        host_blocks=host_blocks,
-        preemption="swap",
+        num_blocks, next_token=ends_late, host_blocks=host_blocks, preemption="swap"
     )
     completions, steps = run_all(engine, crowd(n))
-    assert_expected(completions)
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
     assert sum(step.swapped_in_blocks for step in steps) > 0
     assert engine.scheduler.pool.host.num_used <= host_blocks
 
 
-def test_with_room_on_the_host_nothing_is_recomputed(make_engine: MakeEngine) -> None:
+def test_nothing_is_recomputed_while_the_host_has_room(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(60, next_token=ends_late, host_blocks=1000, preemption="swap")
     completions, steps = run_all(engine, crowd())
-    assert_expected(completions)
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
     assert sum(step.num_preempted for step in steps) > 5
     assert sum(step.swapped_out_blocks for step in steps) > 5
     assert max(step.num_swapped for step in steps) > 0
@@ -178,17 +68,18 @@ def test_with_room_on_the_host_nothing_is_recomputed(make_engine: MakeEngine) ->
     assert all(stats.swap_preemptions == stats.preemptions for stats in preempted)
 
 
-def test_without_it_what_was_given_up_is_recomputed(make_engine: MakeEngine) -> None:
+def test_preempted_rows_are_recomputed_without_swapping(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(60, next_token=ends_late, host_blocks=1000)
     completions, steps = run_all(engine, crowd())
-    assert_expected(completions)
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
     assert sum(step.recomputed_tokens for step in steps) > 0
     assert sum(step.swapped_out_blocks for step in steps) == 0
     assert not any(done.stats.swap_preemptions for done in completions.values())
 
 
-def test_a_group_comes_back_from_the_host_whole(make_engine: MakeEngine) -> None:
-    """All that is computed again is the token before the last of each beam, and of its block."""
+def test_beam_group_returns_from_the_host_whole(make_engine: MakeEngine) -> None:
+    """Only the last token of each beam, and tokens of its last block, are computed again."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     recomputed = {}
     for preemption in ("recompute", "swap"):
@@ -205,7 +96,7 @@ def test_a_group_comes_back_from_the_host_whole(make_engine: MakeEngine) -> None
 
 
 def preempt_and_evict(engine: Engine) -> StepStats:
-    """Take the running sequences' blocks, use them all for something else, and run a step."""
+    """Preempt all sequences, overwrite all blocks, and run a step."""
     scheduler = engine.scheduler
     for sequence in list(scheduler.table.running()):
         scheduler.preempt(sequence)
@@ -217,8 +108,8 @@ def preempt_and_evict(engine: Engine) -> StepStats:
     return stats
 
 
-def test_a_block_that_came_back_is_not_copied_out_again() -> None:
-    """Its host slot still holds it; only the last block, which is written on, is copied anew."""
+def test_block_that_returned_is_not_copied_to_the_host_again() -> None:
+    """Its host slot still holds it. Only the last block changes, so only it is copied again."""
     engine, _ = make_engine(10, host_blocks=100, preemption="swap")
     engine.add_request(make_request(0, [7] * 16, max_tokens=8, ignore_eos=True))
     engine.step()
@@ -228,7 +119,7 @@ def test_a_block_that_came_back_is_not_copied_out_again() -> None:
     assert sum(step.recomputed_tokens for step in steps) == 0
 
 
-def test_samples_that_are_swapped_share_what_they_shared() -> None:
+def test_swapped_samples_still_share_blocks() -> None:
     engine, _ = make_engine(20, host_blocks=100, preemption="swap")
     engine.add_request(make_request(0, [7] * 16, max_tokens=8, n=3, ignore_eos=True))
     engine.step()
@@ -239,8 +130,7 @@ def test_samples_that_are_swapped_share_what_they_shared() -> None:
     assert stats.kv_blocks_used == 4 + 3
 
 
-def test_copies_of_a_step_that_failed_are_not_found(make_engine: MakeEngine) -> None:
-    """Whether they were made is not known."""
+def test_copies_of_a_failed_step_are_not_used(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(60, next_token=ends_late, host_blocks=1000, preemption="swap")
     for request in crowd():
         engine.add_request(request)
@@ -255,11 +145,12 @@ def test_copies_of_a_step_that_failed_are_not_found(make_engine: MakeEngine) -> 
     runner = FakeRunner(60, 4, ends_late, 1000)
     engine._runner = runner
     completions, _ = run_all(engine, [make_request(row, [90, row], max_tokens=9) for row in (1, 2)])
-    assert_expected(completions)
+    for completion in completions.values():
+        assert_expected(completion, ends_late)
 
 
 def documents(num: int, questions: int, *, told: bool) -> list[Request]:
-    """Each document is asked about several times, in rounds, so that others come between."""
+    """Return rounds of one question about each document, with unrelated rows in between."""
     requests = []
     for asked in range(questions):
         for document in range(num):
@@ -274,15 +165,16 @@ def documents(num: int, questions: int, *, told: bool) -> list[Request]:
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
-def test_known_future_use_beats_least_recently_used(
+def test_hints_about_later_rows_save_more_than_lru(
     make_engine: MakeEngine, host_blocks: int
 ) -> None:
-    """Half of the rows leave nothing that is used again; documents come round after 8 rows."""
+    """Half of the rows share nothing. Each document returns after 8 rows."""
     computed, swapped = {}, {}
     for told in (False, True):
         engine, _ = make_engine(44, max_num_seqs=2, host_blocks=host_blocks, preemption="swap")
         completions, steps = run_all(engine, documents(5, 6, told=told))
-        assert_expected(completions, hashed)
+        for completion in completions.values():
+            assert_expected(completion)
         computed[told] = sum(step.prefill_tokens for step in steps)
         swapped[told] = sum(step.swapped_in_blocks for step in steps)
     once, asked = 30 * 24, 30
@@ -295,7 +187,7 @@ def test_known_future_use_beats_least_recently_used(
 
 
 def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
-    """The prompts sorted, each told what the next begins with as well."""
+    """Return sorted prompts; each has a hint of the prefix that it shares with the next."""
     prompts = sorted(prompts)
     common = [common_tokens(*map(token_key, pair)) for pair in pairwise(prompts)] + [0]
     return [
@@ -305,7 +197,7 @@ def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
 
 
 def in_rounds(prompts: list[list[int]], rounds: int) -> list[Request]:
-    """All prompts, again and again; each is told that it comes again."""
+    """Return all prompts several times; hints say that they come again."""
     return [
         replace(
             make_request(at * len(prompts) + number, prompt, max_tokens=2, ignore_eos=True),
@@ -316,8 +208,8 @@ def in_rounds(prompts: list[list[int]], rounds: int) -> list[Request]:
     ]
 
 
-def test_short_rows_that_differ_leave_nothing_on_the_host(make_engine: MakeEngine) -> None:
-    """Neighbours have a token or two in common, which is not worth a block's way there."""
+def test_short_prefixes_are_not_copied_to_the_host(make_engine: MakeEngine) -> None:
+    """Neighbors share a token or two, which is not worth the copy of a block."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 9, rng.integers(4, 12)).tolist() for _ in range(300)]
     engine, _ = make_engine(24, max_num_seqs=4, host_blocks=500, preemption="auto", block_size=8)
@@ -327,11 +219,11 @@ def test_short_rows_that_differ_leave_nothing_on_the_host(make_engine: MakeEngin
 
 
 @pytest.mark.parametrize("scored_from", [1, 13])
-def test_prompts_that_are_scored_leave_nothing_that_no_row_takes_on_the_host(
+def test_blocks_of_scored_tokens_are_not_copied_to_the_host(
     make_engine: MakeEngine, scored_from: int
 ) -> None:
-    """Logits are needed of every token from ``scored_from`` on, so blocks with them are computed
-    again however many rows begin with them; those before are taken where they are."""
+    """Rows need logits of all tokens from ``scored_from`` on, so they can share only earlier
+    blocks."""
     groups = [[group + 1] * 24 + [100] for group in range(20)]
     rows = [replace(request, scored_from=scored_from) for request in in_rounds(groups, rounds=3)]
     rows = [replace(row, params=replace(row.params, prompt_logprobs=1)) for row in rows]
@@ -343,10 +235,10 @@ def test_prompts_that_are_scored_leave_nothing_that_no_row_takes_on_the_host(
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
-def test_further_samples_of_a_row_want_nothing_for_rows_that_came_before_them(
+def test_hints_of_further_samples_keep_no_blocks_for_rows_that_have_run(
     make_engine: MakeEngine,
 ) -> None:
-    """They arrive when all others have run; a row of theirs was told of one that ran long since."""
+    """They arrive after all other rows, and their hints speak of rows that have run."""
     rows = in_rounds([[group + 1] * 24 + [100] for group in range(20)], rounds=2)
     further = [replace(row, first_sample=1, number=1) for row in rows[:20]]
     engine, _ = make_engine(24, max_num_seqs=2, host_blocks=500, preemption="auto")
@@ -356,11 +248,11 @@ def test_further_samples_of_a_row_want_nothing_for_rows_that_came_before_them(
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
-def test_a_copied_part_of_a_block_leaves_the_block_to_those_who_need_all_of_it(
+def test_block_that_is_copied_in_part_stays_for_rows_that_need_all_of_it(
     make_engine: MakeEngine,
 ) -> None:
-    """A row that begins another group copies the tokens that this one's first block has in common
-    with a block that rows to come begin with."""
+    """The first row of a group copies the tokens that its first block shares with the first block
+    of another group."""
     groups = [[500, 500, 500, group] + [group] * 20 + [100] for group in range(1, 21)]
     engine, _ = make_engine(24, max_num_seqs=1, host_blocks=500, preemption="auto")
     _, steps = run_all(engine, in_rounds(groups, rounds=3))
@@ -371,10 +263,11 @@ def test_a_copied_part_of_a_block_leaves_the_block_to_those_who_need_all_of_it(
     assert sum(step.swapped_out_blocks for step in steps) == 20 * 6
 
 
-def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:
+def test_prefixes_return_from_the_host_for_later_rows(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(16, max_num_seqs=1, host_blocks=64, preemption="auto")
     completions, steps = run_all(engine, documents(5, 6, told=True))
-    assert_expected(completions, hashed)
+    for completion in completions.values():
+        assert_expected(completion)
     assert sum(step.prefill_tokens for step in steps) == 30 * 24 + 30 + 5 * 24
     assert sum(step.swapped_in_blocks for step in steps) > 100
     # Each block goes out once: it keeps its host slot when it comes back.
@@ -383,9 +276,8 @@ def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
-def test_host_memory_serves_again_before_more_is_touched(make_engine: MakeEngine) -> None:
-    """Of other documents than before, as a dataset's next window has, no more are kept than of
-    these."""
+def test_host_memory_is_used_again_before_new_memory(make_engine: MakeEngine) -> None:
+    """Each window has other documents, which take the host slots of the window before."""
     engine, runner = make_engine(16, max_num_seqs=1, host_blocks=500, preemption="auto")
     touched = []
     for window in range(4):

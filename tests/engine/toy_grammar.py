@@ -1,4 +1,4 @@
-"""A grammar over the fake runner's tokens: what may come next is a hash of what came before."""
+"""A grammar over tokens of the fake runner: a hash of the text allows the next tokens."""
 
 from __future__ import annotations
 

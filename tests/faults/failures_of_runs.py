@@ -248,9 +248,7 @@ RUNS: dict[str, Failure] = {
     "4 an id that is a list": _job("in.parquet", "in.parquet, id_column: k", prompt=["a"], k=[[1]]),
     "4 a prompt that is a number": _data(prompt=[1, 2]),
     "4 a prompt that is a list view": _job(
-        "column: prompt",
-        "token_ids_column: ids",
-        ids=pa.array([[1, 2]], pa.list_view(pa.int64())),
+        "column: prompt", "token_ids_column: ids", ids=pa.array([[1, 2]], pa.list_view(pa.int64()))
     ),
     "4 an unknown sampling parameter": _data(prompt=["a"], sampling_params=[{"temprature": 1.0}]),
     "4 files that differ": _two_files,

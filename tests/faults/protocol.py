@@ -74,7 +74,6 @@ class Job:
             reopen(self.out, self.plan, GENERATED)
             work = plan_resume(self.out, self.plan, "resume")
         claim = all_parts(self.out, work, GENERATED).next(lambda: False)
-        assert claim is not None
         sink = PartWriter(
             self.out,
             claim.parts,

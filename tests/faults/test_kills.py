@@ -28,12 +28,7 @@ def results(scenario: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("scenario", "num_points"),
-    [
-        ("kill_a_run", 24),
-        ("kill_a_shard", 8),
-        ("kill_an_update", 12),
-        ("kill_while_accepting", 4),
-    ],
+    [("kill_a_run", 24), ("kill_a_shard", 8), ("kill_an_update", 12), ("kill_while_accepting", 4)],
 )
 def test_job_killed_at_failpoints_ends_with_the_unbroken_output(
     scenario: str, num_points: int, tmp_path: Path

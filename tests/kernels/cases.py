@@ -22,10 +22,19 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass(frozen=True)
-class AttentionCase:
-    """A step; `lens` has (query_len, context_len) for every sequence."""
+class Case:
+    """The shape of a test's inputs; ``name`` is in the test's id."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """A step; `lens` has (query_len, context_len) for every sequence."""
+
     lens: tuple[tuple[int, int], ...]
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -37,9 +46,6 @@ class AttentionCase:
     sinks: bool = False
     num_splits: int | None = None
     seed: int = 0
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -249,10 +255,9 @@ def transposed(values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class WriteCase:
+class WriteCase(Case):
     """Write `num_tokens` tokens; with `skips`, skip every third one."""
 
-    name: str
     num_tokens: int
     num_kv_heads: int
     key_width: int
@@ -260,9 +265,6 @@ class WriteCase:
     block_size: int
     skips: bool = False
     seed: int = 0
-
-    def __str__(self) -> str:
-        return self.name
 
 
 WRITE_CASES = (
@@ -309,18 +311,14 @@ def build_write(
 
 
 @dataclass(frozen=True)
-class CopyCase:
+class CopyCase(Case):
     """Copy `num_pairs` of `num_slots` blocks."""
 
-    name: str
     num_slots: int
     slot_elems: int
     num_pairs: int
     index_dtype: torch.dtype = torch.int32
     seed: int = 0
-
-    def __str__(self) -> str:
-        return self.name
 
 
 COPY_CASES = (
@@ -347,18 +345,14 @@ def build_copy(
 
 
 @dataclass(frozen=True)
-class TablesCase:
+class TablesCase(Case):
     """Shape of a step's block tables, and of the larger tables that they are copied to."""
 
-    name: str
     groups: int
     count: int
     width: int
     sequences: int
     max_blocks: int
-
-    def __str__(self) -> str:
-        return self.name
 
 
 TABLES_CASES = (

@@ -14,12 +14,7 @@ from batchinfer.kernels.low_bit import (
     low_bit_product,
 )
 
-FLOAT8_CASES = [
-    (1, (128, 256), 128),
-    (5, (100, 650), 600),
-    (33, (47, 66), 32),
-    (300, (70, 34), 34),
-]
+FLOAT8_CASES = [(1, (128, 256), 128), (5, (100, 650), 600), (33, (47, 66), 32), (300, (70, 34), 34)]
 """(rows, (outputs, inputs), columns of a block)"""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 

@@ -17,21 +17,17 @@ from batchinfer.kernels.cpu.encoder_layers import (
     layer_norm_args,
     product_args,
 )
+from tests.kernels.cases import Case
 
 _EPS = 0.1  # large enough to affect the results
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
-_ACTIVATIONS = {
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-    "relu": relu,
-}
+_ACTIVATIONS = {"gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
 
 
 @dataclass(frozen=True)
-class EncoderCase:
+class EncoderCase(Case):
     """Shapes of layers, and lengths of a step's sequences."""
 
-    name: str
     heads: int
     head_width: int
     width: int
@@ -41,9 +37,6 @@ class EncoderCase:
     num_layers: int = 2
     up_std: float = 1.0
     """Standard deviation of the weights of `up`, which scales the inputs of the activation."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 ENCODER_CASES = [

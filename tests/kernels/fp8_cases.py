@@ -9,13 +9,13 @@ import torch
 
 from batchinfer.kernels.fp8_blocks import num_blocks, quantize_blocks
 from batchinfer.kernels.reference import quantize_groups
+from tests.kernels.cases import Case
 
 
 @dataclass(frozen=True)
-class LinearCase:
+class LinearCase(Case):
     """`num_rows` rows times a weight [outputs, width]."""
 
-    name: str
     num_rows: int
     outputs: int
     width: int
@@ -24,9 +24,6 @@ class LinearCase:
     bias: bool = False
     adds: bool = False
     pieces: int | None = None
-
-    def __str__(self) -> str:
-        return self.name
 
 
 LINEAR_CASES = (

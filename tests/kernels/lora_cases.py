@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.lora import num_splits
+from tests.kernels.cases import Case
 
 
 @dataclass(frozen=True)
-class LoraCase:
+class LoraCase(Case):
     """A step of ``num_rows`` rows, of which ``counts`` rows use each adapter."""
 
-    name: str
     counts: tuple[int, ...]
     num_rows: int
     ranks: int
@@ -22,9 +22,6 @@ class LoraCase:
     out_width: int
     missing: int = 0
     """Number of adapters, the last ones, for which the layer has no factors."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 LORA_CASES = (

@@ -11,26 +11,22 @@ from batchinfer.kernels import reference
 from batchinfer.kernels.chunk_attention import plan_chunks
 from batchinfer.kernels.decode_plan import plan_decode
 from batchinfer.kernels.mla_attention import head_tile, mla_query_tile
-from tests.kernels.cases import AttentionCase, build_attention
+from tests.kernels.cases import AttentionCase, Case, build_attention
 
 RANK, ROTARY = 32, 24
 _MIXED = ((7, 7), (1, 33), (1, 257), (7, 40), (1, 1), (30, 100))
 
 
 @dataclass(frozen=True)
-class MLACase:
+class MLACase(Case):
     """A step: `lens` holds (query_len, context_len) of every sequence."""
 
-    name: str
     lens: tuple[tuple[int, int], ...]
     num_heads: int
     rank: int = RANK
     rotary: int = ROTARY
     block_size: int = 16
     num_splits: int | None = None
-
-    def __str__(self) -> str:
-        return self.name
 
 
 INTERPRETED_MLA_CASES = (

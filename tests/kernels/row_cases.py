@@ -6,21 +6,17 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.fp8 import FP8
-from tests.kernels.cases import transposed
+from tests.kernels.cases import Case, transposed
 
 
 @dataclass(frozen=True)
-class RowCase:
+class RowCase(Case):
     """`num_rows` rows of `width` elements, with `padding` elements between rows."""
 
-    name: str
     num_rows: int
     width: int
     padding: int = 0
     offset: float = 0.0
-
-    def __str__(self) -> str:
-        return self.name
 
 
 ROW_CASES = (
@@ -58,10 +54,9 @@ def build_silu_mul(case: RowCase, device: torch.device | str, dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class RotaryCase:
+class RotaryCase(Case):
     """A step's tokens; a `rotary_width` of 0 means the whole width of a head."""
 
-    name: str
     num_tokens: int
     num_heads: int
     num_kv_heads: int
@@ -71,9 +66,6 @@ class RotaryCase:
     norms: bool = False
     offset: float = 0.0
     skips: bool = False
-
-    def __str__(self) -> str:
-        return self.name
 
 
 ROTARY_CASES = (

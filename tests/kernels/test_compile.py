@@ -26,14 +26,7 @@ TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make setup` tries to install it t
 sys.path.insert(0, str(BENCHMARKS))
 
 from compile_cases import CASES, Case  # noqa: E402
-from compile_kernels import (  # noqa: E402
-    COMPILED,
-    Row,
-    _without_docstrings,
-    read,
-    regressions,
-    write,
-)
+from compile_kernels import COMPILED, Row, _without_docstrings, read, regressions, write  # noqa: E402
 from sass import main_loop, parse  # noqa: E402
 
 # Most bytes of shared memory per program: A100, and H100 or H200.

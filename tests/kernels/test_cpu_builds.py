@@ -49,9 +49,7 @@ from tests.kernels.test_cpu_row_ops import (  # noqa: F401
     test_cpu_rotary_write_equals_reference,
     test_cpu_silu_mul_equals_reference,
 )
-from tests.kernels.test_low_bit import (  # noqa: F401
-    test_low_bit_gemm_has_the_bits_of_its_reference,
-)
+from tests.kernels.test_low_bit import test_low_bit_gemm_has_the_bits_of_its_reference  # noqa: F401
 from tests.worker.fusion.test_native_layers import Run, fused
 
 _FLAGS = {

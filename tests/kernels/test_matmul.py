@@ -10,6 +10,7 @@ import torch
 
 from batchinfer.kernels import reference
 from batchinfer.kernels.matmul import matmul
+from tests.kernels.cases import Case
 from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.interpreted_dot import sum_rows_alike
 
@@ -17,16 +18,12 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
-class MatmulCase:
-    name: str
+class MatmulCase(Case):
     rows: int
     outputs: int
     depth: int
     bias: bool = False
     adds: bool = False
-
-    def __str__(self) -> str:
-        return self.name
 
 
 CASES = (
@@ -68,7 +65,6 @@ def test_matmul_equals_reference(case: MatmulCase, dtype: torch.dtype, device: s
     scale = TOLERANCE[dtype]
     torch.testing.assert_close(arguments["out"], expected, rtol=scale, atol=scale * case.depth**0.5)
     outer = arguments["out"]._base
-    assert outer is not None
     outer[1 : 1 + case.rows, : case.outputs] = float("nan")
     assert outer.isnan().all()
 

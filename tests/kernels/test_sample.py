@@ -156,9 +156,7 @@ def test_sample_without_distributions(interpreter: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "rows",
-    [*ROWS, *FLAT, Rows(151_936), replace(ROWS[4], vocab=50_257, padding=15)],
-    ids=str,
+    "rows", [*ROWS, *FLAT, Rows(151_936), replace(ROWS[4], vocab=50_257, padding=15)], ids=str
 )
 def test_sample_equals_reference_on_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
     """The reference, on the CPU, has the same integer weights except for one in 2^29."""

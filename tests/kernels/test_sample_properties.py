@@ -61,12 +61,7 @@ def test_penalties_equal_reference_for_random_edits(
     ),
 )
 def test_sample_equals_reference_for_random_filters(
-    seed: int,
-    vocab: int,
-    scale: float,
-    rounded: bool,
-    kind: dict[str, float],
-    interpreter: str,
+    seed: int, vocab: int, scale: float, rounded: bool, kind: dict[str, float], interpreter: str
 ) -> None:
     logits = scale * torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
     test_sample.check(logits.round() if rounded else logits, [kind], interpreter)

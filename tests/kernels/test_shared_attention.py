@@ -95,7 +95,6 @@ def test_single_and_shared_items_cover_every_piece_once(
     single, shared = listed(work)
     computed = list(single)
     for place, piece in shared:
-        assert work.decode_shared is not None
         tile = case.order[place : place + work.tile_sequences]
         lens = work.decode_shared[place + 1 : place + len(tile)].tolist()
         alike = next((i for i, n in enumerate(lens) if n < (piece + 1) * PIECE), len(lens))

@@ -46,7 +46,6 @@ def problems(page: str, folder: Path, width: int) -> list[str]:
     """Return what is clipped, and what is outside the page or its chart."""
     scripted = re.sub("<meta http-equiv[^>]*>", "", page).replace("</body>", f"{LAYOUT}</body>")
     found = re.search('<pre id="problems">(.*?)</pre>', opened(scripted, folder, width))
-    assert found is not None
     return list(json.loads(html.unescape(found[1])))
 
 

@@ -280,7 +280,6 @@ def test_histogram_counts_every_row_once(lengths: list[int], scale: int) -> None
     values = np.array([length * scale for length in lengths], dtype=float)
     collected.add(dict.fromkeys(REQUEST_COLUMNS, values))
     bars = collected.bars("prompt_tokens")
-    assert bars is not None
     assert sum(bars.counts) == len(lengths)
     assert 1 <= len(bars.counts) <= 40
     assert bars.most == values.max()

@@ -1,3 +1,5 @@
+"""Models load with clear facts and log lines, and broken model folders are refused."""
+
 from __future__ import annotations
 
 import json
@@ -168,14 +170,8 @@ def _pipe(folder: Path) -> None:
         (_generation(eos_token_id=[3, -1]), "/generation_config.json: eos_token_id has -1"),
         (_generation(eos_token_id=True), "/generation_config.json: eos_token_id has true"),
         (_generation(eos_token_id=VOCAB_SIZE), r"eos_token_id has 199; .* 0 to 198"),
-        (
-            _index(weight_map=3),
-            "index.json: weight_map must map tensors to names",
-        ),
-        (
-            _index(weight_map={"a": 3}),
-            "index.json: weight_map must map tensors to names",
-        ),
+        (_index(weight_map=3), "index.json: weight_map must map tensors to names"),
+        (_index(weight_map={"a": 3}), "index.json: weight_map must map tensors to names"),
         (_config(quantization_config={"quant_method": "quip"}), "not yet: .*quantized"),
         (_config(model_type="nonesuch"), "'nonesuch'"),
         (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),

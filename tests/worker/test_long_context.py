@@ -40,11 +40,7 @@ SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "yarn": (
         "qwen3",
-        {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": ORIGINAL,
-        },
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL},
     ),
     "longrope": (
         "phi3",

@@ -240,12 +240,7 @@ def test_swap_space_is_reserved_or_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [
-        {"swap_space": 0},
-        {"preemption": "recompute"},
-        {"enable_prefix_caching": False},
-    ],
+    "engine", [{"swap_space": 0}, {"preemption": "recompute"}, {"enable_prefix_caching": False}]
 )
 def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> None:
     assert plan(num_kv_blocks=4, **engine).num_host_blocks == 0

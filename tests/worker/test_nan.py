@@ -39,7 +39,6 @@ def test_rows_that_share_its_prefix_are_right(
     llm = poisoned(model, max_num_batched_tokens=max_num_batched_tokens)
     outputs = llm.generate([BAD, *GOOD, BAD], params, use_tqdm=False)
     for bad in (outputs[0], outputs[-1]):
-        assert bad.error is not None
         assert bad.error.code == "nan_logits"
     for output, samples in zip(outputs[1:-1], alone, strict=True):
         assert output.error is None

@@ -223,7 +223,6 @@ def test_of_several_children_the_longest_match_is_taken(pool: BlockPool) -> None
     for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [5, 7, 7, 7]):
         indexed(pool, [1, 2, 3, 4, *tail])
     match = pool.match(token_key([1, 2, 3, 4, 5, 6, 7, 8]))
-    assert match.tail is not None
     assert match.tail.key == token_key([5, 6, 7, 1])
     assert match.tail_tokens == 3
 

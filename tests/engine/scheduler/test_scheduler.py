@@ -79,8 +79,7 @@ def uniform(rng: np.random.Generator, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("draw_lengths", [geometric, uniform])
 def test_rows_that_stop_by_themselves_pack_well(
-    make_engine: MakeEngine,
-    draw_lengths: Callable[[np.random.Generator, int], np.ndarray],
+    make_engine: MakeEngine, draw_lengths: Callable[[np.random.Generator, int], np.ndarray]
 ) -> None:
     rng = np.random.default_rng(0)
     count = 500

@@ -8,11 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from batchinfer.engine.simulate.model_cost import ModelCost
-from batchinfer.engine.simulate.roofline import (
-    DEVICES,
-    StepWork,
-    step_seconds,
-)
+from batchinfer.engine.simulate.roofline import DEVICES, StepWork, step_seconds
 from batchinfer.engine.step_io.build_step import build_step
 from tests.engine.fake import make_engine, make_request
 from tests.models import tiny_config
@@ -98,11 +94,7 @@ def test_decodes_read_their_context() -> None:
 
 
 def test_few_tokens_read_few_experts() -> None:
-    config = QWEN3_8B | {
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    }
+    config = QWEN3_8B | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     model = ModelCost.from_config(config, "bfloat16")
     dense = replace(model, experts=0, experts_per_token=0)
     mlp = model.layers * model.mlp_parameters * 2

@@ -13,8 +13,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "fleet.py"
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "rows_per_part", "share"),
-    [(1, 4096, 0.99), (8, 4096, 0.95), (32, 128, 0.90)],
+    ("num_workers", "rows_per_part", "share"), [(1, 4096, 0.99), (8, 4096, 0.95), (32, 128, 0.90)]
 )
 def test_claims_with_a_slow_worker_come_near_the_ideal_time(
     num_workers: int, rows_per_part: int, share: float

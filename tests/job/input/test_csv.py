@@ -127,10 +127,7 @@ def test_a_header_alone_is_a_dataset_without_rows(tmp_path: Path) -> None:
         (b"a,b\n1," + b"x" * 30_000, r"a line of over"),
         (b"\x1f\x8b\x08garbage", "cannot be read"),
         (b"PAR1\0\0\0", "is not a header: it has a NUL"),
-        (
-            "a,b\n1,2\n".encode("utf-16"),
-            r"seems to be in UTF-16LE.*\n.*iconv -f UTF-16LE",
-        ),
+        ("a,b\n1,2\n".encode("utf-16"), r"seems to be in UTF-16LE.*\n.*iconv -f UTF-16LE"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(

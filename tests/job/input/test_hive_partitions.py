@@ -91,9 +91,7 @@ def test_folder_columns_of_json_lines_files(tmp_path: Path) -> None:
     assert rows(tmp_path / "in", "lang") == [{"lang": lang} for lang in ("de", "de", "en", "en")]
 
 
-def test_a_file_without_a_column_gets_it_from_its_folder(
-    tmp_path: Path,
-) -> None:
+def test_a_file_without_a_column_gets_it_from_its_folder(tmp_path: Path) -> None:
     for k, row in ((1, {"prompt": "a", "k": 7}), (2, {"prompt": "b"})):
         (tmp_path / f"k={k}").mkdir()
         (tmp_path / f"k={k}" / "x.jsonl").write_text(json.dumps(row))

@@ -68,11 +68,7 @@ def test_chat_request_is_parsed() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "source", "value"),
-    [
-        ("text", "prompt", "text"),
-        ([1, 2], "token_ids", [1, 2]),
-        ([[1, 2]], "token_ids", [1, 2]),
-    ],
+    [("text", "prompt", "text"), ([1, 2], "token_ids", [1, 2]), ([[1, 2]], "token_ids", [1, 2])],
 )
 def test_completion_request_prompts_are_parsed(prompt: Any, source: str, value: Any) -> None:
     request = parse(TEXT, prompt=prompt, logprobs=2, best_of=3, n=3)
@@ -166,9 +162,7 @@ def test_request_chat_template_variables() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
-def test_echo_with_logprobs_requests_prompt_logprobs(
-    logprobs: int | None,
-) -> None:
+def test_echo_with_logprobs_requests_prompt_logprobs(logprobs: int | None) -> None:
     sampling = parse(TEXT, prompt="x", echo=True, logprobs=logprobs).sampling
     assert sampling.get("prompt_logprobs") == sampling.get("logprobs") == logprobs
 
@@ -190,12 +184,7 @@ def test_request_model_may_name_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"),
-    [
-        ("org/model", True),
-        ("model", True),
-        ("/home/me/org/model", True),
-    ],
+    ("asked", "served"), [("org/model", True), ("model", True), ("/home/me/org/model", True)]
 )
 def test_request_model_may_be_the_end_of_a_served_name(asked: str, served: bool) -> None:
     assert is_served(asked, ["x", "/home/me/org/model"]) is served

@@ -135,10 +135,7 @@ def test_run_batch_with_an_empty_file(content: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [
-        ('{"method": "POST"}', "custom_id is missing"),
-        ('{"custom_id": ""}', 'custom_id is ""'),
-    ],
+    [('{"method": "POST"}', "custom_id is missing"), ('{"custom_id": ""}', 'custom_id is ""')],
 )
 def test_run_batch_request_without_custom_id_is_a_file_error(line: str, problem: str) -> None:
     options = ask(GOOD)

@@ -347,7 +347,6 @@ def test_part_record_content(out: OutputDir) -> None:
     table = pa.table({"row_id": list(part.rows), "error": errors})
     publish(out, part, stage(out, part, table, NO_REQUESTS, [5, 7]))
     record = out.finished(part)
-    assert record is not None
     assert record.rows == 10
     assert record.error_codes == {"empty_prompt": 2}
     assert record.control_text_row_ids == [5, 7]

@@ -20,13 +20,7 @@ from obstore.store import from_url
 from typer.testing import CliRunner
 
 from batchinfer.cli.commands import app
-from batchinfer.errors import (
-    ExitCode,
-    LockedError,
-    StorageError,
-    UsageError,
-    install_command,
-)
+from batchinfer.errors import ExitCode, LockedError, StorageError, UsageError, install_command
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
@@ -384,10 +378,7 @@ def is_write(request: Request) -> bool:
     ids=["writing", "deleting", "all"],
 )
 def test_denied_access_is_found_before_the_model_loads(
-    spec: JobSpec,
-    address: str,
-    monkeypatch: pytest.MonkeyPatch,
-    denied: Callable[[Request], bool],
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, denied: Callable[[Request], bool]
 ) -> None:
     build = FakeBuild()
     with between(address, lambda request: 403 if denied(request) else None) as server:

@@ -363,8 +363,7 @@ def test_resumed_run_is_pinned_to_the_first_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
-    [("float32", "multiplied float32"), ("attention", "computed attention")],
+    ("what", "says"), [("float32", "multiplied float32"), ("attention", "computed attention")]
 )
 def test_different_kernels_in_one_job_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, says: str

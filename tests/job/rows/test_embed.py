@@ -83,7 +83,7 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, model: Path) -> 
     assert run_job(job(tmp_path, model, PROMPTS), quiet=True) is ExitCode.OK
     rows = rows_of(tmp_path)
     assert list(rows[0])[1:] == [
-        *("row_id", "embedding", "num_prompt_tokens", "truncated", "status", "error"),
+        *("row_id", "embedding", "num_prompt_tokens", "truncated", "status", "error")
     ]
     for row, prompt in zip(rows, PROMPTS, strict=True):
         expected = hidden_state(model, prompt)
@@ -212,7 +212,6 @@ def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> 
     out = OutputDir(tmp_path / "out")
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
     good, bad, _ = find_examples(out, records, TASKS["embed"])
-    assert good.answer is not None
     assert good.answer.startswith("[")
     assert (bad.answer, bad.facts) == (None, "0 tokens in")
 

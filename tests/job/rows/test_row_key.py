@@ -85,7 +85,6 @@ ROWS = st.builds(
 def decides(one: PromptRow, with_prompt: bool) -> tuple[Any, ...]:
     """All that a row's answer follows from, spelt out."""
     assert isinstance(one.prompt, Prompt)
-    assert one.sampling is not None
     params, tokens = one.sampling.params, one.prompt.token_ids.tolist()
     draws = params.temperature > 0
     return (
@@ -121,12 +120,10 @@ def test_keys_are_equal_exactly_if_the_answers_are(
     assert one.sampling is not None
     assert other.sampling is not None
     one = replace(
-        one,
-        sampling=replace(one.sampling, params=SamplingParams(**{"seed": 0, **params[0]})),
+        one, sampling=replace(one.sampling, params=SamplingParams(**{"seed": 0, **params[0]}))
     )
     other = replace(
-        other,
-        sampling=replace(other.sampling, params=SamplingParams(**{"seed": 0, **changed})),
+        other, sampling=replace(other.sampling, params=SamplingParams(**{"seed": 0, **changed}))
     )
     for include in ((), ("prompt",)):
         made = keys(output={"include": include})
@@ -137,7 +134,6 @@ def test_keys_are_equal_exactly_if_the_answers_are(
 def test_a_key_is_the_same_in_the_next_process() -> None:
     """A key written today is looked for in years: this fails where its meaning has changed."""
     key = keys().of(row(n=2, stop=("\n",)))
-    assert key is not None
     assert len(key) == KEY_BYTES
     assert key.hex() == "790f2e8fc9110fbaf4ad69df85902faf"
 

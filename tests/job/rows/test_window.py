@@ -135,11 +135,7 @@ def test_an_idle_engine_gets_a_head_start(by_prefix: bool) -> None:
             yield one
 
     lots = plan_windows(
-        batches(reading(), 512),
-        LARGE,
-        8192,
-        by_prefix=by_prefix,
-        is_starved=lambda: True,
+        batches(reading(), 512), LARGE, 8192, by_prefix=by_prefix, is_starved=lambda: True
     )
     seen, after = [], []
     for lot in lots:

@@ -98,14 +98,8 @@ def rewrite(path: Path, *, in_place: bool) -> None:
     ("change", "says"),
     [
         (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
-        (
-            lambda path: rewrite(path, in_place=True),
-            "name, links or permissions were changed",
-        ),
-        (
-            lambda path: rewrite(path, in_place=False),
-            "name, links or permissions were changed",
-        ),
+        (lambda path: rewrite(path, in_place=True), "name, links or permissions were changed"),
+        (lambda path: rewrite(path, in_place=False), "name, links or permissions were changed"),
         (Path.unlink, "can no longer be read"),
     ],
 )

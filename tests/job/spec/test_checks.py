@@ -1,4 +1,4 @@
-"""Keys that contradict each other or what is on disk."""
+"""Job files are refused if keys contradict each other or the files on disk."""
 
 from __future__ import annotations
 
@@ -69,11 +69,7 @@ def test_output_that_overlaps_the_input_is_refused(
 
 @pytest.mark.parametrize(
     ("input_path", "output_path"),
-    [
-        ("in/x.parquet", "in/out"),
-        ("in/*/x.parquet", "in/out"),
-        ("in", "inner"),
-    ],
+    [("in/x.parquet", "in/out"), ("in/*/x.parquet", "in/out"), ("in", "inner")],
 )
 def test_input_and_output_in_sibling_folders_are_accepted(
     tmp_path: Path, input_path: str, output_path: str

@@ -1,4 +1,4 @@
-"""The JSON Schema says what the loader says."""
+"""The JSON Schema of job files accepts what the loader accepts."""
 
 from __future__ import annotations
 

@@ -98,10 +98,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "engine: {preemption: swap, swap_space: 0}",
-            "set swap_space, or preemption: auto",
-        ),
+        ("engine: {preemption: swap, swap_space: 0}", "set swap_space, or preemption: auto"),
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
         ("prompt: {template: '{{ a b }}'}", "\nfor a column with a space in its name, write row['"),

@@ -101,11 +101,7 @@ def cut_off_at(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
 
 @pytest.mark.parametrize(("step", "update"), [(step, at % 2 > 0) for at, step in enumerate(STEPS)])
 def test_interrupted_swap_is_completed(
-    folder: Path,
-    fresh: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    step: str,
-    update: bool,
+    folder: Path, fresh: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, step: str, update: bool
 ) -> None:
     cut_off_at(monkeypatch, step, times=1 if step not in ("copied", "cleared") else 3)
     with pytest.raises(CutOff):

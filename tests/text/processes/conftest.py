@@ -1,4 +1,4 @@
-"""Child processes with limits that are soon met, and tokenizers that are more than they seem."""
+"""Child processes with low limits, and tokenizers that can reach them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -18,20 +19,22 @@ from batchinfer.text.tokenizer import Tokenizer
 
 TIGHT = Limits(cpu_seconds=0.5, shared_cpu_seconds=0.2, seconds=60, memory_bytes=2**28)
 
+SOON_S = 5.0
+
 MakeProcesses = Callable[..., TextProcesses]
 
 
 @pytest.fixture
 def prompts_are_soon_made() -> None:
-    """Not here: a spawner is started as it is elsewhere."""
+    """Replace the fixture of the same name: these tests start processes as a job does."""
 
 
 def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
-    """A token per byte of a text.
+    """Return a tokenizer with one token per byte of a text.
 
     Args:
-        pattern: texts are split by it first.
-        growth: each x in a text becomes so many before, three times.
+        pattern: a regular expression by which texts are split first.
+        growth: each x in a text becomes this many x first, three times in a row.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
@@ -47,7 +50,7 @@ def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
 
 @pytest.fixture
 def make_processes() -> Iterator[MakeProcesses]:
-    """Makes ``TextProcesses`` with a tokenizer, and ends them after the test."""
+    """Return a function that makes ``TextProcesses``, which end with the test."""
     made: list[TextProcesses] = []
 
     def make(tokenizer: Tokenizer, limits: Limits = TIGHT, most: int = 2) -> TextProcesses:
@@ -63,7 +66,20 @@ def make_processes() -> Iterator[MakeProcesses]:
 def prompts_of(
     processes: TextProcesses, template: str = "{{ text }}", **more: Any
 ) -> WorkerPrompts:
-    """Prompts of a template over column ``text``."""
+    """Return a builder of prompts from a template over column ``text``."""
     config = PromptConfig(template=template)
     facts: dict[str, Any] = {"max_model_len": 10**8, "columns": ["text"], **more}
     return processes.prompts(partial(PromptBuilder, config, **facts))
+
+
+def fork_server() -> psutil.Process:
+    """Return the fork server that started last: engines of other tests may have theirs."""
+    servers = (
+        child for child in psutil.Process().children() if "fork_server" in " ".join(child.cmdline())
+    )
+    return max(servers, key=psutil.Process.create_time)
+
+
+def workers() -> list[psutil.Process]:
+    """Return the workers of the fork server that started last."""
+    return fork_server().children()

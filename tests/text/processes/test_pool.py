@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,22 +20,17 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import DeviceError, ModelError, RowError, UsageError
 from batchinfer.text.processes.limits import Limits
 from batchinfer.text.processes.pool import TextProcesses
-from batchinfer.text.processes.server_process import (
-    ForkRefusedError,
-    ServerProcess,
-    StoppedError,
-)
+from batchinfer.text.processes.server_process import StoppedError
 from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
 from tests.text.processes.builders import Computing, Faulty, Killed, Waiting
-from tests.text.processes.conftest import MakeProcesses, byte_level, prompts_of
+from tests.text.processes.conftest import SOON_S, MakeProcesses, byte_level, prompts_of, workers
 
 PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LARGE = "{{ 'a' * 10 ** 9 }}"
 DONE = "{% endif %}{{ text }}"
-_SOON_S = 5.0
 
 
 def described(result: Prompt | RowError) -> tuple[Any, ...]:
@@ -148,15 +141,13 @@ def test_kill_of_a_worker_from_outside_loses_no_row(make_processes: MakeProcesse
     prompts = prompts_of(make_processes(byte_level()))
     rows = [{"text": b"row %d" % at} for at in range(2000)]
     prompts.build(rows)
-    for child in _workers():
+    for child in workers():
         child.kill()
 
     assert all(isinstance(result, Prompt) for result in prompts.build(rows))
 
 
-def test_repeated_kills_from_outside_raise_device_error(
-    make_processes: MakeProcesses,
-) -> None:
+def test_repeated_kills_from_outside_raise_device_error(make_processes: MakeProcesses) -> None:
     prompts = make_processes(byte_level(), most=1).prompts(Killed)
 
     with pytest.raises(DeviceError, match=r"killed it \(SIGKILL\).* memory: 4 times for one row"):
@@ -167,12 +158,12 @@ def test_kill_of_a_worker_halves_the_number_of_workers(make_processes: MakeProce
     prompts = prompts_of(make_processes(byte_level(), most=4))
     rows = [{"text": b"row %d" % at} for at in range(200)]
     prompts.build(rows)
-    children = _workers()
+    children = workers()
     children[1].kill()
 
     made = prompts.build(rows * 3)
 
-    assert (len(children), len(_workers())) == (4, 2)
+    assert (len(children), len(workers())) == (4, 2)
     assert [getattr(result, "text", None) for result in made] == [
         str(row["text"], "utf-8") for row in rows * 3
     ]
@@ -194,131 +185,12 @@ def test_row_that_waits_too_long_alone_gets_an_error(
     assert error.message in ("", "the template took over 6 s")
 
 
-def test_machine_that_is_too_busy_raises_device_error(
-    make_processes: MakeProcesses,
-) -> None:
+def test_machine_that_is_too_busy_raises_device_error(make_processes: MakeProcesses) -> None:
     limits = Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4, seconds=1, patient_seconds=1)
     prompts = make_processes(byte_level(), limits, most=1).prompts(Computing)
 
     with pytest.raises(DeviceError, match=r"compute for \d\.\d s in 1 s: 4 times for one row"):
         prompts.build([{"ids": 1}])
-
-
-def test_dead_fork_server_raises_device_error(make_processes: MakeProcesses) -> None:
-    prompts = prompts_of(make_processes(byte_level(), most=1))
-    server = _fork_server()
-    for process in (*server.children(), server):
-        process.kill()
-
-    with pytest.raises(DeviceError, match=r"cannot run: it ended \(exit code -9\)"):
-        prompts.build([{"text": b"a"}])
-    assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
-
-
-def test_silent_fork_server_raises_device_error_and_is_replaced(
-    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = prompts_of(make_processes(byte_level()))
-    below = [_fork_server(), *_workers()]
-    below[0].suspend()
-
-    with monkeypatch.context() as patch:
-        patch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
-        with pytest.raises(DeviceError, match=r"cannot run: it has not answered for 0\.5 s"):
-            prompts.build([{"text": b"a"}] * 100)
-
-    _, alive = psutil.wait_procs(below, _SOON_S)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
-
-
-def test_stop_ends_the_wait_for_a_silent_fork_server(
-    make_processes: MakeProcesses,
-) -> None:
-    processes = make_processes(byte_level())
-    prompts = prompts_of(processes)
-    _fork_server().suspend()
-    threading.Timer(0.2, processes.stop).start()
-
-    with pytest.raises(StoppedError):
-        prompts.build([{"text": b"a"}] * 100)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("executable", "", "Python is part of another program here"),
-        ("frozen", True, "is a frozen application"),
-    ],
-)
-def test_missing_python_interpreter_raises_device_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
-) -> None:
-    monkeypatch.setattr(sys, name, value, raising=False)
-
-    with pytest.raises(DeviceError, match=message):
-        TextProcesses()
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("exec sleep 1000", r"it has not answered for 0\.5 s"),
-        ("echo 'Welcome! How may I help you today?' >&0; exec sleep 1000", "app is not a Python"),
-        ("echo 'no such option: -c' >&2; exit 3", "no such option: -c"),
-    ],
-    ids=["silent", "speaks", "ends"],
-)
-def test_executable_that_is_not_python_is_named_in_the_error(
-    make_processes: MakeProcesses,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    script: str,
-    message: str,
-) -> None:
-    app = tmp_path / "app"
-    app.write_text(f"#!/bin/sh\n{script}\n")
-    app.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(app))
-    if "answered" in message:
-        monkeypatch.setattr("batchinfer.text.processes.server_process._ANSWER_S", 0.5)
-
-    with pytest.raises(DeviceError, match=f"(?s){message}.*its command is {app} -c"):
-        make_processes(byte_level())
-
-
-def test_missing_executable_is_named_in_the_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-
-    with pytest.raises(DeviceError, match=r"cannot run: .*No such file.*nowhere"):
-        TextProcesses()
-
-
-def test_error_of_a_fork_server_that_fails_to_start_has_the_reason(
-    monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
-) -> None:
-    monkeypatch.setattr(
-        "batchinfer.text.processes.server_process._BOOT", "import nothing_like_this"
-    )
-
-    with pytest.raises(DeviceError, match="No module named 'nothing_like_this'"):
-        prompts_of(make_processes(byte_level()))
-
-
-def test_fork_server_with_a_long_stderr_starts_and_reports_its_last_line(
-    monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
-) -> None:
-    boot = "import sys; sys.stderr.write('text ' * 10**5 + chr(10)); raise ValueError('server')"
-    monkeypatch.setattr("batchinfer.text.processes.server_process._BOOT", boot)
-    until = threading.Timer(60, lambda: _fork_server().kill())
-    until.daemon = True
-    until.start()
-
-    with pytest.raises(DeviceError, match="ValueError: server"):
-        prompts_of(make_processes(byte_level()))
-    until.cancel()
 
 
 def test_job_error_of_a_prompt_builder_is_raised_in_this_process(
@@ -358,7 +230,7 @@ def test_stop_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcesses) 
         prompts.build([{"text": b"a"}] * 3)
     processes.close()
 
-    assert time.monotonic() - began < _SOON_S
+    assert time.monotonic() - began < SOON_S
 
 
 def test_kill_of_this_process_ends_its_workers(make_processes: MakeProcesses) -> None:
@@ -367,13 +239,12 @@ def test_kill_of_this_process_ends_its_workers(make_processes: MakeProcesses) ->
         "from batchinfer.text.processes.pool import TextProcesses; hang(TextProcesses)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     with process, process.stdout:
         process.stdout.readline()
         below = _waited(lambda: _busy(psutil.Process(process.pid).children(recursive=True)))
         process.kill()
 
-    gone, alive = psutil.wait_procs(below, _SOON_S)
+    gone, alive = psutil.wait_procs(below, SOON_S)
 
     assert len(gone) == 2
     assert not alive
@@ -433,22 +304,6 @@ def test_interrupt_fails_unfinished_calls(
         finish()
 
 
-def test_one_worker_builds_all_prompts_if_the_system_refuses_to_fork(
-    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = prompts_of(make_processes(byte_level(), most=2))  # forks one
-
-    def refused(_: ServerProcess) -> None:
-        raise ForkRefusedError("full")
-
-    monkeypatch.setattr(ServerProcess, "fork", refused)
-
-    made = prompts.build([{"text": b"%d" % at} for at in range(100)])
-    assert [getattr(result, "text", None) for result in made] == [str(at) for at in range(100)]
-    with pytest.raises(DeviceError, match="cannot run: full"):
-        prompts_of(make_processes(byte_level()))
-
-
 def test_bug_in_a_worker_fails_only_its_call(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level(), most=1)
     prompts, faulty = prompts_of(processes), processes.prompts(Faulty)
@@ -458,63 +313,6 @@ def test_bug_in_a_worker_fails_only_its_call(make_processes: MakeProcesses) -> N
     assert all(isinstance(result, Prompt) for result in finish())
     with pytest.raises(RuntimeError, match=r"(?s)in a child process: .*ZeroDivisionError"):
         finish_faulty()
-
-
-def test_workers_do_not_use_closed_standard_streams() -> None:
-    code = "from tests.text.processes.test_pool import print_astray; print_astray()"
-    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
-
-    assert subprocess.run(closed, timeout=100, check=False).returncode == 7
-
-
-def print_astray() -> None:
-    """Write to standard streams, and make prompts; exit with 7 if they are right."""
-    processes = TextProcesses(1, Limits())
-    for descriptor in range(3):
-        with suppress(OSError):
-            os.write(descriptor, b"astray")
-    processes.load(byte_level())
-    (made,) = prompts_of(processes).build([{"text": b"a"}])
-    sys.exit(7 if isinstance(made, Prompt) else 1)
-
-
-def test_forked_process_starts_its_own_workers_and_exits() -> None:
-    code = "from tests.text.processes.test_pool import use_on_both_sides as use; use()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-    assert (done.stdout, done.stderr) == ("forked is right\nparent is right\n", "")
-
-
-def use_on_both_sides() -> None:
-    """Fork, and make prompts in both processes, first in the new one."""
-    processes = TextProcesses(2, Limits())
-    processes.load(byte_level())
-    prompts = prompts_of(processes)
-    pid = os.fork()
-    if pid:
-        assert os.waitpid(pid, 0) == (pid, 0)
-    rows = [{"text": b"%d %d" % (pid, at)} for at in range(100)]
-    made = [getattr(result, "text", None) for result in prompts.build(rows)]
-    assert made == [f"{pid} {at}" for at in range(100)]
-    print("parent" if pid else "forked", "is right", flush=True)
-
-
-def _fork_server() -> psutil.Process:
-    """The one just started: engines of other tests may have theirs."""
-    servers = (
-        child for child in psutil.Process().children() if "fork_server" in " ".join(child.cmdline())
-    )
-    return max(servers, key=psutil.Process.create_time)
-
-
-def _workers() -> list[psutil.Process]:
-    return _fork_server().children()
 
 
 def _busy(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -58,12 +58,7 @@ CASES = {
     "olmo 3: plain text": Case(OLMO, "hi<think>", "hm</think>\nYes.", "hm", "Yes.", 10),
     "plain text, written": Case(OLMO, "hi", "<think>hm</think>é", "hm", "é", 17),
     "granite": Case(
-        GRANITE,
-        "hi",
-        "Here is my thought process: hm\nHere is my response: Yes.",
-        "hm",
-        "Yes.",
-        51,
+        GRANITE, "hi", "Here is my thought process: hm\nHere is my response: Yes.", "hm", "Yes.", 51
     ),
     "gpt-oss": Case(
         GPT_OSS,
@@ -112,14 +107,12 @@ def test_split_of_reasoning_and_answer(case: Case) -> None:
 def test_tracker_agrees_with_split(case: Case) -> None:
     """Wherever the sample is cut, what is known of it then is a beginning of what it comes to."""
     found = find_reasoning_format("auto", case.tokenizer)
-    assert found is not None
     ids = encode(case.tokenizer, case.output)
     tracker = found.tracker(encode(case.tokenizer, case.prompt))
     for count in range(1, len(ids) + 1):
         tracker.take(int(ids[count - 1]))
         cut = read(case, count)
         if tracker.phase is Phase.THINKING:
-            assert cut.reasoning is not None
             assert all(line in case.output for line in cut.reasoning.split("\n"))
             assert cut.text == "" or case.text.startswith(cut.text)
         elif tracker.phase is Phase.ANSWER and case.reasoning is not None:

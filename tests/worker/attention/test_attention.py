@@ -39,12 +39,7 @@ class Parity:
     """One model twice: eager as transformers runs it, and over a pool full of NaN."""
 
     def __init__(
-        self,
-        family: str,
-        block_size: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        fp8: bool = False,
+        self, family: str, block_size: int, dtype: torch.dtype = torch.float32, *, fp8: bool = False
     ) -> None:
         register()
         num_blocks = 256

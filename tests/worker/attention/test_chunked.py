@@ -69,7 +69,6 @@ def test_shared_prefixes_are_cut_at_the_start_of_a_chunk() -> None:
     step = maker.step([(first, 1), (second, 1), (third, 1)])
     shared = SharedPrefixes(np.array([2, 0, 1], np.int32), np.array([0, 8, 20], np.int32))
     cut = cut_at_chunks(replace(step, shared_prefixes=shared), CHUNK, BLOCK)
-    assert cut.shared_prefixes is not None
     assert cut.shared_prefixes.shared_lens.tolist() == [0, 0, 8]
 
 

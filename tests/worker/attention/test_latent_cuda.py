@@ -10,11 +10,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes
-from batchinfer.worker.attention.attention import (
-    ATTENTION_NAME,
-    make_cuda_backend,
-    register,
-)
+from batchinfer.worker.attention.attention import ATTENTION_NAME, make_cuda_backend, register
 from batchinfer.worker.attention.cuda import LatentCudaAttention
 from batchinfer.worker.attention.latent import keep_latents
 from batchinfer.worker.forward import forward

@@ -188,8 +188,6 @@ def test_scored_tokens_are_those_of_a_plain_step(no_pinned_memory: None) -> None
     scored = [runner.submit(replace(step, scored=asked)).result() for runner in runners]
     assert scored[0].token_ids.tolist() == scored[1].token_ids.tolist()
     got, expected = scored[0].scored, scored[1].scored
-    assert got is not None
-    assert expected is not None
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
     np.testing.assert_array_equal(got.top_token_ids, expected.top_token_ids)
 
@@ -249,7 +247,6 @@ def test_more_rows_of_logits_than_sequences_take_a_size_that_has_room() -> None:
         if size.kind == "mixed" and size.tokens == 16:
             bench.graphs.capture(size)
     size = bench.graphs.size_for(step)
-    assert size is not None
     assert size.sequences >= 2
     torch.testing.assert_close(
         bench.graphs.logits(step, size), bench.plain(step), atol=1e-5, rtol=1e-5
@@ -299,7 +296,6 @@ def test_a_capture_that_fails_loses_that_size_alone() -> None:
     )
     step = every_token(bench, [(5, 1), (20, 4)])
     size = bench.graphs.size_for(step)
-    assert size is not None
     assert size.tokens == 32
 
 

@@ -1,4 +1,4 @@
-"""Fused modules: they take the place of what they compute the same as, and of nothing else."""
+"""Fused modules replace only modules that compute the same."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ def test_logits_stay_those_of_transformers(family: str) -> None:
             model(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0]
             for sequence in (first, second)
         ]
-    expected = (
-        torch.cat([eager[0][:39], eager[1][:9]]),
-        torch.cat([eager[1][9:], eager[0][39:]]),
-    )
+    expected = (torch.cat([eager[0][:39], eager[1][:9]]), torch.cat([eager[1][9:], eager[0][39:]]))
     fuse(prepared(model), layout_of(model), MAX_MODEL_LEN)
     cache = KVCache(layout_of(model), 64, torch.device("cpu"), torch.float32)
     cache.pool[:64] = torch.nan

@@ -1,4 +1,4 @@
-"""Layers that add onto the residual in place: the same logits, and how many kernels that takes."""
+"""Fused decoder layers keep the logits of transformers and launch nine kernels."""
 
 from __future__ import annotations
 

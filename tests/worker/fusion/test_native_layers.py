@@ -1,4 +1,4 @@
-"""Decoder layers as one C call: transformers' logits, whatever the steps before were."""
+"""Decoder layers that run in one C call keep the logits of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters beside the base model in one engine give what peft gives, each by itself."""
+"""Each adapter in a mixed batch gives what peft gives with this adapter alone."""
 
 from __future__ import annotations
 
@@ -122,9 +122,7 @@ def assert_greedy(alone: list[torch.nn.Module], completion: Completion) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{}, {"max_tokens": 5}, {"num_blocks": 16}],
-    ids=["together", "in_chunks", "crowded"],
+    "limits", [{}, {"max_tokens": 5}, {"num_blocks": 16}], ids=["together", "in_chunks", "crowded"]
 )
 @pytest.mark.parametrize("family", SECOND)
 def test_mixed_rows_equal_separate_runs_of_peft(
@@ -163,9 +161,7 @@ def test_rows_of_the_base_model_keep_their_bits_in_a_step_with_adapters(
         assert (alone[at] - beside[at]).abs().max() > 0.1
 
 
-def test_rows_of_an_adapter_keep_their_bits_in_any_batch(
-    adapted: Callable[[str], Adapted],
-) -> None:
+def test_rows_of_an_adapter_keep_their_bits_in_any_batch(adapted: Callable[[str], Adapted]) -> None:
     loaded, lengths = adapted("llama").loaded, [9, 20, 1, 13]
     beside = logits_of(loaded, [1, 2, 1, 2], lengths)
     alone = logits_of(loaded, [1, 0, 0, 0], lengths)

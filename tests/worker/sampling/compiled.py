@@ -1,4 +1,4 @@
-"""What the sampling kernels would be compiled for, noted where they would be launched on a GPU."""
+"""Records the variants of sampling kernels that a GPU would compile and launch."""
 
 from __future__ import annotations
 

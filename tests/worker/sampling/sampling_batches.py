@@ -1,4 +1,4 @@
-"""Sampling batches with a default for everything a test does not talk about."""
+"""Builds sampling batches; every parameter has a default without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that grammars forbid are not drawn; rows without a grammar keep their bits."""
+"""Samplers draw only tokens that grammars allow; rows without a grammar keep their bits."""
 
 from __future__ import annotations
 

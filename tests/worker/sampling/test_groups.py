@@ -1,4 +1,4 @@
-"""Samples that one call draws: each once, and no more distributions than the workspace holds."""
+"""Every sample is in one group, and a group fits into the workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bias, allowed ids and penalties against one row at a time, and against transformers."""
+"""Biases, allowed ids and penalties equal a plain reference and transformers."""
 
 from __future__ import annotations
 

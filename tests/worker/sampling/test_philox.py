@@ -1,4 +1,4 @@
-"""Philox against the known answers of its authors' Random123 library, and what keys it."""
+"""Philox gives the known answers of the Random123 library; each part of the key counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What samples are given with: log-probabilities of named ids, and the modes."""
+"""Samples come with log-probabilities of named ids, in the mode that the row asks for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def test_log_probabilities_of_named_ids_come_beside_the_most_likely() -> None:
     named = [[5, 900, 5], [77, -1, -1], [-1, -1, -1]]
     result, plain = report(logits, samples, named), report(logits, samples)
     own = logits.log_softmax(1).numpy()
-    assert result.named_logprobs is not None
     assert result.named_logprobs[0] == pytest.approx(own[0, [5, 900, 5]], abs=1e-5)
     assert result.named_logprobs[1, 0] == pytest.approx(own[1, 77], abs=1e-5)
     assert np.isneginf(result.named_logprobs[1:, 1:]).all(), "padding"
@@ -78,10 +77,6 @@ def test_each_sample_has_its_mode() -> None:
     )
     processed = warpers(torch.tensor([seen]), logits.clone())
     expected = [logits.log_softmax(1), logits, processed.log_softmax(1), processed]
-    assert result.top_token_ids is not None
-    assert result.top_logprobs is not None
-    assert result.ranks is not None
-    assert result.named_logprobs is not None
     token = int(result.token_ids[0])
     assert set(result.token_ids.tolist()) == {token}
     for at, own in enumerate(values[0] for values in expected):
@@ -106,7 +101,6 @@ def test_processed_values_of_greedy_samples_have_biases_and_no_temperature() -> 
     assert result.token_ids[0] == 9
     assert result.logprobs[0] == pytest.approx(float(logits[0, 9]) + 50, abs=1e-4)
     two = logits[1, [4, 5]].log_softmax(0)
-    assert result.top_logprobs is not None
     np.testing.assert_allclose(result.top_logprobs[1], two.sort(descending=True).values, atol=1e-5)
     assert result.nonfinite.tolist() == [False, False, True]
     assert result.logprobs[2] == 0

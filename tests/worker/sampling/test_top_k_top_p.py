@@ -1,4 +1,4 @@
-"""Top-k and top-p against sorting whole rows, on integers where there is no rounding."""
+"""Top-k and top-p keep the tokens that sorting whole rows keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job's steps draw by is compiled before its first step."""
+"""All variants of sampling kernels that a job needs are compiled before its first step."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_no_step_of_mixed_samples_launches_another_variant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_step_of_mixed_samples_launches_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request(at, [7, 8], max_tokens=6, **row) for at, row in enumerate(ROWS)]
     compiled = Compiled(monkeypatch)
     in_steps = compiled.in_steps(requests)

@@ -1,4 +1,4 @@
-"""Threads are bound to cores while they compute, if there are as many cores."""
+"""Threads are bound to cores while they compute, if there are enough cores."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def test_each_thread_gets_its_own_core_if_there_are_as_many(
 
 
 @pytest.mark.parametrize(
-    ("text", "siblings"),
-    [("3,19\n", {3, 19}), ("1-3,7", {1, 2, 3, 7}), ("?", {3}), (None, {3})],
+    ("text", "siblings"), [("3,19\n", {3, 19}), ("1-3,7", {1, 2, 3, 7}), ("?", {3}), (None, {3})]
 )
 def test_core_siblings_are_read_as_linux_writes_them(
     text: str | None, siblings: Set[int], tmp_path: Path

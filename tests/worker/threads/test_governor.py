@@ -1,4 +1,4 @@
-"""Threads step down while other processes use the cores and come back, on a simulated machine."""
+"""The number of threads follows the free cores of a simulated machine."""
 
 from __future__ import annotations
 
@@ -250,9 +250,7 @@ def test_run_delay_is_unknown_without_proc(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_delay() is None
 
 
-def test_run_delay_leaves_out_threads_that_have_ended(
-    tmp_path: Path,
-) -> None:
+def test_run_delay_leaves_out_threads_that_have_ended(tmp_path: Path) -> None:
     for thread in ("7", "8"):
         (tmp_path / thread).mkdir()
     assert run_delay(str(tmp_path)) is None

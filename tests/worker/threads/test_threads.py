@@ -1,4 +1,4 @@
-"""The number of threads on a CPU: which setting wins, the log line, and threads of each step."""
+"""The number of threads on a CPU: which setting decides, and what the log says."""
 
 from __future__ import annotations
 
@@ -75,11 +75,7 @@ def torch_threads() -> Iterator[None]:
     ],
 )
 def test_which_number_of_threads_wins_and_its_log_line(
-    asked: int | None,
-    limits: CpuLimits,
-    torch_count: int,
-    environ: Mapping[str, str],
-    line: str,
+    asked: int | None, limits: CpuLimits, torch_count: int, environ: Mapping[str, str], line: str
 ) -> None:
     chosen = choose_threads(asked, limits, torch_count, environ)
     assert chosen.line() == line
@@ -211,7 +207,6 @@ def test_the_governor_chooses_the_threads_of_each_step_and_observes_its_time() -
     ticks = iter(range(100))
     threads = StepThreads(ThreadCount(4, ""), governed=True, clock=lambda: float(next(ticks)))
     governor = threads.governor
-    assert governor is not None
     seen: list[tuple[int, float]] = []
 
     def observe(tokens: int, seconds: float) -> None:

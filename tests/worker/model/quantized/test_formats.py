@@ -1,4 +1,4 @@
-"""Each format's tensors to the weight they stand for, and what is refused."""
+"""Tensors of each quantization format give the right weight; damaged tensors are refused."""
 
 from __future__ import annotations
 
@@ -179,28 +179,16 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
-        (
-            "fp8 blocks",
-            drop("weight_scale_inv"),
-            r"files have no \*_scale_inv to go with a.w",
-        ),
+        ("fp8 blocks", drop("weight_scale_inv"), r"files have no \*_scale_inv to go with a.w"),
         ("fp8 blocks", cut("weight_scale_inv"), "scale_inv is 2 x 2 of F32; .* be 3 x 2 of F32"),
         ("fp8 blocks", cast("weight", torch.int8), "a.weight is 72 x 96 of I8; .* of F8_E4M3"),
         ("packed int4", drop("weight_shape"), r"weight files have no \*.weight_shape"),
         ("packed int4", cut("weight_packed"), "a.weight_packed is 71 x 12 of I32; .* be 72 x 12"),
         ("packed int4 with zeros", cut("weight_zero_point"), "_zero_point is 8 x 3 .* be 9 x 3"),
-        (
-            "packed int4",
-            in_group(3),
-            "g_idx assigns .* groups 3 to 3, but the weight has 3",
-        ),
+        ("packed int4", in_group(3), "g_idx assigns .* groups 3 to 3, but the weight has 3"),
         ("packed int4", narrowed, "rows of 80 cannot be divided into groups of 32"),
         ("int8", drop("weight_scale"), r"weight files have no \*.weight_scale to go with a.weight"),
-        (
-            "fp8 blocks",
-            damaged("weight_scale_inv", float("inf")),
-            "scale_inv has NaN or infinity",
-        ),
+        ("fp8 blocks", damaged("weight_scale_inv", float("inf")), "scale_inv has NaN or infinity"),
         (
             "packed int4 with zeros",
             drop("weight_zero_point"),
@@ -251,23 +239,14 @@ _group = partial(compressed, "pack-quantized")
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:a": {}}},
             "dynamic .*; all layers must",
         ),
-        (
-            {"quant_method": "awq", "bits": 4, "version": "gemv"},
-            "gemv; supported: gemm",
-        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv; supported: gemm"),
         ({"quant_method": "awq", "bits": 8}, "bits in config.json is 8; supported: 4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size .* is \[128\]"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "NVFP4; supported: FP8",
-        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4; supported: FP8"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format .* is"),
         (_group(num_bits=3), r"config_groups.group_0.weights.num_bits .* is 3; supported: 2, 4, 8"),
         (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; supported: 8"),
-        (
-            _group(strategy="tensor_group"),
-            "strategy .* is tensor_group; supported: tensor",
-        ),
+        (_group(strategy="tensor_group"), "strategy .* is tensor_group; supported: tensor"),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
         ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),

@@ -1,4 +1,4 @@
-"""Quantized checkpoints loaded: logits of a model that holds the weights they stand for."""
+"""Quantized checkpoints have the logits of a model with the same weights."""
 
 from __future__ import annotations
 

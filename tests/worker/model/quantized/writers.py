@@ -248,10 +248,7 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq": (_GPTQ, gptq),
     "gptq with zeros": ({**_GPTQ, "sym": False}, partial(gptq, symmetric=False)),
     "gptq sorted": ({**_GPTQ, "desc_act": True}, partial(gptq, sorts=True, symmetric=False)),
-    "gptq v2": (
-        {**_GPTQ, "checkpoint_format": "gptq_v2"},
-        partial(gptq, symmetric=False, v2=1),
-    ),
+    "gptq v2": ({**_GPTQ, "checkpoint_format": "gptq_v2"}, partial(gptq, symmetric=False, v2=1)),
     "gptq 8 bits": ({**_GPTQ, "bits": 8}, partial(gptq, bits=8)),
     "gptq 8 bits sorted": (
         {**_GPTQ, "bits": 8, "desc_act": True},
