@@ -43,24 +43,22 @@ class Room:
         return f"May import: {', '.join(self.may_import) or 'nothing of batchinfer'}."
 
 
-def described(name: str) -> Room:
-    """The room of a folder, as the docstring of its package describes it."""
-    file = PACKAGE / name.replace(".", "/") / "__init__.py"
-    words = ast.get_docstring(ast.parse(file.read_text())) or ""
-    last = " ".join(words.rpartition("\n\n")[2].split())
-    names = last.removeprefix("May import: ").removesuffix(".").split(", ")
-    assert names != [last], f"{file}: its docstring must end with a line that says May import: ..."
-    may_import = () if names == ["nothing of batchinfer"] else tuple(names)
-    return Room(name, words.splitlines()[0], may_import)
+def described(name: str, may_import: tuple[str, ...] = ()) -> Room:
+    """Return a room that is a folder; the first line of its docstring says what the room holds."""
+    docstring = ast.get_docstring(
+        ast.parse((PACKAGE / name.replace(".", "/") / "__init__.py").read_text())
+    )
+    assert docstring, f"the __init__.py of {name} does not say what the folder holds"
+    return Room(name, docstring.splitlines()[0], may_import)
 
 
-# From the lowest to the highest: whatever its words allow, a room imports only what is above it
-# here. So there is no circle, and a new room is put below all that it needs.
+# From the lowest to the highest: whatever the last column allows, a room imports only what is above
+# it here. So there is no circle, and a new room is put below all that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and fix, with their exit codes"),
     Room("near_names", "suggestions for misspelled names"),
     Room("protocols", "what the engine asks of the text plane"),
-    described("process"),
+    described("process", ("errors",)),
     Room("config", "settings as records that check their values", ("errors", "near_names")),
     Room("kernels", "tensors and numbers only: Triton, C, and their references in torch"),
     Room("engine.step", "the message each way between engine and worker"),
@@ -82,75 +80,104 @@ ROOMS = [
         ("engine.request", "engine.sequence"),
     ),
     Room("engine.stats", "statistics of a step"),
-    described("engine.scheduler"),
+    described(
+        "engine.scheduler",
+        ("engine.step", "engine.request", "engine.kv", "engine.sequence", "engine.stats"),
+    ),
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
-    described("engine.step_io"),
+    described("engine.step_io", ("protocols", "engine")),
     Room("engine.oom_recovery", "smaller steps after out-of-memory errors", ("errors", "engine")),
     Room("engine.engine", "schedule, submit, process", ("engine",)),
     Room("engine.encoder_engine", "an engine for encoders, without a pool", ("errors", "engine")),
-    described("engine.simulate"),
-    described("console"),
-    described("text"),
-    described("pooling"),
-    described("requests"),
+    described("engine.simulate", ("config", "engine")),
+    described("console", ("near_names", "engine.stats")),
+    described("text", ("config", "process", "errors", "near_names", "protocols")),
+    described("pooling", ("config", "errors", "text")),
+    described("requests", ("config", "errors", "engine", "text")),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
     Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
     Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
     Room("worker.linear_kernels", "GEMM kernels of linear layers", ("kernels",)),
-    described("worker.threads"),
-    described("worker.attention"),
-    described("worker.recurrent"),
-    described("worker.model"),
-    described("worker.cuda_graphs"),
+    described("worker.threads", ("process", "kernels", "engine.runner", "engine.step")),
+    described("worker.attention", ("errors", "kernels", "engine.kv", "engine.step", "worker")),
+    described("worker.recurrent", ("kernels", "engine.kv", "worker.attention")),
+    described(
+        "worker.model", ("config", "errors", "engine", "worker.attention", "worker.transfer")
+    ),
+    described("worker.cuda_graphs", ("kernels", "engine.runner", "engine.step", "worker")),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.verify", "a model tried on a few tokens", ("engine.kv", "engine.step", "worker")),
-    described("worker.sampling"),
+    described(
+        "worker.sampling", ("config", "kernels", "engine.step", "worker.oom", "worker.transfer")
+    ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
     Room(
         "worker.family_check",
         "a loaded model compared with transformers' own forward pass",
         ("errors", "engine.kv", "worker"),
     ),
-    described("worker.linear"),
-    described("worker.fusion"),
-    described("worker.lora"),
+    described("worker.linear", ("errors", "console", "kernels", "engine.kv", "worker")),
+    described("worker.fusion", ("kernels", "engine.kv", "engine.step", "worker")),
+    described("worker.lora", ("errors", "kernels", "engine.kv", "worker")),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
-    described("worker.encoder"),
+    described("worker.encoder", ("config", "errors", "console", "kernels", "engine", "worker")),
     Room(
         "worker.loader", "a model, made ready", ("config", "errors", "console", "engine", "worker")
     ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
-    described("builders"),
-    described("job.storage"),
+    described("builders", ("config", "process", "errors", "console", "engine", "text", "worker")),
+    described("job.storage", ("errors", "console")),
     Room("job.row_ids", "sets of rows, and the parts they fall into"),
     Room("job.run_ids", "ids of runs, and who wrote in them"),
-    described("job.input"),
-    described("job.spec"),
-    described("job.model_files"),
+    described("job.input", ("errors", "console", "job.storage", "job.row_ids")),
+    described(
+        "job.spec",
+        ("config", "errors", "near_names", "console", "text", "job.storage", "job.input"),
+    ),
+    described("job.model_files", ("errors", "console", "job.storage", "job.spec")),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
-    described("job.rows"),
-    described("job.output"),
-    described("job.reuse"),
-    described("job.claims"),
-    described("job.openai"),
+    described(
+        "job.rows",
+        (*("config", "errors", "console", "engine", "text", "pooling"), *("requests", "job")),
+    ),
+    described("job.output", ("errors", "console", "engine", "text", "job")),
+    described("job.reuse", ("errors", "console", "requests", "job")),
+    described("job.claims", ("errors", "console", "job")),
+    described("job.openai", ("config", "errors", "console", "text", "requests", "builders", "job")),
     Room(
         "job.job",
         "a job and its loaded model",
         ("config", "errors", "console", "text", "requests", "builders", "job"),
     ),
-    described("job.stats"),
-    described("job.tokens"),
-    described("job.run"),
-    described("job.fleet"),
-    described("job.plan"),
-    described("job.init"),
-    described("report"),
-    described("llm"),
+    described("job.stats", ("errors", "process", "console", "engine", "text", "builders", "job")),
+    described("job.tokens", ("errors", "console", "engine", "protocols", "job")),
+    described(
+        "job.run",
+        ("config", "errors", "process", "console", "text", "engine", "requests", "builders", "job"),
+    ),
+    described(
+        "job.fleet",
+        ("config", "errors", "process", "console", "engine", "requests", "builders", "job"),
+    ),
+    described(
+        "job.plan", ("config", "errors", "console", "engine", "text", "requests", "builders", "job")
+    ),
+    described("job.init", ("config", "errors", "console", "job")),
+    described("report", ("errors", "console", "engine", "job")),
+    described(
+        "llm",
+        (
+            *("config", "errors", "process", "console", "engine", "text", "pooling"),
+            *("requests", "builders", "report"),
+        ),
+    ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
-    described("cli"),
+    described(
+        "cli", ("errors", "process", "config", "console", "worker.model", "job", "report", "llm")
+    ),
     Room("__main__", "the program", ("process", "cli")),
 ]
 BY_NAME = {room.name: room for room in ROOMS}
