@@ -28,13 +28,10 @@ class Counts:
     """
 
     rows: int = 0
-    """Number of finished rows."""
     failed: int = 0
-    """Number of finished rows with an error."""
     reused: int = 0
     """Number of rows copied from other outputs; ``rows`` does not count them."""
     begun: int = 0
-    """Number of rows given to the engine."""
     ended: int = 0
     """Number of rows given to the engine that are finished."""
     most_tokens: int = 0
@@ -42,7 +39,6 @@ class Counts:
     prompt_tokens: int = 0
     """Prompt tokens of the rows given to the engine."""
     tokens: int = 0
-    """Number of drawn output tokens."""
     kept_tokens: int = 0
     """Number of output tokens that earlier runs drew for the rows given to the engine."""
     settled_tokens: int = 0
@@ -99,7 +95,6 @@ class Meter:
         self.reused = 0
         """Number of rows copied from other outputs; the thread that writes rows counts them."""
         self.step: StepStats | None = None
-        """Latest step of this process's engine."""
         self.note = ""
         """Text to show instead of the use of the KV cache."""
         self._clock = clock

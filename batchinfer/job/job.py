@@ -137,7 +137,6 @@ class LoadedJob:
     seconds: float
     """Seconds that loading took."""
     processes: TextProcesses
-    """The processes that build prompts."""
     phases: Phases | None = None
     """Durations of the phases of loading."""
 

@@ -69,7 +69,6 @@ class RequestMetrics:
     first_token_ts: float
     last_token_ts: float
     num_generation_tokens: int
-    """Number of tokens of all samples."""
 
     @property
     def first_token_latency(self) -> float:

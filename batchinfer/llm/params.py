@@ -22,7 +22,6 @@ MODES: Mapping[str, LogprobsMode] = {
     "raw_logits": LogprobsMode.LOGITS,
     "processed_logits": LogprobsMode.PROCESSED | LogprobsMode.LOGITS,
 }
-"""Modes by vLLM's names."""
 
 
 def read_logprobs_mode(name: object) -> LogprobsMode:

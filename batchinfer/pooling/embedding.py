@@ -49,7 +49,6 @@ class EmbeddingModules:
     """Description of embeddings in a model's folder."""
 
     hidden_size: int
-    """Width of the hidden states."""
     pooling: tuple[str, ...] = ("lasttoken",)
     """Modes whose vectors are concatenated."""
     dense: tuple[Dense, ...] = ()

@@ -29,7 +29,6 @@ class Outcome:
     word: str
     """Outcome, such as ``Finished``."""
     rest: str
-    """Rest of the sentence."""
     tone: str
     """``good``, ``bad`` or ``used``."""
     advice: str = ""

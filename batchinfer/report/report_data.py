@@ -17,12 +17,10 @@ class Example:
 
     row_id: int
     inputs: Sequence[tuple[str, str]]
-    """Names and values of input columns."""
     answer: str | None
     facts: str
     """Number of tokens of the row, and its finish reasons."""
     error: tuple[str, str] | None = None
-    """Code and message of the row's error."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +99,10 @@ class ReportData:
     phase: str = ""
     """Name of the phase while no rows run."""
     error: str = ""
-    """Error of the latest run."""
     failures: Sequence[Failure] = ()
     examples: Sequence[Example] = ()
     runs: Sequence[RunFacts] = ()
     lanes: Sequence[Lane] = ()
-    """Lanes of parallel workers."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """The sections of the job, with their keys and values."""
     versions: Mapping[str, str] = field(default_factory=dict)

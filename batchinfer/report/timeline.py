@@ -52,7 +52,6 @@ class Totals:
     prompt_ms: float = 0.0
     """Milliseconds of steps that computed prompt tokens."""
     answer_ms: float = 0.0
-    """Milliseconds of the other steps."""
     answer_tokens: int = 0
     """Number of drawn tokens, including tokens of unfinished rows."""
     cow_copies: int = 0

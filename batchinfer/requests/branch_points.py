@@ -73,7 +73,6 @@ class _Node:
 
     def __init__(self, depth: int, first_turn: int, shortest: int) -> None:
         self.depth = depth
-        """Number of tokens of the prefix."""
         self.first_turn = first_turn
         """Turn of the row that runs first."""
         self.shortest = shortest

@@ -58,11 +58,9 @@ class PromptRow:
     of completion tokens to score.
     """
     adapter: int = BASE_MODEL
-    """Number of the row's adapter."""
     stream: int | None = None
     """Random stream of the row; None for the row id."""
     tools: RowTools | None = None
-    """Tools that the row's samples may call."""
     key: bytes | None = None
     """Hash of everything that decides the row's answer; None if the job needs no keys."""
 

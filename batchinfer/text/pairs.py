@@ -29,7 +29,6 @@ from batchinfer.text.row_values import decoded
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 Pair = tuple[str, str]
-"""A query and a document."""
 
 
 def read_pair(row: RowValues, columns: Pair) -> Pair:
@@ -87,7 +86,6 @@ class PairBuilder:
         self._cuts = config.on_too_long == "truncate_right"
         self._parse_special_tokens = config.parse_special_tokens
         self.columns = tuple(dict.fromkeys(pair_columns))
-        """The input columns that ``build`` needs."""
         self._pair_columns = pair_columns
 
     def render(self, rows: Sequence[RowValues]) -> list[Pair | RowError]:
@@ -175,7 +173,6 @@ class QuestionBuilder:
         self._prompts = PromptBuilder(config, tokenizer, max_model_len=max_model_len + 1, **options)
         self._pair_columns = pair_columns
         self.columns = self._prompts.columns
-        """The input columns that ``build`` needs."""
 
     def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
         """Return the text or the error of each row."""

@@ -82,7 +82,6 @@ class PromptBuilder:
         self._renderer = RowRenderer(config, tokenizer, **options)
         self._encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
         self.columns = self._renderer.columns
-        """The input columns that ``build`` needs."""
 
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """Return a prompt or an error for each row, in order.

@@ -74,7 +74,6 @@ class ScoringBuilder:
             config, tokenizer, columns=columns, appended_column=completions_column, **options
         )
         self.columns = self._renderer.columns
-        """The input columns that ``build`` needs."""
 
     def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """Return a ``ScoredPrompt`` or an error for each row, in order.

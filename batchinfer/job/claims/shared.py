@@ -142,7 +142,6 @@ class SharedClaim(Claim):
         self.claims = Claims(self.shared, self.writer)
         self._window_rows = window_rows
         self._parts: list[Part] = []
-        """All parts of the job."""
 
     @contextmanager
     def begun(

@@ -33,7 +33,6 @@ class Swap:
     __pydantic_config__: ClassVar = STRICT
 
     generation: str
-    """Name of the new generation."""
     is_in_place: bool = False
     """True if all files are in place, and only the folder ``next`` remains to be deleted."""
 

@@ -168,7 +168,6 @@ class _Stored:
     first_run: NonNegativeInt
     """Number of this process's first run; runs with its name and lower numbers have died."""
     parts: list[tuple[NonNegativeInt, NonNegativeInt]]
-    """Ranges of part indices."""
     rows_per_s: NonNegativeFloat = 0.0
     """Speed of a worker; 0 if it is not known yet."""
 

@@ -48,7 +48,6 @@ class WorkerSetup:
     versions: Mapping[str, str]
     """The launcher's versions of the packages that affect the output."""
     build: BuildEngine | None = None
-    """Makes the engine; None for ``batchinfer.builders.engine.build_engine``."""
 
 
 class _Messages:

@@ -38,11 +38,9 @@ class InitOptions:
     output: str | None = None
     """Output directory; default: ``out/`` plus the job file's name, next to the job file."""
     job: Path = Path("job.yaml")
-    """The job file to write."""
     prompt_column: str | None = None
     id_column: str | None = None
     force: bool = False
-    """Overwrite an existing job file."""
 
 
 def write_job_file(options: InitOptions) -> list[str]:

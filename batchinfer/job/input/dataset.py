@@ -66,7 +66,6 @@ class Source:
     """Number of selected rows: at most ``limit`` rows that meet ``filter``."""
     format: Format
     file_columns: Mapping[str, FileColumns] = field(default_factory=dict)
-    """Columns of each file, by path."""
     selection: RowIds | None = None
     """Row ids of the selected rows. None selects the first ``num_rows`` rows."""
     differences: Mapping[str, Difference] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.reader import store_of
 
 BATCH_ROWS = 1024
-"""Most rows in a batch."""
 REWRITE = "write it again, or leave it out of input.path"
 """Advice on a file that cannot be read."""
 SAMPLING_COLUMN = "sampling_params"
@@ -44,7 +43,6 @@ class InputFile:
     content_sha256: str
     """Hash of a Parquet file's footer, or of any other file's decompressed content."""
     etag: str | None = None
-    """ETag of an object in a store."""
     ctime_ns: int = field(default=0, compare=False)
     """Time of the last change. Only one run compares it: a file may be moved between runs."""
     content_hash: str | None = None

@@ -64,9 +64,7 @@ class Draft:
     """The part's record, without the time and the marks of the published files."""
     staged: PurePath
     staged_requests: PurePath
-    """File of the rows' statistics."""
     staged_keys: PurePath
-    """File of the rows' keys."""
 
 
 def stage(

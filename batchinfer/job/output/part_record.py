@@ -35,7 +35,6 @@ class PartRecord:
     keys_sha256: str | None = None
     """Hash of the file of the rows' keys; None in records of older versions."""
     num_reused: NonNegativeInt = 0
-    """Number of rows copied from another output."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -42,7 +42,6 @@ class Verification:
     parts_total: int
     parts_done: int
     rows: int
-    """Number of rows in finished parts."""
     problems: list[str]
     is_updating: bool = False
     """True if there is a next generation; ``verify`` does not check it."""

@@ -54,7 +54,6 @@ class Census:
 
     lengths: ExpectedLengths
     result_bytes: int = 0
-    """Bytes of a row's result; see ``LoadedTask``."""
     rows: int = 0
     prompt_tokens: int = 0
     distinct_tokens: int = 0

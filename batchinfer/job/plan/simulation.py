@@ -21,9 +21,7 @@ from batchinfer.requests.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
-"""Most steps to simulate."""
 MAX_OUTPUT_TOKENS = 2**24
-"""Most output tokens to simulate."""
 _SCHEDULING = ("max_tokens", "n", "min_tokens", "beam_width", "prompt_logprobs")
 
 
@@ -101,7 +99,6 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.measured = MetricsCollector(self.block_size)
-        """Measures of steps and finished rows."""
         self.deduplicated = 0
         """Number of rows that did not run because an equal row ran."""
         self.deduplicated_drawn_tokens = 0

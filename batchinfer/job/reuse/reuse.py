@@ -161,7 +161,6 @@ class RowReuse:
         self, outputs: Sequence[OutputDir], generated: pa.Schema, warn: Callable[[str], None]
     ) -> None:
         self.num_reused = 0
-        """Number of rows found so far."""
         self._plans: list[tuple[OutputDir, Manifest]] = [(out, plan_of(out)) for out in outputs]
         keyed = list(chain.from_iterable(keyed_files(out, plan) for out, plan in self._plans))
         self._files: list[FinishedFile] = [file for file, _ in keyed]

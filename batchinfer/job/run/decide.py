@@ -40,7 +40,6 @@ class RunOptions:
     role: Role | None = None
     """The run's task if it is one of several processes; None if it writes alone."""
     has_fleet: bool = False
-    """True if the run starts workers."""
 
     @property
     def overwrites(self) -> bool:
@@ -57,9 +56,7 @@ class RunPlan:
     job: OutputJob
     """The job with the directory to write to, and with the plan that all runs of the job share."""
     claim: Claim
-    """The right to write to the directory."""
     resume: ResumePlan
-    """The parts to make."""
     outputs: Sequence[OutputDir]
     """Outputs whose rows are copied if the job would compute the same rows."""
     kernels: Mapping[str, str]

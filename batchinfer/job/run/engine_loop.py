@@ -64,7 +64,6 @@ class EngineLoop:
         """Rows to give to the engine, in order."""
         self._in_flight: dict[int, RowResult] = {}
         self._added = Counts()
-        """Counts to report with the next step."""
         self.num_given = 0
         """Number of rows given to the engine so far, including rows that cannot run."""
 

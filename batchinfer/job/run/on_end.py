@@ -53,7 +53,6 @@ class RunEnd:
     ``error`` counts only this run's rows. None if the counts are not known yet.
     """
     error: str | None
-    """The error of a run that failed."""
 
 
 @contextmanager

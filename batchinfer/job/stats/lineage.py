@@ -28,7 +28,6 @@ _FACETS = {
     "outputStatistics": "1-0-0/OutputStatisticsOutputDatasetFacet",
     "processing_engine": "1-1-1/ProcessingEngineRunFacet",
 }
-"""Version and definition of each facet."""
 MOST_DATASETS = 100
 """Most input files to list one by one. Each entry repeats the schema, so more files are listed by
 folder.

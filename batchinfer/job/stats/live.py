@@ -33,7 +33,6 @@ class WatchedRun:
     """A run's progress, for code that reports it."""
 
     name: str
-    """The job's name."""
     phases: Phases
     meter: Meter | None = None
     """Counts and speed of the run; None until the rows to run are known."""
@@ -54,10 +53,8 @@ class LiveRun:
     phase: str = ""
     """Phase that the run waits for, such as loading the model; "" while rows run."""
     phase_detail: str = ""
-    """Progress of the phase."""
     phase_s: NonNegativeFloat = 0.0
     rows_total: NonNegativeInt = 0
-    """Number of rows in the run's parts."""
     rows_finished: NonNegativeInt = 0
     """Number of these rows that are finished, including rows of earlier runs."""
     rows_running: NonNegativeInt = 0

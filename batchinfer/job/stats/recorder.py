@@ -54,7 +54,6 @@ class Run:
     peak_used_blocks: NonNegativeInt = 0
     """Most blocks used in any step, including steps that ``stats.every_steps`` leaves out."""
     used_blocks: int = 0
-    """Blocks used in the last step."""
     rows: int = 0
     """Number of rows that the run has finished."""
     saved_at: float = 0.0

@@ -92,7 +92,6 @@ class Status:
     error_codes: Mapping[str, int] = field(default_factory=dict)
     """Number of failed rows in finished parts by error code, most frequent first."""
     first_errors: Sequence[Mapping[str, Any]] = ()
-    """The first failed rows (``first_errors.first_errors``)."""
     update: Update | None = None
     """Progress of the next generation, if an update has begun."""
 

@@ -33,7 +33,6 @@ class Worker:
     saved_at: float
     """Time of the last write, in seconds since 1970."""
     error: str = ""
-    """Error of a run that failed."""
 
 
 def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Worker]:

@@ -38,7 +38,6 @@ class PoolingRequest:
     """Turns the prompt's hidden state into values."""
     adapter: int
     name: str
-    """Name of the prompt in error messages."""
 
 
 class PoolingRunner:

@@ -24,7 +24,6 @@ class End:
     stderr: str
     """Last bytes that the process wrote to stderr."""
     cpu_seconds: float
-    """Total processor time of the process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,6 @@ class WorkerPrompts:
 
     def __init__(self, processes: TextProcesses, factory: bytes, columns: tuple[str, ...]) -> None:
         self.columns = columns
-        """The input columns that ``build`` needs."""
         self._processes = processes
         self._factory = factory
 
