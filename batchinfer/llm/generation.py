@@ -152,7 +152,7 @@ class GenerationCalls:
             others: see ``generate``.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
+            TypeError, ValueError, RuntimeError, NotYetError: see ``generate``.
             ModelError: the model has no chat template.
             UsageError: ``chat_template`` is not a valid template.
         """
@@ -215,7 +215,7 @@ class GenerationCalls:
             vLLM's form.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
+            TypeError, ValueError, RuntimeError, NotYetError: see ``generate``.
         """
         settle("LLM.beam_search", others, (*_KNOWN, "prompts", "params"))
         check_errors(errors)

@@ -24,7 +24,7 @@ TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that ``Lengths`` reads."""
 _MOST_BARS, _LEAST_BARS = 32, 8
-"""Most and fewest bars of a histogram; empty bars on both sides fill it up."""
+"""Most and fewest bars of a histogram; a smaller number gets empty bars on both sides."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200
 """Number of slots of time per factor of ten, so that times are right to about a percent."""

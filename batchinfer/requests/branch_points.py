@@ -10,8 +10,8 @@ from batchinfer.engine.kv.prefix_index import common_tokens, token_key
 from batchinfer.engine.request import Request
 
 MIN_GAIN = 8
-"""Least number of prompt tokens between kept states on a path. To compute fewer tokens again is
-cheaper than an additional step.
+"""Least number of prompt tokens between kept states on a path. It costs less to compute fewer
+tokens again than to run an additional step.
 """
 
 BranchPoints = tuple[tuple[int, int], ...]

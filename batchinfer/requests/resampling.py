@@ -2,8 +2,9 @@
 
 The filter ``accept`` checks samples, and so does a schema that no grammar can enforce
 (``structured_outputs`` with ``unsupported: check``). Each round doubles the number of samples drawn
-so far, or draws the missing number if that is larger. Sample indices key random numbers, and
-samples are checked in this order, so the number of rounds does not change the result.
+so far, or draws the missing number if that is larger. A sample's random numbers depend on its
+index, and samples are checked in the order of their indices, so the number of rounds does not
+change the result.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Ar
 
 
 def _python_texts(column: pa.Array, name: str) -> list[Any]:
-    """Return a column's values; errors replace too long texts and times outside Python's range."""
+    """Return a column's values, with errors for long texts and for times outside Python's range."""
     if column.type in _HAVE_LENGTHS and column.nbytes > _MOST_BYTES:
         is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
         small = iter(column.filter(pc.invert(is_large)).to_pylist())

@@ -18,7 +18,7 @@ from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.content_hash import content_hash
 
 NUM_HEADER_FACTS = 2
-"""Number of facts, size and header hash, that precede the content hash of a weight file."""
+"""Number of facts before a weight file's content hash: its size and its header hash."""
 COMMIT = "commit"
 """Key of the commit in the facts of a model on the hub."""
 

@@ -47,7 +47,7 @@ class FinishedRow:
     """Statistics of the row's requests; None if the engine did not run the row."""
     has_control_text: bool
     distinct_tokens: int = 0
-    """Number of prompt tokens after the longest prefix that an earlier row shares."""
+    """Number of prompt tokens after the longest prefix shared with an earlier row."""
     tally: Tally = _NO_TALLY
     key: bytes | None = None
     """Key of the row (``PromptRow.key``); None for a row that failed."""

@@ -66,7 +66,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """A run that has nothing to do."""
+    """Decision that a run has nothing to do."""
 
     out: OutputDir
     reason: str
@@ -177,7 +177,7 @@ def _open_output_job(
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
-    """Check that no input file lies in the output, even through a link: it could be deleted."""
+    """Check that no input file lies in the output, even through a link, to keep it from deletion."""
     for file in source.files:
         if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(

@@ -100,7 +100,7 @@ def _lineage(
 
 
 def _nothing_selected(job: OutputJob) -> list[str]:
-    """Return a warning for a job without rows, whose filter often has a mistake."""
+    """Return a warning for a job without rows, often due to a mistake in the filter."""
     selection = job.spec.input
     if selection.limit == 0 or job.source.num_rows:
         return []

@@ -77,7 +77,7 @@ class PoolingCalls:
             prompts: see ``generate``; texts are used raw.
             pooling_params: one object for all prompts, or a list with one per prompt.
                 ``dimensions`` cuts embeddings; ``normalize=False`` leaves their length unchanged.
-            others: as for ``generate``.
+            others: see ``generate``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.embedding`` is a list of floats.
@@ -111,13 +111,13 @@ class PoolingCalls:
 
         Args:
             pooling_params: ``activation=False`` returns logits.
-            others: as for ``embed``.
+            others: see ``embed``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.probs`` has a score for each label.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError: as for ``embed``.
+            TypeError, ValueError, RuntimeError, NotYetError: see ``embed``.
             ModelError: the model has no classification head.
         """
         _check("classify", others, errors)
@@ -146,13 +146,13 @@ class PoolingCalls:
         Args:
             pooling_task: ``embed`` or ``classify``; default: ``classify`` if the model has a
                 classification head.
-            others: as for ``embed``.
+            others: see ``embed``.
 
         Returns:
             An output for each prompt, in order; its ``outputs.data`` is a float32 tensor.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as for both calls.
+            TypeError, ValueError, RuntimeError, NotYetError, ModelError: see both calls.
         """
         import torch
 
@@ -193,13 +193,13 @@ class PoolingCalls:
         Args:
             data_1: one text, or the same number of texts as ``data_2``.
             data_2: one or several texts.
-            others: as for ``embed``; one adapter applies to all texts.
+            others: see ``embed``; one adapter applies to all texts.
 
         Returns:
             An output for each pair, in order; its ``outputs.score`` is a float.
 
         Raises:
-            TypeError, ValueError, RuntimeError, NotYetError, ModelError: as for ``classify``.
+            TypeError, ValueError, RuntimeError, NotYetError, ModelError: see ``classify``.
         """
         _check("score", others, errors)
         if not isinstance(pooling_params, PoolingParams | None):

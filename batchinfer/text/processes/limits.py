@@ -6,8 +6,8 @@ process's own processor time (setitimer(2), ``ITIMER_PROF``), so a busy or suspe
 not matter. A second, generous timer (``ITIMER_REAL``) ends a process that waits without computing.
 This timer also runs while the process is stopped or its virtual machine is paused, so its first
 alarm blames no row. Memory is limited as address space (setrlimit(2), ``RLIMIT_AS``), because Linux
-cannot limit resident memory. macOS supports neither (``setrlimit`` fails), so memory is unlimited
-there; see ``BOUNDS_MEMORY``.
+cannot limit resident memory. macOS supports neither limit (``setrlimit`` fails), so memory is
+unlimited on macOS; see ``BOUNDS_MEMORY``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A grammar for answers that follow reasoning, which is free text with an optional budget.
+"""A grammar for answers after reasoning; the reasoning is free text with an optional budget.
 
 When the budget is used up, the tokens of the end marker are forced, as vLLM's
 ``ThinkingTokenBudgetLogitsProcessor`` does (vllm/v1/sample/logits_processor/builtin.py).
