@@ -76,8 +76,8 @@ def _read_job(
 ) -> JobSpec:
     from batchinfer.job.spec.load import load_job, parse_variables
 
-    given = parse_variables(variables or ())
-    return load_job(job, overrides=overrides or (), variables=given, **others)
+    values = parse_variables(variables or ())
+    return load_job(job, overrides=overrides or (), variables=values, **others)
 
 
 def _takes(
@@ -169,7 +169,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a job, or resume one that stopped."""
-    display = own = None
+    display = own_shard = None
     if log_format is LogFormat.JSON:
         from batchinfer.console.json_log import JsonDisplay
 
@@ -177,7 +177,7 @@ def run(
     if shard is not None:
         from batchinfer.job.claims.shard import parse_shard
 
-        own = parse_shard(shard, os.environ)
+        own_shard = parse_shard(shard, os.environ)
     scale = {"workers": workers, "cluster": cluster}
     options = {
         f"--{key} {quote(value)}": f"scale.{key}={value}"
@@ -203,7 +203,9 @@ def run(
             overwrite=overwrite,
             retry_errors=retry_errors,
             update=update,
-            role=Role(shard=own, is_worker=worker) if worker or own is not None else None,
+            role=Role(shard=own_shard, is_worker=worker)
+            if worker or own_shard is not None
+            else None,
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,
@@ -316,11 +318,11 @@ def status(
         return
     if every is not None:
         raise UsageError("--every needs --watch: without it the status is shown once")
-    found = read_status(output_at(out), time.time())
+    progress = read_status(output_at(out), time.time())
     print_stdout(
-        to_json(found.data())
+        to_json(progress.data())
         if as_json
-        else render_table(f"status of {printable(out)}", found.facts())
+        else render_table(f"status of {printable(out)}", progress.facts())
     )
 
 
@@ -332,13 +334,13 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     from batchinfer.job.output.open import output_at
     from batchinfer.job.output.verify import verify as check
 
-    found = check(output_at(out))
+    verification = check(output_at(out))
     print_stdout(
-        to_json(found.data())
+        to_json(verification.data())
         if as_json
-        else render_table(f"{printable(out)}, verified", found.facts(), found.lines())
+        else render_table(f"{printable(out)}, verified", verification.facts(), verification.lines())
     )
-    raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
+    raise typer.Exit(int(ExitCode.DATA if verification.problems else ExitCode.OK))
 
 
 @app.command(short_help="Write an HTML report, also of a running job.")
@@ -398,8 +400,8 @@ def init(
     """Write a commented job file that runs as it is."""
     from batchinfer.job.init.job_file import InitOptions, write_job_file
 
-    asked = InitOptions(data, model, output, job, prompt_column, id_column, force)
-    print_stdout("\n".join(write_job_file(asked)))
+    options = InitOptions(data, model, output, job, prompt_column, id_column, force)
+    print_stdout("\n".join(write_job_file(options)))
 
 
 @app.command(short_help="Measure throughput.")

@@ -43,8 +43,8 @@ def leave_as_asked() -> None:
 
     Reads the unparsed arguments, because a signal may arrive while the commands are imported.
     """
-    asked = sys.argv[1:]
-    if "--log-format=json" not in asked and ("--log-format", "json") not in pairwise(asked):
+    arguments = sys.argv[1:]
+    if "--log-format=json" not in arguments and ("--log-format", "json") not in pairwise(arguments):
         leave_on_signals()
         return
     from batchinfer.console.json_log import JsonLog

@@ -243,9 +243,9 @@ class SamplingParams(_CallParams):
 
     def without_effect(self) -> dict[str, Any]:
         """Return parameters without effect that do not have their default value, by name."""
-        given = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
+        values = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
         known = self.__dataclass_fields__
-        return {name: value for name, value in given.items() if value != known[name].default}
+        return {name: value for name, value in values.items() if value != known[name].default}
 
     def resolved(
         self, num_prompt_tokens: int, max_model_len: int, vocab_size: int
@@ -283,15 +283,15 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
-    found = {}
+    clipped = {}
     for token, value in biases.items():
         try:
-            found[int(token)] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
+            clipped[int(token)] = min(_MAX_BIAS, max(-_MAX_BIAS, value))
         except (TypeError, ValueError):
             raise ValueError(
                 f"logit_bias has {format_value(token)}; its keys must be token ids"
             ) from None
-    return found
+    return clipped
 
 
 @dataclass(frozen=True)

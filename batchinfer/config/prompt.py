@@ -60,9 +60,9 @@ class PromptConfig(Record):
     def __post_init__(self) -> None:
         coerce_fields(self)
         sources = ("column", "template", "messages", "token_ids_column")
-        given = [name for name in sources if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one source of the prompt, not {' and '.join(given)}")
+        used = [name for name in sources if getattr(self, name) is not None]
+        if len(used) > 1:
+            raise ValueError(f"give one source of the prompt, not {' and '.join(used)}")
         if self.tools is not None and self.tools_column is not None:
             raise ValueError("give tools or tools_column, not both")
         if self.tool_choice not in ("auto", "none") and not self.has_tools:

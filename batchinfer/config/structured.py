@@ -61,8 +61,8 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise _error(f"has the unknown key {format_value(unknown[0])}{meant}")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
-        given = " and ".join(kinds) if kinds else "nothing"
-        raise _error(f"has {given}; give one of {', '.join(KINDS)}")
+        named = " and ".join(kinds) if kinds else "nothing"
+        raise _error(f"has {named}; give one of {', '.join(KINDS)}")
     (kind,) = kinds
     result = {kind: _checked(kind, value[kind]), **_options(kind, value)}
     if len(str(result[kind])) > MAX_CHARACTERS:

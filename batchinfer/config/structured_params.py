@@ -55,9 +55,9 @@ class StructuredOutputsParams:
     """Without effect."""
 
     def __post_init__(self) -> None:
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            what = " and ".join(given) if given else "nothing"
+        kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            what = " and ".join(kinds) if kinds else "nothing"
             raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(_KINDS)}")
 
     def mapping(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             return {"grammar": structural_grammar(self.structural_tag)}
         names = (*KINDS, "whitespace_pattern", "unsupported")
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.disable_any_whitespace and ("json" in found or "json_object" in found):
-            found["disable_any_whitespace"] = True
-        if self.disable_additional_properties and isinstance(found.get("json"), Mapping):
-            found["json"] = closed_schema(found["json"])
-        return found
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.disable_any_whitespace and ("json" in options or "json_object" in options):
+            options["disable_any_whitespace"] = True
+        if self.disable_additional_properties and isinstance(options.get("json"), Mapping):
+            options["json"] = closed_schema(options["json"])
+        return options
 
 
 @dataclass

@@ -70,10 +70,10 @@ class _Line(tqdm):  # type: ignore[misc]
 
 def columns() -> int:
     """Return the number of columns of stderr minus one, because some terminals wrap full lines."""
-    found = 0
+    known = 0
     with suppress(OSError, ValueError):
-        found = os.get_terminal_size(sys.stderr.fileno()).columns
-    return (found or _UNKNOWN_COLUMNS) - 1
+        known = os.get_terminal_size(sys.stderr.fileno()).columns
+    return (known or _UNKNOWN_COLUMNS) - 1
 
 
 def has_drawing_characters() -> bool:

@@ -88,19 +88,19 @@ def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
         NotYetError: the argument exists in job files or in vLLM, but ``LLM`` does not support it.
         TypeError, ValueError: an argument is unknown, has the wrong type or is out of range.
     """
-    given = {name: value for name, value in keys.items() if name not in _ENGINE_ALIASES}
+    values = {name: value for name, value in keys.items() if name not in _ENGINE_ALIASES}
     for alias, name in _ENGINE_ALIASES.items():
         value = keys.get(alias)
         if value is None:
             continue
-        if given.get(name) is not None:
+        if values.get(name) is not None:
             raise ValueError(f"{alias} and {name} mean the same; keep one")
-        given[name] = f"{value}B" if alias == "kv_cache_memory_bytes" else value
+        values[name] = f"{value}B" if alias == "kv_cache_memory_bytes" else value
     known = field_names(EngineConfig)
-    others = {name: value for name, value in given.items() if name not in known}
-    settle("LLM", others, _SUGGESTED, stacklevel=4)
+    unknown = {name: value for name, value in values.items() if name not in known}
+    settle("LLM", unknown, _SUGGESTED, stacklevel=4)
     return EngineConfig(
-        **{name: value for name, value in given.items() if name in known and value is not None}
+        **{name: value for name, value in values.items() if name in known and value is not None}
     )
 
 
@@ -167,13 +167,13 @@ class SchemaDefaults:
 
     def apply(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the settings to ``structured_outputs`` of a call."""
-        found = dict(structure)
-        if "json" in found and self.closes_objects:
-            found["json"] = closed_schema(json.loads(found["json"]))
-        is_json = "json" in found or "json_object" in found
-        if is_json and not {"disable_any_whitespace", "whitespace_pattern"} & {*found}:
-            found |= self.whitespace
-        return found
+        completed = dict(structure)
+        if "json" in completed and self.closes_objects:
+            completed["json"] = closed_schema(json.loads(completed["json"]))
+        is_json = "json" in completed or "json_object" in completed
+        if is_json and not {"disable_any_whitespace", "whitespace_pattern"} & {*completed}:
+            completed |= self.whitespace
+        return completed
 
 
 def schema_defaults(
@@ -186,8 +186,8 @@ def schema_defaults(
             backend ``outlines`` sets the whitespace in JSON; other backends have no effect.
         disable_any_whitespace: vLLM's earlier argument for the field of that name.
     """
-    given = structured_outputs_config
-    config = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
+    fields = structured_outputs_config
+    config = dict(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}))
     whitespace: dict[str, Any] = {}
     if config.get("backend") == "outlines":
         del config["backend"]
@@ -198,7 +198,7 @@ def schema_defaults(
     for name in ("backend", "disable_fallback", "enable_in_reasoning"):
         if name in config:
             config[f"structured_outputs_{name}"] = config.pop(name)
-    others = {name: value for name, value in config.items() if value}
+    unknown = {name: value for name, value in config.items() if value}
     known = ("disable_any_whitespace", "disable_additional_properties")
-    settle("LLM", others, known, stacklevel=4)
+    settle("LLM", unknown, known, stacklevel=4)
     return SchemaDefaults(whitespace, closes_objects)

@@ -158,8 +158,8 @@ class GenerationCalls:
         """
         settle("LLM.chat", others, (*_KNOWN, "conversations", "chat_template_kwargs"))
         check_errors(errors)
-        given = messages if conversations is None else conversations
-        if given is None or (conversations is not None and messages is not None):
+        given_conversations = messages if conversations is None else conversations
+        if given_conversations is None or (conversations is not None and messages is not None):
             raise TypeError("give conversations, or messages, which is another name for them")
         if not self._has_tokenizer:
             raise ValueError("LLM.chat needs a tokenizer; leave skip_tokenizer_init out")
@@ -168,7 +168,7 @@ class GenerationCalls:
                 f"chat_template is {kind_of(chat_template)}; give the text of a template, or None"
             )
         template = self._chat_template if chat_template is None else chat_template
-        rows = [{"messages": item} for item in read_conversations(given)]
+        rows = [{"messages": item} for item in read_conversations(given_conversations)]
         row_tools = chat_tools(tools, tool_choice, has_parser=self._runner.reads_tools)
         with self._calls.one_call("chat"):
             recipe = partial(
@@ -238,13 +238,13 @@ class GenerationCalls:
     @cached_property
     def _default_params(self) -> SamplingParams:
         """Default parameters of calls; raises TypeError or ValueError for a bad value."""
-        source, found = self._defaults.generation_config, dict[str, Any]()
+        source, values = self._defaults.generation_config, dict[str, Any]()
         if source == "auto":
-            found = _read_generation_config(self._model.name, self._model.revision)
+            values = _read_generation_config(self._model.name, self._model.revision)
         elif source != "vllm":
-            found = _read_generation_config(source, None)
-        found |= self._defaults.override_generation_config or {}
-        named = {ours: found.get(theirs) for theirs, ours in _FROM_GENERATION_CONFIG.items()}
+            values = _read_generation_config(source, None)
+        values |= self._defaults.override_generation_config or {}
+        named = {ours: values.get(theirs) for theirs, ours in _FROM_GENERATION_CONFIG.items()}
         return SamplingParams(**{name: value for name, value in named.items() if value is not None})
 
     def _read_prompts(self, prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt | RowError]:
@@ -326,5 +326,5 @@ def _read_generation_config(folder: str, revision: str | None) -> dict[str, Any]
         config = GenerationConfig.from_pretrained(folder, revision=revision)
     except OSError:  # the file does not exist
         return {}
-    found: dict[str, Any] = config.to_diff_dict()
-    return found
+    values: dict[str, Any] = config.to_diff_dict()
+    return values

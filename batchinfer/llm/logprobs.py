@@ -111,9 +111,9 @@ def prompt_logprobs(
 
 
 def _flat(positions: Iterable[Mapping[int, Logprob] | None]) -> FlatLogprobs:
-    found = FlatLogprobs()
-    found.extend(positions)
-    return found
+    flat = FlatLogprobs()
+    flat.extend(positions)
+    return flat
 
 
 def _positions(
@@ -127,15 +127,15 @@ def _positions(
 def _entries(
     token: TokenLogprobs, before: list[int], tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    found: dict[int, tuple[float, int | None]] = {token.token_id: (token.logprob, token.rank)}
-    found |= {
+    entries: dict[int, tuple[float, int | None]] = {token.token_id: (token.logprob, token.rank)}
+    entries |= {
         token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
     }
     for token_id, logprob in token.named:
-        found.setdefault(token_id, (logprob, None))
+        entries.setdefault(token_id, (logprob, None))
     return {
         token_id: Logprob(
             logprob, rank, None if tokenizer is None else token_text(tokenizer, token_id, before)
         )
-        for token_id, (logprob, rank) in found.items()
+        for token_id, (logprob, rank) in entries.items()
     }

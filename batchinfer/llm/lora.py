@@ -66,11 +66,13 @@ class Adapters:
             requests = requests_of_each(lora_request, count)
             names = {request: self._loaded_name(request) for request in requests if request}
             return [numbers[names[request]] if request else 0 for request in requests]
-        given = one_for_each(adapter, (str, NoneType), "adapter", "a name", count, "adapters")
-        for name in given:
+        names_of_each = one_for_each(
+            adapter, (str, NoneType), "adapter", "a name", count, "adapters"
+        )
+        for name in names_of_each:
             if name is not None and name not in numbers:
                 raise ValueError(f"there is no adapter {name!r}; known: {_listed(numbers)}")
-        return [0 if name is None else numbers[name] for name in given]
+        return [0 if name is None else numbers[name] for name in names_of_each]
 
     def _loaded_name(self, request: LoRARequest) -> str:
         """Load a request's adapter if necessary, and return its name in this object."""
@@ -87,10 +89,10 @@ class Adapters:
                 f"model, LLM(..., adapters={{{name!r}: {path or 'its folder'!r}}}), or give "
                 f"enable_lora=True and its path; known: {_listed(self._paths)}"
             )
-        own = name if name not in self._paths else f"{name} ({path})"
-        self._load(own, path)
-        self._paths[own] = path
-        return own
+        new_name = name if name not in self._paths else f"{name} ({path})"
+        self._load(new_name, path)
+        self._paths[new_name] = path
+        return new_name
 
 
 def requests_of_each(lora_request: LoRARequests, count: int) -> list[LoRARequest | None]:

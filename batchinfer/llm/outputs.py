@@ -236,10 +236,10 @@ def _metrics(item: PromptRequest, stats: RequestStats, num_tokens: int) -> Reque
 
 
 def _named_prompt_logprobs(completion: Completion, params: SamplingParams) -> Float32 | None:
-    table, found = params.prompt_logprob_token_ids, completion.prompt_logprobs
-    if table is None or found is None or found.named_logprobs is None:
+    table, logprobs = params.prompt_logprob_token_ids, completion.prompt_logprobs
+    if table is None or logprobs is None or logprobs.named_logprobs is None:
         return None
-    return found.named_logprobs[len(found.named_logprobs) - len(table) :]
+    return logprobs.named_logprobs[len(logprobs.named_logprobs) - len(table) :]
 
 
 def _sample(

@@ -46,14 +46,14 @@ def read_prompts(
             prompts.
     """
     items: Sequence[Any] = [prompts] if _is_one(prompts) else listed(prompts, "prompts", _FORMS)
-    found = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
-    for at, prompt in enumerate(found):
+    read = [_read(item, f"prompt {at}", vocab_size) for at, item in enumerate(items)]
+    for at, prompt in enumerate(read):
         if isinstance(prompt, str) and not has_tokenizer:
             raise ValueError(
                 f"prompt {at} is a text: you cannot pass text prompts when skip_tokenizer_init is "
                 "True; with `skip_tokenizer_init=True` give token ids"
             )
-    return found
+    return read
 
 
 def read_conversations(
@@ -67,15 +67,15 @@ def read_conversations(
     items: list[Any] = listed(conversations, "conversations", _MESSAGES)
     if items and isinstance(items[0], Mapping):
         items = [items]
-    found = [listed(item, f"conversation {at}", _MESSAGES) for at, item in enumerate(items)]
-    for at, messages in enumerate(found):
+    read = [listed(item, f"conversation {at}", _MESSAGES) for at, item in enumerate(items)]
+    for at, messages in enumerate(read):
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):
                 raise TypeError(
                     f"message {index} of conversation {at} is {kind_of(message)}; "
                     "give {'role': ..., 'content': ...}"
                 )
-    return [_plain(messages) for messages in found]
+    return [_plain(messages) for messages in read]
 
 
 def _plain(value: Any) -> Any:
@@ -154,21 +154,21 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
     """Return the text or token ids of a prompt that is a dict, the text to show for token ids, and
     the value's name in messages.
     """
-    others = {str(key): value for key, value in item.items() if key not in _KEYS}
+    unknown = {str(key): value for key, value in item.items() if key not in _KEYS}
     try:
-        settle(name, others, _KEYS, stacklevel=8)
+        settle(name, unknown, _KEYS, stacklevel=8)
     except TypeError as error:
         raise ValueError(str(error).replace("no argument", "no key")) from None
-    given = {key: item[key] for key in _KEYS if item.get(key) is not None}
-    if not given:
+    values = {key: item[key] for key in _KEYS if item.get(key) is not None}
+    if not values:
         raise ValueError(f"{name} must have prompt or prompt_token_ids")
-    for key, value in given.items():
+    for key, value in values.items():
         if isinstance(value, str) != (key == "prompt") or isinstance(value, Mapping):
             expected = "a text" if key == "prompt" else "a list of token ids"
             raise TypeError(f"{name}: its {key} is {kind_of(value)}; give {expected}")
-    if "prompt_token_ids" in given:
-        return given["prompt_token_ids"], given.get("prompt"), f"{name}: its prompt_token_ids"
-    return given["prompt"], None, f"{name}: its prompt"
+    if "prompt_token_ids" in values:
+        return values["prompt_token_ids"], values.get("prompt"), f"{name}: its prompt_token_ids"
+    return values["prompt"], None, f"{name}: its prompt"
 
 
 def checked_text(text: str, name: str) -> str:

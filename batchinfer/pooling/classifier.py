@@ -270,9 +270,9 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
     saved = _mapping(read_json(folder / "config_sentence_transformers.json"))
-    own = _mapping(values.get("sentence_transformers"))
+    section = _mapping(values.get("sentence_transformers"))
     named = (
-        own.get("activation_fn")
+        section.get("activation_fn")
         or values.get("sbert_ce_default_activation_function")
         or saved.get("activation_fn")
     )
@@ -342,14 +342,14 @@ def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
 
 def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> int | None:
     """Return the row of a token in the output head; None if ``token`` is None."""
-    found = token_id(token) if isinstance(token, str) else token
-    if found is None and token is not None:
+    id_ = token_id(token) if isinstance(token, str) else token
+    if id_ is None and token is not None:
         raise UsageError(
             f"classify.tokens: {token!r} is not a single token of the model",
             hint="name tokens that the model can answer with, often a word with a leading space "
             "(such as ' yes'), or the start of a word; labels of several words need a model with a "
             "head",
         )
-    if found is not None and not 0 <= found < stored.shape[0]:
-        raise ModelError(f"{stored.path}: {stored.name} has no row {found}, a label's token")
-    return found
+    if id_ is not None and not 0 <= id_ < stored.shape[0]:
+        raise ModelError(f"{stored.path}: {stored.name} has no row {id_}, a label's token")
+    return id_

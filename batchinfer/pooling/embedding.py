@@ -81,8 +81,8 @@ class Embedder:
     @property
     def pooling(self) -> tuple[str, ...]:
         """Modes that combine the hidden states of a prompt."""
-        asked = self.config.pooling
-        return self.modules.pooling if asked == "auto" else (asked,)
+        method = self.config.pooling
+        return self.modules.pooling if method == "auto" else (method,)
 
     @property
     def reads_whole_texts(self) -> bool:
@@ -116,9 +116,9 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     folder = find_folder(name, revision, _PATTERNS)
     hidden_size, both_ways = _hidden_size(folder)
     pooling: tuple[str, ...] = ("mean",) if both_ways else ("lasttoken",)
-    found = read_json(folder / "modules.json")
+    listed = read_json(folder / "modules.json")
     prompts, default_prompt = _prompts(folder / "config_sentence_transformers.json")
-    if found is None:
+    if listed is None:
         return EmbeddingModules(
             hidden_size,
             pooling,
@@ -126,10 +126,10 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
             default_prompt=default_prompt,
             attends_both_ways=both_ways,
         )
-    if not (isinstance(found, list) and all(isinstance(module, Mapping) for module in found)):
+    if not (isinstance(listed, list) and all(isinstance(module, Mapping) for module in listed)):
         raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
     dense, width, pools_prompt = list[Dense](), hidden_size, True
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in found]
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in listed]
     if others := [kind for kind in kinds if kind not in _ORDER]:
         raise ModelError(
             f"{folder}/modules.json: not yet: a module {others[0][:80]!r} is not supported by this "
@@ -141,7 +141,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
                 f"{folder}/modules.json: not yet: a module {after!r} after one {before!r} is not "
                 "supported by this version"
             )
-    for kind, module in zip(kinds, found, strict=True):
+    for kind, module in zip(kinds, listed, strict=True):
         path = folder / str(module.get("path", ""))
         if kind == "Pooling":
             pooling, pools_prompt = _pooling(path / "config.json")
@@ -171,8 +171,8 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    found = read_json(path)
-    values = found if isinstance(found, Mapping) else {}
+    content = read_json(path)
+    values = content if isinstance(content, Mapping) else {}
     prompts = values.get("prompts") or {}
     if not isinstance(prompts, Mapping) or not all(isinstance(p, str) for p in prompts.values()):
         raise ModelError(f"{path}: prompts must map names to texts; fetch the model again")
@@ -200,7 +200,7 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     if not isinstance(config, Mapping):
         raise ModelError(f"{path} is missing, but modules.json names it; fetch the model again")
     modes = [name for key, name in _POOLING_MODES.items() if config.get(key)]
-    others = [
+    unknown = [
         key
         for key, value in config.items()
         if key.startswith("pooling_mode_") and value is True and key not in _POOLING_MODES
@@ -208,10 +208,10 @@ def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
     named = config.get("pooling_mode")
     if named:
         modes = [named] if isinstance(named, str) else list(named)
-    others += [str(mode) for mode in modes if mode not in _POOLING_MODES.values()]
-    if others or not modes:
-        asked = ", ".join(dict.fromkeys(others)) or "none"
-        raise ModelError(f"{path}: not yet: pooling by {asked} is not supported by this version")
+    unknown += [str(mode) for mode in modes if mode not in _POOLING_MODES.values()]
+    if unknown or not modes:
+        methods = ", ".join(dict.fromkeys(unknown)) or "none"
+        raise ModelError(f"{path}: not yet: pooling by {methods} is not supported by this version")
     return tuple(map(str, modes)), config.get("include_prompt") is not False
 
 

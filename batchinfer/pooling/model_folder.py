@@ -40,14 +40,14 @@ def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Pat
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+        snapshot = snapshot_download(name, revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # the hub client raises errors of several libraries
         raise ModelError(
             f"model.name: {name} is not a local folder and cannot be fetched from the hub: "
             f"{one_line(error)}",
             hint="download it where there is a network and give the folder's path",
         ) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -105,10 +105,10 @@ class StoredTensor:
             whole = np.memmap(self.path, kind, "r", self.start, self.shape)
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.path} cannot be read: {one_line(error)}") from error
-        found = np.array(whole if rows is None else whole[list(rows)])
+        values = np.array(whole if rows is None else whole[list(rows)])
         if self.dtype == "BF16":  # a bfloat16 is the upper half of a float32
-            return (found.astype(np.uint32) << 16).view(np.float32)
-        return found.astype(np.float32)
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
 
 
 def tensors_of(folder: Path) -> list[StoredTensor]:

@@ -52,13 +52,13 @@ class AnswerReader:
         written = whole.text
         if self.reasoning is not None:
             written = self.reasoning.without_reasoning(prompt_token_ids, whole)
-        found = calls_in(written, self.tool_format, tools)
-        if found is None:
+        parsed = calls_in(written, self.tool_format, tools)
+        if parsed is None:
             return answer
-        content = found.content
+        content = parsed.content
         if params.skip_special_tokens:
             content = self.tokenizer.control.pattern.sub("", content).strip()
-        return replace(answer, text=content, tool_calls=found.calls)
+        return replace(answer, text=content, tool_calls=parsed.calls)
 
     def _without_calls(
         self, prompt_token_ids: TokenIds, sample: FinishedSample, params: SamplingParams

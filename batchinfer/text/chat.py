@@ -205,8 +205,8 @@ class ChatTemplate:
 
 def _with_reasoning_names(message: Message) -> Message:
     """Give a message's reasoning all the names that templates use."""
-    given = (message[key] for key in _REASONING_KEYS if message.get(key) is not None)
-    reasoning = next(given, None)
+    texts = (message[key] for key in _REASONING_KEYS if message.get(key) is not None)
+    reasoning = next(texts, None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

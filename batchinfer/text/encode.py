@@ -80,8 +80,8 @@ class TextEncoder:
         Some tokenizers find them in normalized text (full-width letters, other case).
         """
         added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
-        found = self._tokenizer.num_control_ids(token_ids) - added
-        return found > 0 and found > len(self._tokenizer.control.pattern.findall(item.text))
+        count = self._tokenizer.num_control_ids(token_ids) - added
+        return count > 0 and count > len(self._tokenizer.control.pattern.findall(item.text))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
         """Drop the second BOS of a text that already begins with a BOS."""

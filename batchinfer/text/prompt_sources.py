@@ -90,8 +90,8 @@ class RowTemplate:
         only if it is in ``available``.
         """
         known = available or frozenset()
-        others = self._names & (self._may_be_set | set(_environment().globals))
-        names = self._names - (others - known)
+        not_columns = self._names & (self._may_be_set | set(_environment().globals))
+        names = self._names - (not_columns - known)
         if _ROW not in names - known:
             return names
         return names - {_ROW} | self._named_in_row | (known if self._takes_whole_row else set())
@@ -275,14 +275,14 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
             f"cannot hold {', '.join(taken)}, which every job sets itself",
         )
     if config.token_ids_column is not None:
-        others = {"messages"}
+        allowed = {"messages"}
         why = "cannot be combined with prompt.token_ids_column, which has token ids instead of text"
     elif config.chat_template == "none":
-        others = {"chat_template", "parse_special_tokens"}
+        allowed = {"chat_template", "parse_special_tokens"}
         why = "needs a chat template, but prompt.chat_template is none"
     else:
         return
-    given = {
+    settings = {
         "system": config.system is not None,
         "messages": config.messages is not None,
         "chat_template": config.chat_template not in ("auto", "none"),
@@ -291,6 +291,6 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
         "tools": config.tools is not None,
         "tools_column": config.tools_column is not None,
     }
-    for name, is_given in given.items():
-        if is_given and name not in others:
+    for name, is_given in settings.items():
+        if is_given and name not in allowed:
             yield f"prompt.{name}", why

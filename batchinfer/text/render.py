@@ -113,8 +113,8 @@ class RowRenderer:
             where = f"column {self._ids_column}"
             return row_token_ids(row.get(self._ids_column), where, self.vocab_size)
         values = {name: decoded(row[name], name) for name in self.columns if name in row}
-        own = self._tools.of(values)
-        tools = None if own is None else list(own.tools)
+        row_tools = self._tools.of(values)
+        tools = None if row_tools is None else list(row_tools.tools)
         marks, has_control_text = None, False
         if self._control is not None:
             texts = list(texts_in(values))

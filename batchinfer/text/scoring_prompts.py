@@ -197,9 +197,9 @@ class _Draft:
         if self.ids is not None:
             completions = self.completion_ids or tuple(ids)
             return ScoredPrompt(self.ids, self.whole, False, has_control, completions)
-        first, *others = ids
+        first, *wholes = ids
         if self.prefix_token_id is not None and len(first) and first[0] != self.prefix_token_id:
             first = np.concatenate([np.array([self.prefix_token_id], dtype=np.int32), first])
         # Copy the ends, because nearly all of each array is the prompt.
-        own = tuple(whole[len(first) :].copy() for whole in others)
-        return ScoredPrompt(first, self.whole, False, has_control, self.completion_ids or own)
+        ends = tuple(whole[len(first) :].copy() for whole in wholes)
+        return ScoredPrompt(first, self.whole, False, has_control, self.completion_ids or ends)

@@ -84,9 +84,16 @@ class ClaimedParts(PartQueue):
             if taken:
                 self._num_rows += _num_rows(taken)
                 # A dead writer's tokens can be resumed even if a living writer has the same name.
-                others = frozenset(writer.name for writer in living) - {self._claims.writer.name}
+                other_names = frozenset(writer.name for writer in living) - {
+                    self._claims.writer.name
+                }
                 return parts_of_writer(
-                    self._out, self._plan, taken, self._generated, history, other_writers=others
+                    self._out,
+                    self._plan,
+                    taken,
+                    self._generated,
+                    history,
+                    other_writers=other_names,
                 )
             if not others_make:
                 return None
@@ -100,17 +107,19 @@ class ClaimedParts(PartQueue):
         A claim is a share of the remaining parts, so that claims become smaller towards the end
         (guided self-scheduling; Polychronopoulos and Kuck, 1987).
         """
-        own = self._claims.claimed
-        others = [Claims(self._shared, each) for each in living if each != self._claims.writer]
-        theirs = set[int]().union(*(claims.claimed for claims in others))
+        claimed = self._claims.claimed
+        other_claims = [
+            Claims(self._shared, each) for each in living if each != self._claims.writer
+        ]
+        theirs = set[int]().union(*(claims.claimed for claims in other_claims))
         left = unrecorded(self._shared, self._plan.parts)
-        free = [part for part in left if part.index not in theirs | own]
+        free = [part for part in left if part.index not in theirs | claimed]
         held = [part for part in left if part.index in theirs]
-        self._note_made_elsewhere(own | {part.index for part in left})
+        self._note_made_elsewhere(claimed | {part.index for part in left})
         num_workers = max(self._num_workers, sum(each.number is not None for each in living))
         taken = free[: claim_size(free, num_workers, self._window_rows)]
         rows_per_s = self._num_rows / (time.monotonic() - self._began)
-        speeds = [claims.rows_per_s for claims in others]
+        speeds = [claims.rows_per_s for claims in other_claims]
         num_left = _num_rows(free) + _num_rows(held) // 2  # on average, half of a held part is done
         if taken and is_too_slow(taken[0].num_rows, num_left, rows_per_s, speeds):
             return [], True
@@ -140,18 +149,20 @@ def crash_history(
     return count_deaths(shared, dead_logs(shared, living), unfinished)
 
 
-def is_too_slow(part_rows: int, left_rows: int, rows_per_s: float, others: Sequence[float]) -> bool:
+def is_too_slow(
+    part_rows: int, left_rows: int, rows_per_s: float, other_speeds: Sequence[float]
+) -> bool:
     """Return True if the other workers would finish the job before this worker made one part.
 
     Args:
         part_rows: rows of the part.
         left_rows: unfinished rows.
         rows_per_s: speed of this worker; 0 if unknown.
-        others: speeds of the other workers.
+        other_speeds: speeds of the other workers.
     """
-    if not rows_per_s or not any(others):
+    if not rows_per_s or not any(other_speeds):
         return False
-    without = max(left_rows / sum(others), part_rows / max(others))
+    without = max(left_rows / sum(other_speeds), part_rows / max(other_speeds))
     return part_rows / rows_per_s > _SLOWER * without
 
 

@@ -136,8 +136,8 @@ def writers_seen(out: OutputDir) -> list[Writer]:
 
 def living_writers(out: OutputDir, own: Writer) -> list[Writer]:
     """Return the writers that run now, including this process's writer ``own``."""
-    others = [writer for writer in writers_seen(out) if writer != own]
-    return [own, *(writer for writer in others if lives(out, writer))]
+    other_writers = [writer for writer in writers_seen(out) if writer != own]
+    return [own, *(writer for writer in other_writers if lives(out, writer))]
 
 
 def refuse_writers(out: OutputDir, but_of: str = "") -> None:

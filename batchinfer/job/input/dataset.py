@@ -285,10 +285,12 @@ def _open_files(
     schemas: dict[str, pa.Schema] = {}
     before = pa.schema([])
     for path, values in folders.items():
-        file, found = chosen.inspect(path)
-        found = found.remove_metadata()
-        before = schemas[path] = before if before.equals(found, check_metadata=True) else found
-        partition = {name: value for name, value in values.items() if name not in found.names}
+        file, file_schema = chosen.inspect(path)
+        file_schema = file_schema.remove_metadata()
+        before = schemas[path] = (
+            before if before.equals(file_schema, check_metadata=True) else file_schema
+        )
+        partition = {name: value for name, value in values.items() if name not in file_schema.names}
         files.append(replace(file, partition=partition))
     if type(chosen) is JsonlFormat and not any(file.num_rows for file in files):
         raise DataError(f"{files[0].path} holds no rows: all of its lines are blank")

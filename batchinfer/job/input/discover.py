@@ -55,20 +55,20 @@ def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str
         UsageError: two entries name the same file.
     """
     entries = [path] if isinstance(path, str) else list(path)
-    found = [file for entry in entries for file in _find(entry, *_SUFFIXES[format_name])]
-    for file, times in Counter(found).items():
+    paths = [file for entry in entries for file in _find(entry, *_SUFFIXES[format_name])]
+    for file, times in Counter(paths).items():
         if times > 1:
             raise UsageError(f"input.path names {file} {times} times; keep one")
-    return found
+    return paths
 
 
-def _find(entry: str, suffixes: tuple[str, ...], *others: tuple[str, ...]) -> list[str]:
+def _find(entry: str, suffixes: tuple[str, ...], *fallbacks: tuple[str, ...]) -> list[str]:
     try:
         return expand(entry, suffixes)
     except DataError:
-        if not others:
+        if not fallbacks:
             raise
-        return _find(entry, *others)
+        return _find(entry, *fallbacks)
     except OSError as error:  # for example an invalid name, or no permission
         reason = error.strerror or error
         raise DataError(f"input.path: {printable(entry, 200)}: {reason}") from None

@@ -97,9 +97,9 @@ class Condition:
         Raises:
             UsageError: the condition cannot be evaluated on these values.
         """
-        found = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
+        values = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
         # A condition without columns gives a single value.
-        return np.broadcast_to(found, len(batch))
+        return np.broadcast_to(values, len(batch))
 
     def _evaluated(self, table: pa.Table) -> pl.Series:
         import polars as pl

@@ -130,11 +130,11 @@ class Format(ABC):
 
     def batches(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Read batches with the columns and types of the dataset."""
-        own = request.file_columns.in_file(request.columns)
+        stored = request.file_columns.in_file(request.columns)
         # At least one column must be read, because it gives the number of rows.
-        columns = own or request.file_columns.own.names[:1]
+        columns = stored or request.file_columns.own.names[:1]
         for first, batch in self.scan(replace(request, columns=columns)):
-            whole = [_conformed(batch, own, request)]
+            whole = [_conformed(batch, stored, request)]
             del batch  # free a huge batch before the next one is read
             yield first, whole.pop()
 

@@ -37,13 +37,13 @@ def with_content_hashes(
         DataError: a file cannot be read.
     """
     before = {_stat_facts(file): file.content_hash for file in known}
-    found = [_as_known(file, before.get(_stat_facts(file)), known_at_s) for file in files]
-    to_hash = [file for file in found if file.content_hash is None and file.etag is None]
+    known_files = [_as_known(file, before.get(_stat_facts(file)), known_at_s) for file in files]
+    to_hash = [file for file in known_files if file.content_hash is None and file.etag is None]
     with phase("hashing inputs", sum(file.size for file in to_hash), "bytes") as hashing:
         hashes = {file.path: _hash(file.path, hashing.advance) for file in to_hash}
     return tuple(
         replace(file, content_hash=hashes[file.path]) if file.path in hashes else file
-        for file in found
+        for file in known_files
     )
 
 

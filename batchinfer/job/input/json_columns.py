@@ -96,19 +96,19 @@ def _can_be_written(kind: pa.DataType) -> bool:
     return _can_be_written(kind.value_type) if pa.types.is_list(kind) else kind != _MIXED
 
 
-def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def _merged(left: pa.DataType, right: pa.DataType) -> pa.DataType:
     """Return the type that holds the values of both types; ``_MIXED`` if there is none."""
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if {one, other} == _NUMBERS:
+    if left == right or pa.types.is_null(right):
+        return left
+    if pa.types.is_null(left):
+        return right
+    if {left, right} == _NUMBERS:
         return pa.float64()
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(_merged(one.value_type, other.value_type))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        fields = {field.name: field.type for field in one}
-        for field in other:
+    if pa.types.is_list(left) and pa.types.is_list(right):
+        return pa.list_(_merged(left.value_type, right.value_type))
+    if pa.types.is_struct(left) and pa.types.is_struct(right):
+        fields = {field.name: field.type for field in left}
+        for field in right:
             fields[field.name] = _merged(fields.get(field.name, pa.null()), field.type)
         whole = pa.struct(list(fields.items()))
         return whole if _num_fields(whole) <= _MOST_FIELDS else _MIXED

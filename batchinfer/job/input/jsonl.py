@@ -37,9 +37,9 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
     """Split chunks into lines; drop blank lines and cut lines to ``MAX_LINE_BYTES`` + 1 bytes."""
     number, rest = 1, b""
     for chunk in chunks:
-        start, *others = chunk.split(b"\n")
+        start, *following = chunk.split(b"\n")
         rest = (rest + start)[: MAX_LINE_BYTES + 1]
-        for line in others:
+        for line in following:
             if rest and not rest.isspace():
                 yield number, rest.removeprefix(MARK) if number == 1 else rest
             number, rest = number + 1, line

@@ -118,9 +118,9 @@ class OpenAIFormat(JsonlFormat):
                 continue
             custom_id = row.get("custom_id")
             if not isinstance(custom_id, str) or not custom_id:
-                given = f"is {format_value(custom_id)}" if "custom_id" in row else "is missing"
+                problem = f"is {format_value(custom_id)}" if "custom_id" in row else "is missing"
                 raise DataError(
-                    f"{path}, line {number}: custom_id {given}; it must be a non-empty string",
+                    f"{path}, line {number}: custom_id {problem}; it must be a non-empty string",
                     hint="give each request a unique custom_id, which names its answer",
                 )
         return rows
@@ -168,8 +168,8 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
         yield line
         return
     for index, part in enumerate(parts):
-        one = {**request["body"], **part, PROMPT_INDEX: index}
-        yield number, to_json({**request, "body": one})
+        prompt_body = {**request["body"], **part, PROMPT_INDEX: index}
+        yield number, to_json({**request, "body": prompt_body})
 
 
 def first_url(path: str) -> str | None:

@@ -129,8 +129,8 @@ def _check_names(path: str, schema: pa.Schema) -> None:
 
 def same(kinds: Collection[pa.DataType]) -> pa.DataType | None:
     """Return the common type if all types are equal, else None."""
-    first, *others = kinds
-    return first if all(kind == first for kind in others) else None
+    first, *rest = kinds
+    return first if all(kind == first for kind in rest) else None
 
 
 def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
@@ -140,10 +140,10 @@ def widened(kinds: Collection[pa.DataType]) -> pa.DataType | None:
     float64, floats with wider floats, and strings and bytes with their other Arrow types. Lists
     merge by their items and structs by their fields; missing fields are null.
     """
-    given = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
-    if len(given) < 2:
-        return given[0] if given else pa.null()
-    plain = list(dict.fromkeys(k.value_type if pa.types.is_dictionary(k) else k for k in given))
+    known = [kind for kind in dict.fromkeys(kinds) if not pa.types.is_null(kind)]
+    if len(known) < 2:
+        return known[0] if known else pa.null()
+    plain = list(dict.fromkeys(k.value_type if pa.types.is_dictionary(k) else k for k in known))
     if len(plain) == 1:
         return plain[0]
     for large, family in _FAMILIES:

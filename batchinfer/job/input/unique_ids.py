@@ -114,11 +114,11 @@ def _is_id(value: object) -> bool:
 
 def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) -> dict[int, int]:
     """Map each row with a duplicate id to the id's first row; ``repeated`` holds their hashes."""
-    found: dict[int, int] = {}
+    firsts: dict[int, int] = {}
     first_rows: dict[Hashable, int] = {}
     for first_row, values, hashes in _ids(source, column):
         for at in np.flatnonzero(np.isin(hashes, repeated)).tolist():
             value, row = values[at], first_row + at
             if _is_id(value) and (first := first_rows.setdefault(value, row)) != row:
-                found[row] = first
-    return found
+                firsts[row] = first
+    return firsts

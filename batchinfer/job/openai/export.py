@@ -132,12 +132,12 @@ def _rows(out: OutputDir, kept: Mapping[str, str], part: Part) -> Iterator[dict[
     optional = [name for name in _OPTIONAL if name in table.schema.names and name not in names]
     for batch in table.select([*names, *_GENERATED, *optional]).to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
-            found = {names.get(name, name): value for name, value in row.items()}
-            body = None if found["body"] is None else from_json(found["body"])
+            renamed = {names.get(name, name): value for name, value in row.items()}
+            body = None if renamed["body"] is None else from_json(renamed["body"])
             yield {
-                **found,
+                **renamed,
                 "body": body if isinstance(body, dict) else None,
-                "cached_tokens": cached.get(found["row_id"]),
+                "cached_tokens": cached.get(renamed["row_id"]),
             }
 
 

@@ -118,8 +118,8 @@ def _parse_pair(url: str, body: Body) -> ParsedRequest:
 
 def _text_of_pair(body: Body, name: str) -> str:
     value = body.get(name)
-    one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    text = one.get("text") if isinstance(one, Mapping) else one
+    item = value[0] if isinstance(value, list) and len(value) == 1 else value
+    text = item.get("text") if isinstance(item, Mapping) else item
     if isinstance(text, str):
         return text
     raise invalid(

@@ -171,9 +171,9 @@ def _parse(url: str, body: Mapping[str, Any], *, has_tools: bool) -> ParsedReque
 
 def is_served(model: str, served_names: Sequence[str]) -> bool:
     """Return True if ``model`` is a served name or the last path components of a served name."""
-    asked = PurePath(model).parts
+    parts = PurePath(model).parts
     return any(
-        model == name or (asked and PurePath(name).parts[-len(asked) :] == asked)
+        model == name or (parts and PurePath(name).parts[-len(parts) :] == parts)
         for name in served_names
     )
 
@@ -307,10 +307,12 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
     effort = body.get("reasoning_effort")
     if effort is not None and not isinstance(effort, str):
         raise invalid(f"body.reasoning_effort is {format_value(effort)}; it must be a string")
-    found = {**variables, **({} if effort is None else {"reasoning_effort": effort})}
-    if found and not is_chat:
-        raise invalid(f"body.{next(iter(found))} is for {CHAT}: {COMPLETIONS} has no chat template")
-    return found
+    merged = {**variables, **({} if effort is None else {"reasoning_effort": effort})}
+    if merged and not is_chat:
+        raise invalid(
+            f"body.{next(iter(merged))} is for {CHAT}: {COMPLETIONS} has no chat template"
+        )
+    return merged
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:

@@ -136,7 +136,7 @@ class Segments:
         Raises:
             StorageError: a segment cannot be read, but may be intact.
         """
-        found: list[RowIds] = [NO_ROWS]
+        ids: list[RowIds] = [NO_ROWS]
         damaged: dict[str, str] = {}
         for path in self._out.files.entries(self._out.segments):
             name = _NAME.fullmatch(path.name)
@@ -167,8 +167,8 @@ class Segments:
                 index: group for index, group in groups.items() if self._makes_any(index, index)
             }
             self._keep(path, {index: number for index, (number, _) in mine.items()})
-            found += [row_ids for _, row_ids in mine.values()]
-        return np.unique(np.concatenate(found)), damaged
+            ids += [row_ids for _, row_ids in mine.values()]
+        return np.unique(np.concatenate(ids)), damaged
 
     def add(self, table: pa.Table) -> PurePath:
         """Write a segment; when this returns, its rows will not run again.

@@ -271,10 +271,10 @@ class RowReuse:
         answers = table.take(pa.array(at)).combine_chunks()
         schema = segment_schema(self._generated)
         nothing = pa.nulls(len(found), schema.field(REQUEST_COLUMN).type)
-        own = {REQUEST_COLUMN: nothing} | {
+        replaced = {REQUEST_COLUMN: nothing} | {
             name: found[name] for name in ("row_id", KEY_COLUMN, CONTROL_TEXT_COLUMN)
         }
-        arrays = [own[name] if name in own else answers[name] for name in schema.names]
+        arrays = [replaced[name] if name in replaced else answers[name] for name in schema.names]
         return pa.table(arrays, schema=schema)
 
     def _table(self, file: int) -> pa.Table:

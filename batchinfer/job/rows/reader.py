@@ -112,12 +112,14 @@ class ColumnReader:
         tools: RowToolsReader | None = None,
         tool_choices: ToolChoices | None = None,
     ) -> None:
-        own = [SAMPLING_COLUMN] if params is not None and SAMPLING_COLUMN in available else []
+        more_columns = (
+            [SAMPLING_COLUMN] if params is not None and SAMPLING_COLUMN in available else []
+        )
         if adapters.column is not None:
-            own.append(adapters.column)
+            more_columns.append(adapters.column)
         if id_column is not None:
-            own.append(id_column)
-        self.columns = tuple(dict.fromkeys((*builder.columns, *own)))
+            more_columns.append(id_column)
+        self.columns = tuple(dict.fromkeys((*builder.columns, *more_columns)))
         self._builder = builder
         self._params = params
         self._adapters = adapters

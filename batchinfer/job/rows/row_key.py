@@ -59,12 +59,12 @@ def canonical_params(params: SamplingParams) -> str:
     omits default values, so that a parameter of a later version changes no text until a job sets
     it.
     """
-    given = {
+    values = {
         name: _canonical(name, getattr(params, name))
         for name in _DEFAULTS
         if params.temperature > 0 or name not in _OF_DRAWS
     }
-    return repr([(name, value) for name, value in given.items() if value != _DEFAULTS[name]])
+    return repr([(name, value) for name, value in values.items() if value != _DEFAULTS[name]])
 
 
 def _canonical(name: str, value: Any) -> Any:

@@ -152,12 +152,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters under the names of ``SamplingParams``."""
-    given: dict[str, str] = {}
+    spellings: dict[str, str] = {}
     for written, value in fields.items():
         name = SAMPLING_ALIASES.get(written, written)
-        if value is not None and given.setdefault(name, written) != written:
-            raise _GivenTwiceError(f"{given[name]} and {written} mean the same; keep one")
-    return {name: fields[written] for name, written in given.items()}
+        if value is not None and spellings.setdefault(name, written) != written:
+            raise _GivenTwiceError(f"{spellings[name]} and {written} mean the same; keep one")
+    return {name: fields[written] for name, written in spellings.items()}
 
 
 def _whole(value: Any) -> Any:

@@ -156,8 +156,8 @@ def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
     if row["score"] is None:
         return None, facts
-    found = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(row["score"]))
-    return f"log-likelihood {found}", f"{facts}; perplexity {row['perplexity']:.4g}"
+    scores = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(row["score"]))
+    return f"log-likelihood {scores}", f"{facts}; perplexity {row['perplexity']:.4g}"
 
 
 SCORE_TASK = Task(

@@ -177,7 +177,7 @@ def _open_output_job(
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
-    """Check that no input file lies in the output, even through a link, to keep it from deletion."""
+    """Check that no input file lies in the output, even through a link."""
     for file in source.files:
         if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(

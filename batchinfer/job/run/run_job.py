@@ -222,16 +222,18 @@ def _load_model(
     """
     build = build or _default_builder()
     loaded = _load(job, build, plan.kernels)
-    own = loaded.context.kernels
+    kernels = loaded.context.kernels
     try:
         plan.claim.clear(plan.resume)
         with plan.claim.locked() as out:
-            noted = note_kernels(out, own)
+            noted = note_kernels(out, kernels)
     except BaseException:
         loaded.close()
         raise
-    linear = own.keys() - {_ATTENTION}
-    if noted != plan.kernels and any(noted.get(name, own[name]) != own[name] for name in linear):
+    linear = kernels.keys() - {_ATTENTION}
+    if noted != plan.kernels and any(
+        noted.get(name, kernels[name]) != kernels[name] for name in linear
+    ):
         loaded.close()
         del loaded
         gc.collect()  # otherwise, two models would be in memory

@@ -92,10 +92,10 @@ class JobDocument:
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
         """Add ``keys`` of another file to ``section`` if the section does not have them."""
-        given = self.get((section,)) or {}
-        self.data[section] = {**keys, **given}
+        present = self.get((section,)) or {}
+        self.data[section] = {**keys, **present}
         for path, line in text.lines.items():
-            if path[0] not in given:
+            if path[0] not in present:
                 self._origins[(section, *path)] = f"{source}, line {line}"
 
     def origin(self, path: KeyPath) -> str:

@@ -112,25 +112,25 @@ def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
     return (*path, detail["loc"][-1]) if detail["type"] == "missing" else path
 
 
-def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument) -> _Problem:
-    kind = found[0]["type"]
+def _problem(path: KeyPath, errors: Sequence[ErrorDetails], document: JobDocument) -> _Problem:
+    kind = errors[0]["type"]
     if kind == "value_error":
-        return _problem_of_record(path, str(found[0]["ctx"]["error"]), document)
+        return _problem_of_record(path, str(errors[0]["ctx"]["error"]), document)
     key, origin = dotted(path), document.origin(path)
     if kind == "missing":
         like = f", like {key}: {_LIKE[key]}" if key in _LIKE else ""
         return _Problem(origin, f"{key} is required{like}")
-    if is_unknown_key(found[0]):
+    if is_unknown_key(errors[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
-    expected = " or ".join(dict.fromkeys(map(expectation, found)))
-    given = document.get(path)
-    value = HIDDEN if path[:1] == ("on_end",) else format_value(given)
-    near = near_name(given, _choices(found)) if isinstance(given, str) else ""
+    expected = " or ".join(dict.fromkeys(map(expectation, errors)))
+    raw_value = document.get(path)
+    value = HIDDEN if path[:1] == ("on_end",) else format_value(raw_value)
+    near = near_name(raw_value, _choices(errors)) if isinstance(raw_value, str) else ""
     return _Problem(origin, f"{key} is {value}; it must be {expected}{near}")
 
 
-def _choices(found: Sequence[ErrorDetails]) -> list[str]:
-    written = (detail["ctx"]["expected"] for detail in found if detail["type"] == "literal_error")
+def _choices(errors: Sequence[ErrorDetails]) -> list[str]:
+    written = (detail["ctx"]["expected"] for detail in errors if detail["type"] == "literal_error")
     return [text for one in written for text in re.findall(r"'([^']*)'", one)]
 
 

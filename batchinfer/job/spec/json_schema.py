@@ -20,8 +20,8 @@ def json_schema() -> dict[str, Any]:
     records = schema["$defs"]
     sampling = records["JobSampling"]["properties"]
     # Pydantic does not read docstrings of inherited fields.
-    own = {name: value for name, value in sampling.items() if "description" in value}
-    sampling |= TypeAdapter(SamplingParams).json_schema()["properties"] | own
+    described = {name: value for name, value in sampling.items() if "description" in value}
+    sampling |= TypeAdapter(SamplingParams).json_schema()["properties"] | described
     _accept_aliases(records["JobSampling"])
     records["EngineConfig"]["properties"]["preset"] = {
         "type": ["string", "null"],

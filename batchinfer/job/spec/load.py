@@ -175,15 +175,15 @@ def _fill_in_sampling(document: JobDocument) -> None:
         document.data["sampling"] = asdict(task.sampling)
 
 
-def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
+def _fill_in_variables(document: JobDocument, overrides: Mapping[str, str]) -> None:
     declared = document.get(("vars",), {})
     if not isinstance(declared, dict):
         raise document.error(("vars",), " must be names with strings, or null if --var is required")
-    for name in given:
+    for name in overrides:
         if name not in declared:
             near = did_you_mean(name, tuple(declared), "vars")
             raise UsageError(f"--var {printable(name, 60)}: the job has no such var{near}")
-    values = {**declared, **given}
+    values = {**declared, **overrides}
     for name, value in values.items():
         if value is None:
             raise document.error(("vars", name), f" has no value; add --var {name}=VALUE")
@@ -219,11 +219,11 @@ def _set_output(document: JobDocument, output: str) -> None:
     document.set(("output", "path"), place, "--output")
 
 
-def _add_reuse(document: JobDocument, given: Sequence[str]) -> None:
+def _add_reuse(document: JobDocument, paths: Sequence[str]) -> None:
     written = document.get(("output", "reuse"), [])
     if not isinstance(written, list):
         raise document.error(("output", "reuse"), " must be a list of folders")
-    places = [path if is_url(path) else os.path.abspath(path) for path in given]
+    places = [path if is_url(path) else os.path.abspath(path) for path in paths]
     document.set(("output", "reuse"), [*written, *places], "--reuse")
 
 

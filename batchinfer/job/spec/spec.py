@@ -48,9 +48,9 @@ _PROMPT_COLUMNS = (
 _PLANNED_STORES = (*STORES, "hf")
 
 
-def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
+def _refuse_not_yet(used: Mapping[str, bool]) -> None:
     """Raise an error for the first key that is used but not supported."""
-    for key, is_asked in asked.items():
+    for key, is_asked in used.items():
         if is_asked:
             raise ValueError(f"not yet: {key} is not supported by this version")
 
@@ -240,8 +240,8 @@ class OutputSpec(Section):
     @property
     def asked_reasoning(self) -> str | Mapping[str, str]:
         """Value of ``reasoning`` as plain data."""
-        asked = self.reasoning
-        return asked if isinstance(asked, str) else asked.model_dump()
+        reasoning = self.reasoning
+        return reasoning if isinstance(reasoning, str) else reasoning.model_dump()
 
 
 def _check_version(version: int) -> int:

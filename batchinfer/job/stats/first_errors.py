@@ -31,15 +31,15 @@ def first_errors(
         records: records of the job's parts in order; None for an unfinished part.
     """
     column = id_column(manifest)
-    found: dict[int, dict[str, Any]] = {}
+    failed: dict[int, dict[str, Any]] = {}
     for part, record in zip(manifest.parts(), records, strict=False):
         if record is None or not record.error_codes:
             continue
         for row in _failed(out, part, column):
-            found.setdefault(row["row_id"], row)
-            if len(found) == MOST:
-                return list(found.values())
-    return list(found.values())
+            failed.setdefault(row["row_id"], row)
+            if len(failed) == MOST:
+                return list(failed.values())
+    return list(failed.values())
 
 
 def error_lines(
@@ -56,8 +56,8 @@ def error_lines(
         rows.setdefault(error["code"], []).append(named_row(error["row_id"], error["id"]))
     for code, count in list(codes.items())[:MOST]:
         named = rows.get(code, [])
-        others = [f"and {count - len(named):,} more"] if 0 < len(named) < count else []
-        note = f": {', '.join([*named, *others])}" if named else ""
+        more = [f"and {count - len(named):,} more"] if 0 < len(named) < count else []
+        note = f": {', '.join([*named, *more])}" if named else ""
         yield SummaryLine("errors", f"{code} {count:,}", note, tone="bad")
     rest = list(codes.values())[MOST:]
     if rest:

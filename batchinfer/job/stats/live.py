@@ -130,7 +130,7 @@ def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
     Args:
         now: seconds since 1970.
     """
-    found = []
+    runs = []
     for path in out.files.entries(out.live):
         if path.suffix != ".json":
             continue
@@ -139,5 +139,5 @@ def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
             is_silent = now - run.saved_at >= max(SILENT_S, 3 * run.every_s)
             writer = "" if path.stem == _ALONE else path.stem
             if not is_silent and writer_lives(out, writer) is not False:
-                found.append(run)
-    return found
+                runs.append(run)
+    return runs

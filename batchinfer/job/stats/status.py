@@ -214,7 +214,7 @@ def read_status(out: OutputDir, now: float) -> Status:
     )
     state = _state(out, running, errors > 0 and done == plan.num_rows, bool(reasons))
     speed = sum(worker.rows_per_s or 0.0 for worker in computing or workers) or None
-    found = Status(
+    status = Status(
         state=state,
         rows_total=plan.num_rows,
         rows_done=done,
@@ -232,7 +232,7 @@ def read_status(out: OutputDir, now: float) -> Status:
         first_errors=first_errors(out, plan, records),
         update=_read_update(out, now),
     )
-    return _with_live(found, live) if live and state == "running" else found
+    return _with_live(status, live) if live and state == "running" else status
 
 
 def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
@@ -264,13 +264,13 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
 
 
 def _read_update(out: OutputDir, now: float) -> Update | None:
-    found = []
+    statuses = []
     for path in out.files.entries(out.next):
         with suppress(DataError):
-            found.append(read_status(out.generation(path.name), now))
-    if not found:
+            statuses.append(read_status(out.generation(path.name), now))
+    if not statuses:
         return None
-    latest = max(found, key=lambda status: status.saved_at or 0.0)
+    latest = max(statuses, key=lambda status: status.saved_at or 0.0)
     is_being_placed = out.files.stat(out.swap) is not None
     return Update(latest.rows_total, latest.rows_done, is_being_placed)
 

@@ -187,11 +187,11 @@ class LocalFiles:
         staged.unlink(missing_ok=True)
 
     def delete(self, path: PurePath) -> None:
-        found = Path(path)
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found)
+        doomed = Path(path)
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed)
         else:
-            found.unlink(missing_ok=True)
+            doomed.unlink(missing_ok=True)
 
     def make_directory(self, path: PurePath) -> None:
         wanted = Path(path)
@@ -211,10 +211,10 @@ class LocalFiles:
 
     def stat(self, path: PurePath) -> FileStat | None:
         try:
-            found = _retry(path, Path(path).stat)
+            status = _retry(path, Path(path).stat)
         except NOT_THERE:
             return None
-        return FileStat(found.st_size, found.st_mtime_ns)
+        return FileStat(status.st_size, status.st_mtime_ns)
 
     def holds(self, directory: PurePath, path: str) -> bool:
         if is_url(path):

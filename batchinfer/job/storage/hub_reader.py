@@ -29,10 +29,10 @@ class HubStore:
             hub = _hub()
             hub.resolve_path(_path(path))  # raises if the dataset does not exist
             try:
-                found = hub.info(_path(path))
+                entry = hub.info(_path(path))
             except FileNotFoundError:
                 return None
-            return "file" if found["type"] == "file" else "folder"
+            return "file" if entry["type"] == "file" else "folder"
 
     def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
         with _errors(folder):
@@ -40,23 +40,23 @@ class HubStore:
             return {_SCHEME + name for name in names if name.endswith(suffixes)}
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-        found: set[tuple[str, str]] = set()
+        matches: set[tuple[str, str]] = set()
         with _errors(pattern):
             for name, entry in _hub().glob(_path(pattern), detail=True).items():
                 url = _SCHEME + name
                 is_file = entry["type"] == "file"
                 files = {url} if is_file else self.files_below(url, suffixes)
-                found |= {(url, file) for file in files}
-        return found
+                matches |= {(url, file) for file in files}
+        return matches
 
     def stat(self, path: str) -> FileStat:
         """Return a file's size and content hash; the Hub has no times."""
         with _errors(path):
-            found = _hub().info(_path(path), refresh=True, expand_info=True)
-        if found["type"] != "file":
+            entry = _hub().info(_path(path), refresh=True, expand_info=True)
+        if entry["type"] != "file":
             raise OSError("it is not a file")
-        large = found["lfs"]
-        return FileStat(found["size"], 0, large.sha256 if large else found["blob_id"])
+        large = entry["lfs"]
+        return FileStat(entry["size"], 0, large.sha256 if large else entry["blob_id"])
 
     def open(self, path: str) -> pa.NativeFile:
         with _errors(path):

@@ -39,15 +39,15 @@ class ObjectStore:
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
         wanted = StorePath(pattern)
         with errors(pattern, "read"):
-            found = list(_objects(fixed_part(wanted)))
-            matches = ((_match(file, wanted), file, size) for file, size in found)
+            objects = list(_objects(fixed_part(wanted)))
+            matches = ((_match(file, wanted), file, size) for file, size in objects)
             files = {
                 (str(match), str(file))
                 for match, file, size in matches
                 if match == file or (match and file.name.endswith(suffixes))
                 if _has_content(file, size)
             }
-        return files if found else None
+        return files if objects else None
 
     def stat(self, path: str) -> FileStat:
         place = StorePath(path)

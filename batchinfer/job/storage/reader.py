@@ -72,11 +72,11 @@ class LocalStore:
         }
 
     def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
-        found: set[tuple[str, str]] = set()
+        matches: set[tuple[str, str]] = set()
         for match in glob.iglob(pattern, recursive=True):
             files = self.files_below(match, suffixes) if os.path.isdir(match) else {match}
-            found |= {(match, file) for file in files}
-        return found
+            matches |= {(match, file) for file in files}
+        return matches
 
     def stat(self, path: str) -> FileStat:
         status = Path(path).stat()

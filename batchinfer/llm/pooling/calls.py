@@ -280,9 +280,9 @@ class PoolingCalls:
     ) -> list[Output]:
         with self._calls.one_call(call):
             read = self._read_prompts(prompts)
-            given = PoolingParams() if params is None else params
+            single_or_list = PoolingParams() if params is None else params
             names = ("pooling_params", _PARAMS, len(read), "pooling params")
-            each: list[PoolingParams] = one_for_each(given, PoolingParams, *names)
+            each: list[PoolingParams] = one_for_each(single_or_list, PoolingParams, *names)
             heads = {one: make_head(one) for one in dict.fromkeys(each)}
             made = [(one, heads[one]) for one in each]
             return self._run(read, made, make_result, kind, options)
@@ -310,23 +310,23 @@ def _check(call: str, others: Mapping[str, Any], errors: object) -> None:
 
 
 def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    ones, others = (
+    left, right = (
         [
             _text(text, f"{name}: {at}")
             for at, text in enumerate(
-                [given] if isinstance(given, str) else listed(given, name, "one or several texts")
+                [data] if isinstance(data, str) else listed(data, name, "one or several texts")
             )
         ]
-        for name, given in zip(_DATA, (data_1, data_2), strict=True)
+        for name, data in zip(_DATA, (data_1, data_2), strict=True)
     )
-    if len(ones) == 1:
-        ones = ones * len(others)
-    if len(ones) != len(others):
+    if len(left) == 1:
+        left = left * len(right)
+    if len(left) != len(right):
         raise ValueError(
-            f"data_1 has {len(ones)} texts and data_2 {len(others)}; give one text as data_1, or "
+            f"data_1 has {len(left)} texts and data_2 {len(right)}; give one text as data_1, or "
             "the same number of texts"
         )
-    return list(zip(ones, others, strict=True))
+    return list(zip(left, right, strict=True))
 
 
 def _text(value: object, name: str) -> str:

@@ -29,14 +29,14 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
         NotYetError: the runner or task is unknown.
         ValueError: runner and task contradict each other.
     """
-    asked = "auto" if task in (None, "auto") else _TASKS.get(str(task))
-    if asked is None:
+    task_runner = "auto" if task in (None, "auto") else _TASKS.get(str(task))
+    if task_runner is None:
         raise NotYetError(f"LLM(task={task!r})")
     if runner not in ("auto", "generate", "pooling"):
         raise NotYetError(f"LLM(runner={runner!r})")
-    if asked != "auto" and runner not in ("auto", asked):
+    if task_runner != "auto" and runner not in ("auto", task_runner):
         raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
-    chosen = runner if asked == "auto" else asked
+    chosen = runner if task_runner == "auto" else task_runner
     values = _config_values(model, revision)
     name = _class_of(values)
     if chosen == "auto":

@@ -45,9 +45,9 @@ class PoolingParams:
             value = getattr(self, name)
             if value is not None and value < 1 and (name, value) != ("truncate_prompt_tokens", -1):
                 raise ValueError(f"{name} is {value}; it must be 1 or more")
-        given = self._given()
-        if len(set(given.values())) > 1:
-            one, other = (next(name for name in given if given[name] is v) for v in (True, False))
+        values = self._given()
+        if len(set(values.values())) > 1:
+            one, other = (next(name for name in values if values[name] is v) for v in (True, False))
             raise ValueError(f"{one} is True and {other} is False, which mean the same; give one")
 
     @property

@@ -87,14 +87,14 @@ def find_reasoning_format(
         return None
     if not isinstance(wanted, str):
         return MarkerFormat(tokenizer, wanted["start"], wanted["end"])
-    found = _found(tokenizer, chat_template or tokenizer.chat_template or "")
-    if found is None:
+    marked = _found(tokenizer, chat_template or tokenizer.chat_template or "")
+    if marked is None:
         raise UsageError(
             "reasoning is auto, but neither the chat template nor the tokenizer has known "
             "reasoning markers",
             hint="name them, like reasoning: {start: <think>, end: </think>}, or set none",
         )
-    return found
+    return marked
 
 
 def _found(tokenizer: Tokenizer, chat_template: str) -> ReasoningFormat | None:

@@ -99,15 +99,15 @@ def exact_schema(schema: Any) -> Any:
 
 def inexact_numbers(schema: Any) -> list[int]:
     """Return the numbers in a schema that a grammar would change by converting them to doubles."""
-    found = list[int]()
+    numbers = list[int]()
 
     def collect(keywords: Keywords) -> Keywords:
         for key in _VALUES:
-            found.extend(_inexact(keywords.get(key)))
+            numbers.extend(_inexact(keywords.get(key)))
         return keywords
 
     _rewritten(schema, collect)
-    return found
+    return numbers
 
 
 def widened_schema(schema: Any) -> Any:
@@ -205,8 +205,8 @@ def _with_format(keywords: Keywords) -> Keywords:
 
 
 def _with_all_of(keywords: Keywords, schemas: list[Keywords]) -> Keywords:
-    others = keywords.get("allOf", [])
-    return keywords | {"allOf": [*others, *schemas] if isinstance(others, list) else others}
+    existing = keywords.get("allOf", [])
+    return keywords | {"allOf": [*existing, *schemas] if isinstance(existing, list) else existing}
 
 
 def _without_unsupported(keywords: Keywords) -> Keywords:

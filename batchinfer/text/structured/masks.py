@@ -47,8 +47,8 @@ class TokenMasks:
         """Return masks [len(states), words]; the states are ``MaskedState``."""
         masks = np.zeros((len(states), self.num_words), dtype=np.int32)
         masked: list[MaskedState] = list(states)  # type: ignore[arg-type]
-        found = [(state.matcher, at) for at, state in enumerate(masked)]
-        if matchers := [(matcher, at) for matcher, at in found if matcher is not None]:
+        numbered = [(state.matcher, at) for at, state in enumerate(masked)]
+        if matchers := [(matcher, at) for matcher, at in numbered if matcher is not None]:
             self._fill(matchers, masks)
         for state, mask in zip(masked, masks, strict=True):
             state.apply_to(mask)

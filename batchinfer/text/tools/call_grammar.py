@@ -108,11 +108,11 @@ def parameter_grammar(
     """
     rules = list[str]()
     for at, tool in enumerate(tools):
-        found = _parameters(tool, at)
-        if found is None:
+        parameters = _parameters(tool, at)
+        if parameters is None:
             return None
-        rules.append(f"call{at}: {call(tool['function']['name'], found)}")
-        rules += [f"{one.rule}: {_json(one.schema)}" for one in found]
+        rules.append(f"call{at}: {call(tool['function']['name'], parameters)}")
+        rules += [f"{one.rule}: {_json(one.schema)}" for one in parameters]
     return _grammar(len(tools), body, rules)
 
 

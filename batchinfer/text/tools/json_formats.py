@@ -37,8 +37,8 @@ def call_of(value: object) -> ToolCall | None:
     if not isinstance(value, Mapping):
         return None
     name = value.get("name")
-    given = value["arguments"] if "arguments" in value else value.get("parameters")
-    arguments = json_arguments(given)
+    written = value["arguments"] if "arguments" in value else value.get("parameters")
+    arguments = json_arguments(written)
     if not isinstance(name, str) or not name or arguments is None:
         return None
     return ToolCall(name, arguments)

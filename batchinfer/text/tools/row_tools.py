@@ -47,13 +47,13 @@ class RowTools:
         if not isinstance(self.choice, str):
             name = str(self.choice["function"]["name"])
             wanted = [tool for tool in self.tools if tool["function"]["name"] == name]
-        found = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
-        if found is None:
+        lark = tools_as.grammar(wanted, tokenizer, several=self.several and name is None)
+        if lark is None:
             raise ValueError(
                 f"not yet: tool_choice {format_value(self.choice)} with this model's "
                 "format of calls; use tool_choice auto"
             )
-        return found
+        return lark
 
 
 def checked_choice(value: object, tools: Tools) -> Choice:

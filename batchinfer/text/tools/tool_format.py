@@ -78,13 +78,13 @@ def calls_in(text: str, tool_format: ToolFormat, tools: Tools) -> ParsedCalls | 
     numbers that JSON does not have or halves of surrogate pairs.
     """
     try:
-        found = tool_format.parse(text, tools)
-        for call in () if found is None else found.calls:
+        parsed = tool_format.parse(text, tools)
+        for call in () if parsed is None else parsed.calls:
             f"{call.name}{call.arguments}".encode()
             json.loads(call.arguments, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return None
-    return found
+    return parsed
 
 
 def _no_number(word: str) -> None:
@@ -108,8 +108,8 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
-            found = function.get("parameters")
-            return found if isinstance(found, Mapping) else {}
+            schema = function.get("parameters")
+            return schema if isinstance(schema, Mapping) else {}
     return {}
 
 
@@ -135,8 +135,8 @@ def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
     """Return the value of a parameter that is written as plain text: a string if its type says so,
     else the parsed JSON if it is valid."""
     properties = schema.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    kind = own.get("type") if isinstance(own, Mapping) else None
+    declared = properties.get(name) if isinstance(properties, Mapping) else None
+    kind = declared.get("type") if isinstance(declared, Mapping) else None
     if kind == "string":
         return text
     try:

@@ -50,8 +50,8 @@ _CAN_BE: Mapping[pa.DataType, Callable[[str], object]] = {
 
 def merged(kinds: Collection[pa.DataType]) -> pa.DataType:
     """Merge the types of a column: different types become text, which keeps values as written."""
-    given = {kind for kind in kinds if not pa.types.is_null(kind)}
-    return given.pop() if len(given) == 1 else pa.string()
+    known = {kind for kind in kinds if not pa.types.is_null(kind)}
+    return known.pop() if len(known) == 1 else pa.string()
 
 
 class _ColumnTypes:
@@ -126,9 +126,9 @@ class CsvFormat(TextFormat[Record]):
 
     def records(self, chunks: Iterable[bytes], path: str) -> Iterator[list[Record]]:
         """Read the header, which names the columns, and yield the records after it."""
-        found = _records(chunks, path)
-        names = self._names[path] = _header(next(found, None), path)
-        checked = (_checked(record, line, len(names), path) for line, record in found)
+        records = _records(chunks, path)
+        names = self._names[path] = _header(next(records, None), path)
+        checked = (_checked(record, line, len(names), path) for line, record in records)
         return batched(checked, lambda r: 0 if isinstance(r, RowError) else sum(map(len, r)))
 
     def parsed(self, records: list[Record], path: str) -> list[Record]:

@@ -41,14 +41,14 @@ def read_delta(path: str, version: int | None) -> Snapshot:
         )
     if "deletionVectors" in features and _has_deletion_vectors(table):
         refuse_deleted_rows(path, _PURGE)
-    found = sorted(zip(uris, actions, strict=True), key=_age)
-    assert all(uri.endswith(unquote(action["path"])) for uri, action in found), "in one order"
+    entries = sorted(zip(uris, actions, strict=True), key=_age)
+    assert all(uri.endswith(unquote(action["path"])) for uri, action in entries), "in one order"
     files = {
         uri: {column: _text(action["partition"][column]) for column in columns}
-        for uri, action in found
+        for uri, action in entries
     }
-    own = [field for field in schema if field.name not in columns]
-    whole = pa.schema([*own, *map(schema.field, columns)])
+    stored = [field for field in schema if field.name not in columns]
+    whole = pa.schema([*stored, *map(schema.field, columns)])
     return Snapshot(table.version(), whole, files)
 
 

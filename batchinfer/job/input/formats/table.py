@@ -25,13 +25,13 @@ def table_format(paths: Sequence[str], format_name: str) -> str | None:
         UsageError: a table is not the only path.
     """
     kinds = [_kind(path) for path in paths] if format_name == "auto" else [format_name]
-    found = next((kind for kind in kinds if kind in TABLES), None)
-    if found is not None and len(paths) > 1:
+    table_kind = next((kind for kind in kinds if kind in TABLES), None)
+    if table_kind is not None and len(paths) > 1:
         raise UsageError(
-            f"input.path: a table ({found}) must be the only path",
+            f"input.path: a table ({table_kind}) must be the only path",
             hint="run a separate job for each table",
         )
-    return found
+    return table_kind
 
 
 def _kind(path: str) -> str | None:

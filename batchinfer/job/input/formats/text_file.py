@@ -193,10 +193,10 @@ def _check_encoding(start: bytes, path: str) -> None:
         DataError: the file has another encoding, which the message names.
     """
     zeros = tuple(byte == 0 for byte in start[:4])
-    found = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
-    found = found or _ZEROS.get(zeros)
-    if found is not None:
-        raise _refuse_encoding(path, found, found)
+    encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
+    encoding = encoding or _ZEROS.get(zeros)
+    if encoding is not None:
+        raise _refuse_encoding(path, encoding, encoding)
     lines = start.split(b"\n")
     if len(start) >= _CHUNK and len(lines) > 1:
         del lines[-1]  # drop the last line, because the chunk may end inside a character
