@@ -51,7 +51,7 @@ def test_embedding_answers_have_openai_format(tmp_path: Path, model: Path) -> No
         tmp_path,
         model,
         [
-            request("one", model="tiny", input=texts[0]),
+            embed("one", model="tiny", input=texts[0]),
             embed("several", input=texts, user="me"),
             embed("ids", input=ids[1]),
             embed("lists", input=ids[:2]),
