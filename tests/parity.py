@@ -73,7 +73,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     layout = loaded.layout(setup.block_size)
     num_blocks = setup.pool_tokens // setup.block_size * len(layout.windows)
     num_blocks += setup.num_states * layout.slots_per_state
-    cache = KVCache(layout, num_blocks, CPU, torch.float32)
+    cache = KVCache(layout, num_blocks, CPU, getattr(torch, loaded.dtype))
     cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
     windows = cache.layout.windows
     pool = BlockPool(

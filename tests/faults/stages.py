@@ -17,7 +17,14 @@ from random import Random
 
 from batchinfer.errors import ExitCode
 from tests.families import FAMILIES
-from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, hostile_texts
+from tests.faults import (
+    fuzz_families,
+    fuzz_jobs,
+    fuzz_models,
+    fuzz_parquet,
+    fuzz_recurrent,
+    hostile_texts,
+)
 from tests.faults.crash_states import check_crash_states
 from tests.faults.fleet_kills import Kills, kill_launchers, kill_workers
 from tests.faults.fuzz import MOST_S, Case, run_cases
@@ -287,6 +294,15 @@ STAGES = {
         20 * len(FAMILIES),
         "random models of many families",
         _fuzz("random models of many families", fuzz_families.case, fuzz_families.MOST_S),
+    ),
+    "recurrent-models": Stage(
+        100,
+        "random models with recurrent layers",
+        _fuzz(
+            f"random models with recurrent layers, run in {fuzz_recurrent.SETUPS} ways each",
+            fuzz_recurrent.case,
+            fuzz_recurrent.MOST_S,
+        ),
     ),
     "states": Stage(50_000, "power failures in jobs", _crash_states(of_updates=False)),
     "update-states": Stage(10_000, "power failures in updates", _crash_states(of_updates=True)),

@@ -10,9 +10,11 @@ import pytest
 
 from batchinfer.job.input import parquet
 from batchinfer.worker import loader
+from batchinfer.worker.kv_cache import KVCache
 from tests.families import FAMILIES
-from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet
+from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, fuzz_recurrent
 from tests.faults.fuzz import Case, run_cases
+from tests.models import RECURRENT_FAMILIES
 
 SLOW_S = 30.0
 """Far more than a case takes on a busy machine, far less than one that grows without bounds."""
@@ -42,6 +44,26 @@ def test_models_are_equal_to_transformers_own_or_refused(tmp_path: Path) -> None
     assert found.violations == []
     equal = [word for word in found.words if word.endswith(fuzz_families.EQUAL)]
     assert len(equal) >= 67
+
+
+@pytest.mark.long
+def test_recurrent_models_take_the_tokens_of_transformers(tmp_path: Path) -> None:
+    count = len(RECURRENT_FAMILIES)
+    found = run_cases(fuzz_recurrent.case, count, 1, tmp_path, 1, fuzz_recurrent.MOST_S)
+    assert found.violations == []
+    assert found.words.total() == count
+
+
+def without_copies(number: int, seed: int, folder: Path) -> str:
+    KVCache.copy_blocks = lambda *_: None  # type: ignore[method-assign]
+    of_lfm2 = RECURRENT_FAMILIES.index("lfm2") + number * len(RECURRENT_FAMILIES)
+    return fuzz_recurrent.case(of_lfm2, seed, folder)
+
+
+@pytest.mark.long
+def test_the_comparison_sees_states_that_are_not_copied(tmp_path: Path) -> None:
+    found = run_cases(without_copies, 2, 1, tmp_path, 1, fuzz_recurrent.MOST_S)
+    assert any("rows failed: {'nan_logits'}" in violation for violation in found.violations)
 
 
 def phimoe_unchecked(number: int, seed: int, folder: Path) -> str:

@@ -26,6 +26,8 @@ _SHORT_CHUNK = 8
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MAX_VOCAB_SIZE = 4096
 """Largest vocabulary of the copy. Otherwise, most of its weights would be embeddings."""
+_NOT_BY_LAYER = frozenset({"ssm_multipliers"})
+"""Lists in configs without an entry for each layer."""
 _MAX_COPIED_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
 
@@ -94,7 +96,8 @@ def _keep_layers(text: Any, count: int) -> None:
     types = list(dict.fromkeys(text.layer_types or ())) if listed else []
     count = min(max(count, len(types)), num_layers)
     for key, value in values.items():
-        if isinstance(value, list) and len(value) == num_layers:
+        by_layer = isinstance(value, list) and len(value) == num_layers
+        if by_layer and key not in _NOT_BY_LAYER:
             setattr(text, key, value[:count])
     if types and not shapes:
         missing = [kind for kind in types if kind not in text.layer_types]
@@ -114,13 +117,21 @@ def _cut_vocabulary(text: Any) -> None:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """Return the number of first layers that include a layer of each kind."""
-    num_layers = model.config.get_text_config().num_hidden_layers
+    """Return the number of first layers that include a layer of each kind.
+
+    Beyond ``_MAX_LAYERS``, only layers of other classes count. In Bamba, for example, layer 9 is
+    the first layer that attends.
+    """
+    num_layers: int = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((values for values in lists if len(values) == num_layers), None)
-    kinds = [] if layers is None else [_kind(layer) for layer in layers]
-    seen = max((kinds.index(kind) + 1 for kind in kinds), default=num_layers)
-    return min(max(seen, _MIN_LAYERS), _MAX_LAYERS)
+    if layers is None:
+        return max(min(num_layers, _MAX_LAYERS), _MIN_LAYERS)
+    kinds = [_kind(layer) for layer in layers]
+    classes = [{type(module) for module in layer.modules()} for layer in layers]
+    seen = max(kinds.index(kind) + 1 for kind in kinds)
+    least = max(classes.index(found) + 1 for found in classes)
+    return max(min(seen, _MAX_LAYERS), least, _MIN_LAYERS)
 
 
 def _kind(layer: nn.Module) -> list[Any]:

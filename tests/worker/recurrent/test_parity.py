@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,25 @@ def test_projections_of_recurrent_layers_are_merged(checkpoint) -> None:
     layers = checkpoint("qwen3_5_text").model.model.layers
     mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
     assert [type(mixer) for mixer in mixers] == [FusedGatedDeltaNet] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bamba", {"attn_layer_indices": [9]}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 9 + ["full_attention"]}),
+    ],
+)
+def test_first_layer_that_attends_may_come_late(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(family, tmp_path, num_hidden_layers=10, **changes)
+    assert load_model(ModelConfig(str(folder)), device=CPU)
+
+
+def test_five_multipliers_are_not_cut_with_five_layers(tmp_path: Path) -> None:
+    folder = make_checkpoint("falcon_h1", tmp_path, num_hidden_layers=5)
+    assert load_model(ModelConfig(str(folder)), device=CPU)
 
 
 def test_inputs_are_contiguous_with_one_value_head_per_key_head() -> None:

@@ -1,0 +1,112 @@
+"""Draws tiny random models of the families with recurrent layers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from tests.models import RECURRENT_FAMILIES
+
+_MAMBA2_IN_HIDDEN = ("bamba", "granitemoehybrid", "zamba2")
+"""Families whose Mamba-2 heads must be as wide together as a multiple of the hidden state."""
+
+
+def draw_changes(family: str, random: Random) -> dict[str, Any]:
+    """Return random sizes and layers of a family, as changes for ``tiny_config``.
+
+    transformers may refuse them.
+    """
+    assert family in RECURRENT_FAMILIES
+    kv_heads, group = random.choice([1, 2, 3]), random.choice([1, 2, 3])
+    heads, width = kv_heads * group, random.choice([4, 8, 12])
+    changes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if family in ("kimi_linear", "zamba2") else kv_heads,
+        "head_dim": width,
+        "hidden_size": heads * width if family.startswith("lfm2") else random.choice([24, 32, 48]),
+        "intermediate_size": random.choice([16, 33, 48]),
+        "initializer_range": 0.2,
+        "rms_norm_eps": random.choice([1e-6, 1e-3]),
+        "tie_word_embeddings": random.random() < 0.3,
+        **_experts(family, random),
+    }
+    if family in ("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "zamba2"):
+        changes["hidden_size"] = heads * max(width, 8)  # which their heads divide
+    return changes | _recurrence(family, changes["hidden_size"], random) | _layers(family, random)
+
+
+def _experts(family: str, random: Random) -> dict[str, Any]:
+    if family not in ("kimi_linear", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"):
+        return {"num_local_experts": random.choice([0, 4])} if family == "granitemoehybrid" else {}
+    number = random.choice([2, 4, 6])
+    per_token = random.randint(1, min(3, number))
+    return {
+        **dict.fromkeys(("num_experts", "n_routed_experts"), number),
+        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), per_token),
+        "moe_intermediate_size": random.choice([8, 16, 20]),
+        "moe_shared_expert_intermediate_size": 16,
+        "norm_topk_prob": random.random() < 0.5,
+    }
+
+
+def _recurrence(family: str, hidden: int, random: Random) -> dict[str, Any]:
+    conv, width = random.choice([2, 3, 4, 5]), random.choice([4, 7, 8, 16, 24])
+    heads = random.choice([1, 2, 3, 4])
+    if family.startswith("lfm2"):
+        return {"conv_L_cache": conv, "conv_bias": random.random() < 0.5}
+    if family == "kimi_linear":
+        return {"linear_num_heads": heads, "linear_head_dim": width, "linear_conv_kernel_dim": conv}
+    if family in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"):
+        per_key = 1 if family == "olmo_hybrid" else random.choice([1, 2, 3])
+        return {
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads * per_key,
+            "linear_key_head_dim": width,
+            "linear_value_head_dim": random.choice([8, 16, 20, 32, 40]),
+            "linear_conv_kernel_dim": conv,
+        }
+    groups, head_width = random.choice([1, 2]), random.choice([8, 16, 20, 24])
+    heads = groups * random.choice([1, 2, 3])
+    if family in _MAMBA2_IN_HIDDEN:
+        groups, head_width = random.choice([1, 2]), random.choice([4, 8, 16])
+        heads = 2 * hidden // head_width
+    sizes = (heads, head_width, groups, width, conv)
+    names = {
+        "nemotron_h": (
+            *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        ),
+        "zamba2": (
+            *("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
+        ),
+    }
+    keys = (*("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),)
+    changes: dict[str, Any] = dict(zip(names.get(family, keys), sizes, strict=True))
+    if family == "falcon_h1":
+        changes |= {"mamba_d_ssm": heads * head_width, "mamba_rms_norm": random.random() < 0.5}
+        changes |= {"mamba_norm_before_gate": random.random() < 0.5}
+    return changes | {
+        "mamba_conv_bias": random.random() < 0.5,
+        "use_conv_bias": random.random() < 0.5,
+    }
+
+
+def _layers(family: str, random: Random) -> dict[str, Any]:
+    """Return kinds of layers in a random order, with both kinds among them."""
+    number = random.choice([2, 3, 4, 5])
+    changes: dict[str, Any] = {"num_hidden_layers": number}
+    if family == "falcon_h1":
+        return changes
+    recurrent = "conv" if family.startswith("lfm2") else "linear_attention"
+    attending = "hybrid" if family == "zamba2" else "full_attention"
+    others = random.choices([recurrent, recurrent, attending], k=number - 2)
+    kinds = [recurrent, attending, *others]
+    if family == "nemotron_h":
+        kinds += random.choices(["mlp", "moe"], k=2)
+        changes["num_hidden_layers"] = len(kinds)
+    random.shuffle(kinds)
+    if family == "bamba":
+        indices = [at for at, kind in enumerate(kinds) if kind == attending]
+        return changes | {"attn_layer_indices": indices}
+    return changes | {
+        "layers_block_type" if family in ("nemotron_h", "zamba2") else "layer_types": kinds
+    }
