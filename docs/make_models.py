@@ -59,6 +59,7 @@ MODELS = {
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2, with experts",
+    "lfm3": "LFM3",
     "llama": "Llama 1 to 3, and many others",
     "llama4": "Llama 4",
     "llava": "LLaVA",

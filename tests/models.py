@@ -165,6 +165,14 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "conv_bias": True,
     },
     "lfm2_moe": {**_MOE, "num_hidden_layers": 4, "layer_types": _SHORT_CONV_LAYERS},
+    "lfm3": {
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "layer_types": [
+            *("conv", "sliding_attention", "full_attention", "conv", "sliding_attention")
+        ],
+        "sliding_window": 9,
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "num_hidden_layers": 4,

@@ -70,6 +70,7 @@ class FakeRunner:
         self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_adapters = np.zeros((num_blocks, block_size), dtype=np.int32)
+        self.states = [b""] * num_blocks
         self.next_token = next_token
         self.steps: list[Step] = []
         self._previous = np.full(1, EMPTY, dtype=np.int32)
@@ -96,8 +97,11 @@ class FakeRunner:
         for source, destination in step.block_copies:
             for kept in self._kept:
                 kept[destination] = kept[source]
+            self.states[destination] = self.states[source]
         places = np.concatenate([step.slot_mapping, step.other_slots.ravel()])
         assert len(set(places.tolist())) == len(places), "two tokens, one slot"
+        for slot in places // self.block_size:
+            self.states[slot] = b""
         for slots in (step.slot_mapping, *step.other_slots):
             self.kv.ravel()[slots] = step.token_ids
             self.kv_positions.ravel()[slots] = step.positions
@@ -106,7 +110,7 @@ class FakeRunner:
             )
         contexts = [self._context(step, at) for at in range(step.num_sequences)]
         if self.slots_per_state:
-            self._update_states(step, contexts)
+            contexts = self._update_states(step, contexts)
         ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
         batch = step.sampling
@@ -131,19 +135,25 @@ class FakeRunner:
             scored=self._scored(step, contexts),
         )
 
-    def _update_states(self, step: Step, contexts: list[bytes]) -> None:
-        """Keep a state's number of tokens and their hash in all of its slots."""
+    def _update_states(self, step: Step, contexts: list[bytes]) -> list[bytes]:
+        """Keep all tokens of a sequence in all slots of its state; returns them.
+
+        Windows make contexts shorter, but not states.
+        """
         slots = step.state_tables
         assert len(set(slots.ravel().tolist())) == slots.size, "two sequences, one state"
-        new = np.diff(step.query_starts)
+        whole = []
         for at, context in enumerate(contexts):
-            computed = int(step.context_lens[at] - new[at])
-            if computed:
-                positions, hashes = self.kv_positions[slots[at], 0], self.kv[slots[at], 0]
-                assert (positions == computed).all(), "a state of another length"
-                assert (hashes == _hash(context[: 4 * computed])).all(), "another context's state"
-            self.kv_positions[slots[at], 0] = step.context_lens[at]
-            self.kv[slots[at], 0] = _hash(context)
+            start, stop = step.query_starts[at : at + 2]
+            computed = int(step.context_lens[at] - (stop - start))
+            before = {self.states[slot] for slot in slots[at]} if computed else {b""}
+            assert [len(state) for state in before] == [4 * computed], "a state of another length"
+            whole.append(before.pop() + step.token_ids[start:stop].astype(np.int32).tobytes())
+            assert whole[-1].endswith(context), "another context's state"
+            for slot in slots[at]:
+                self.states[slot] = whole[-1]
+                self.kv_positions[slot] = EMPTY
+        return whole
 
     def _scored(self, step: Step, contexts: list[bytes]) -> StepResult | None:
         """Log-probabilities and the rest, all different for every context and token."""
@@ -203,10 +213,6 @@ class FakeRunner:
             assert (tokens[seen] == read)[known].all(), "groups hold different tokens"
             tokens[seen] = read
         return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
-
-
-def _hash(context: bytes) -> int:
-    return zlib.crc32(context) >> 1
 
 
 def adapters_of(step: Step) -> np.ndarray:

@@ -167,6 +167,19 @@ def _check_states(pool: BlockPool, states: Sequences[RecurrentState]) -> list[in
     for block in pool.index.blocks():
         below = () if block.children is None else block.children.blocks.values()
         assert block.num_kept == len(block.snapshots) + sum(one.num_kept > 0 for one in below)
+    in_windows: Counter[WindowSlot] = Counter()
+    for snapshot in kept:
+        assert len(snapshot.in_windows) == len(snapshot.block.window_slots)
+        node = snapshot.block
+        for before in range(max(snapshot.in_windows, default=0)):
+            in_windows.update(
+                slot
+                for slot, count in zip(node.window_slots, snapshot.in_windows, strict=True)
+                if before < count
+            )
+            node = node.parent
+    for block in pool.index.blocks():
+        assert all(slot.num_kept == in_windows[slot] for slot in block.window_slots)
     assert pool.states.num_used == len(set(states)) * pool.states.slots_per_state
     assert pool.states.num_used + pool.states.num_cached == (
         len(references) * pool.states.slots_per_state

@@ -129,9 +129,58 @@ def test_prompts_of_a_tree_are_computed_once(make_engine: MakeEngine, block_size
     assert not engine.scheduler.pool.states.snapshots, "a snapshot outlived its last follower"
 
 
-def test_pools_too_small_for_snapshots_run_all_rows(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("windows", [(0, 9), (0, 2, 30), (9,)])
+def test_prompts_of_a_tree_are_computed_once_beside_windows(
+    make_engine: MakeEngine, windows: tuple[int, ...]
+) -> None:
+    prompts = tree((2, 2, 4), (37, 21, 13, 7))
+    distinct = 37 + 2 * 21 + 4 * 13 + 16 * 7
+    # Slots of all tokens, but not of all windows: slots that no snapshot needs must be freed first.
+    engine, _ = make_engine(150, 4, max_tokens=16, slots_per_state=3, windows=windows)
+    requests = requests_of(prompts, max_tokens=3)
+    completions, steps = run_all(engine, requests)
+    for row, completion in completions.items():
+        assert completion.outputs[0].token_ids.tolist() == expected(requests[row], 0)
+    assert sum(step.prefill_tokens for step in steps) == distinct
+    assert not engine.scheduler.pool.states.snapshots
+
+
+def test_slots_outside_the_windows_of_snapshots_are_evicted_first(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(60, 4, slots_per_state=3, windows=(0, 5))
+    prompt = list(range(1, 42))
+    run_all(engine, [replace(make_request(0, prompt, max_tokens=1), branch_points=((30, 2),))])
+    pool = engine.scheduler.pool
+    (snapshot,) = pool.states.snapshots
+    (before,) = snapshot.in_windows
+    assert before == 2
+    node, wanted = snapshot.block, []
+    while node.window_slots:
+        assert node.wanted
+        wanted.append(node.window_slots[0].wanted)
+        node = node.parent
+    assert wanted == [True, True, *[False] * 6]
+
+
+def test_snapshot_that_lacks_its_window_is_not_found(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(90, 4, slots_per_state=3, windows=(0, 5))
+    prompt = list(range(1, 42))
+    first = replace(make_request(0, prompt, max_tokens=1), branch_points=((18, 2), (30, 2)))
+    run_all(engine, [first])
+    pool = engine.scheduler.pool
+    last = max(pool.states.snapshots, key=lambda snapshot: snapshot.key)
+    pool.window_slots.free(last.block.parent.window_slots[0])
+    second = make_request(1, [*prompt[:35], 99], max_tokens=2)
+    completions, _ = run_all(engine, [second])
+    assert completions[1].stats.cached_tokens == 18
+    assert completions[1].outputs[0].token_ids.tolist() == expected(second, 0)
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 9)])
+def test_pools_too_small_for_snapshots_run_all_rows(
+    make_engine: MakeEngine, windows: tuple[int, ...]
+) -> None:
     prompts = tree((2, 2, 4), (21, 13, 9, 7))
-    engine, _ = make_engine(34, 4, max_tokens=16, slots_per_state=5)
+    engine, _ = make_engine(34, 4, max_tokens=16, slots_per_state=5, windows=windows)
     requests = requests_of(prompts, max_tokens=5, n=2)
     completions, _ = run_all(engine, requests)
     for row, completion in completions.items():

@@ -331,14 +331,6 @@ def test_values_that_fail_when_the_model_runs_are_named(tmp_path: Path) -> None:
             {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2},
             "all layers in layer_types are recurrent",
         ),
-        (
-            {
-                "layer_types": ["linear_attention", "sliding_attention"],
-                "num_hidden_layers": 2,
-                "sliding_window": 8,
-            },
-            "layer_types has sliding windows beside recurrent layers",
-        ),
     ],
 )
 def test_hostile_values_of_recurrent_layers_are_named(

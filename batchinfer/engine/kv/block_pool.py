@@ -201,7 +201,9 @@ class BlockPool:
             return block
         entry = self.index.insert(parent, block, key)
         if entry is not block and holds_more(block, entry):
+            self.states.drop_of([entry])  # a block without all slots is in no window of theirs
             self.index.replace(entry, block)
+            self.update_priority(block)
             self._free_unneeded(entry)
             entry = block
         if entry is block:
@@ -284,6 +286,7 @@ class BlockPool:
         ):
             parent = block.parent
             assert parent is not None
+            self.states.drop_of([block])
             self.index.remove(block)
             block = parent
 

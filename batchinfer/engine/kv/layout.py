@@ -11,7 +11,6 @@ from batchinfer.engine.kv.layer_groups import (
     LayerGroup,
     layer_chunks,
     layer_groups,
-    layer_windows,
     most_slots,
 )
 from batchinfer.engine.kv.recurrent_families import is_recurrent, layers_without_kv
@@ -169,18 +168,15 @@ class KVLayout:
                     "all layers in layer_types are recurrent; models without a layer of "
                     "full_attention cannot be run"
                 )
-            if any(layer_windows(text, num_layers)):
-                raise ValueError(
-                    "layer_types has sliding windows beside recurrent layers; such models cannot "
-                    "be run yet"
-                )
             layout = replace(
                 layout, without_kv=layers_without_kv(text), min_slot_bytes=min_slot_bytes(text)
             )
-            layout = replace(layout, state=state_layout(text, layout.bytes_per_block))
-        if max_model_len is None:
+        if max_model_len is not None:
+            groups = layer_groups(text, layout.stored_elements, max_model_len)
+            layout = replace(layout, groups=groups)
+        if not is_recurrent(text):
             return layout
-        return replace(layout, groups=layer_groups(text, layout.stored_elements, max_model_len))
+        return replace(layout, state=state_layout(text, layout.bytes_per_block))
 
     @property
     def attention_layers(self) -> list[int]:

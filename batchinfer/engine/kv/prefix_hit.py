@@ -60,41 +60,52 @@ def find_prefix_hit(
     """
     blocks, size = match.blocks, pool.block_size
     if pool.states.slots_per_state:
-        return _hit_at_snapshot(match, size)
+        return _hit_at_snapshot(pool, match, fork_at)
     tail = match.tail if with_tail and match.tail_tokens else None
     end = len(blocks) * size
     if not pool.window_slots.windows:
         return PrefixHit(blocks, tail, end + (match.tail_tokens if tail else 0))
 
-    def num_evicted(num_tokens: int) -> tuple[int, ...]:
-        return pool.window_slots.num_evicted(
-            num_tokens if fork_at is None else min(num_tokens, fork_at)
-        )
-
     runs = [_runs(blocks, group) for group in range(len(pool.window_slots.windows))]
     if tail is not None and all(window_slot.slot >= 0 for window_slot in tail.window_slots):
-        evicted = num_evicted(end + match.tail_tokens)
+        evicted = _num_evicted(pool, end + match.tail_tokens, fork_at)
         if all(len(blocks) - first <= run[-1] for first, run in zip(evicted, runs, strict=True)):
             return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=evicted)
     for count in range(len(blocks), -1, -1):
-        evicted = num_evicted(count * size)
+        evicted = _num_evicted(pool, count * size, fork_at)
         if all(count - first <= run[count] for first, run in zip(evicted, runs, strict=True)):
             break
     return PrefixHit(blocks[:count], None, count * size, num_evicted=evicted)
 
 
-def _hit_at_snapshot(match: PrefixMatch, size: int) -> PrefixHit:
-    """Return the longest hit that ends at a snapshot of recurrent state."""
-    snapshot, before = match.snapshot, match.snapshot_at
-    if snapshot is None:
-        return PrefixHit([], None, 0)
-    is_whole = snapshot.num_tokens == size
-    return PrefixHit(
-        match.blocks[: before + is_whole],
-        None if is_whole else snapshot.block,
-        before * size + snapshot.num_tokens,
-        snapshot=snapshot,
+def no_hit(pool: BlockPool) -> PrefixHit:
+    """Return a hit of no tokens."""
+    return PrefixHit([], None, 0, num_evicted=pool.window_slots.num_evicted(0))
+
+
+def _num_evicted(pool: BlockPool, num_tokens: int, fork_at: int | None) -> tuple[int, ...]:
+    return pool.window_slots.num_evicted(
+        num_tokens if fork_at is None else min(num_tokens, fork_at)
     )
+
+
+def _hit_at_snapshot(pool: BlockPool, match: PrefixMatch, fork_at: int | None) -> PrefixHit:
+    """Return the longest hit that ends at a snapshot of recurrent state and has its windows."""
+    for snapshot, before in reversed(match.snapshots):
+        is_whole = snapshot.num_tokens == pool.block_size
+        blocks = match.blocks[: before + is_whole]
+        tail = None if is_whole else snapshot.block
+        num_tokens = before * pool.block_size + snapshot.num_tokens
+        evicted = _num_evicted(pool, num_tokens, fork_at)
+        needed = [
+            block.window_slots[group]
+            for group, first in enumerate(evicted)
+            for block in blocks[first:]
+        ]
+        needed += () if tail is None else tail.window_slots
+        if all(window_slot.slot >= 0 for window_slot in needed):
+            return PrefixHit(blocks, tail, num_tokens, num_evicted=evicted, snapshot=snapshot)
+    return no_hit(pool)
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:

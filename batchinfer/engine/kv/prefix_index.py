@@ -122,9 +122,16 @@ class StateSnapshot:
     tokens were added to the block's own key.
     """
 
-    __slots__ = ("block", "followers", "key", "parent", "state")
+    __slots__ = ("block", "followers", "in_windows", "key", "parent", "state")
 
-    def __init__(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
+    def __init__(
+        self,
+        state: RecurrentState,
+        block: Block,
+        key: bytes,
+        followers: int,
+        in_windows: tuple[int, ...] = (),
+    ) -> None:
         assert block.parent is not None
         self.state = state
         self.block = block
@@ -134,6 +141,8 @@ class StateSnapshot:
         """Tokens of the block that the state includes."""
         self.followers = followers
         """Number of rows that have yet to start from the snapshot."""
+        self.in_windows = in_windows
+        """Number of blocks, up to the state's last one, that each window includes."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,7 +157,7 @@ class WindowSlot:
     after the block needs the slot again.
     """
 
-    __slots__ = ("block", "readers", "slot")
+    __slots__ = ("block", "num_kept", "readers", "slot")
 
     def __init__(self, block: Block, slot: int) -> None:
         self.block = block
@@ -156,11 +165,14 @@ class WindowSlot:
         """-1 after the slot was freed."""
         self.readers = 1
         """Number of sequences whose windows include the slot, or that will write to it."""
+        self.num_kept = 0
+        """Number of snapshots of recurrent state whose windows include the slot."""
 
     @property
     def wanted(self) -> bool:
-        """True if the block has a known future use."""
-        return self.block.wanted
+        """True if the slot has a known future use. With snapshots after the block, rows start from
+        these, and need the slots in their windows only."""
+        return self.num_kept > 0 if self.block.num_kept else self.block.wanted
 
 
 class _Children:
@@ -205,11 +217,12 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
     return best, shared
 
 
-def _kept_below(node: Block, key: bytes) -> StateSnapshot | None:
-    """Return the last snapshot in a child of ``node`` within the tokens of ``key``."""
+def _kept_below(node: Block, key: bytes, at: int) -> tuple[tuple[StateSnapshot, int], ...]:
+    """Return the last snapshot in a child of ``node`` within the tokens of ``key``, if any, with
+    ``at``."""
     kept = (node.snapshots_below or {}).values()
-    matching = (snapshot for snapshot in kept if key.startswith(snapshot.key))
-    return max(matching, key=lambda snapshot: snapshot.num_tokens, default=None)
+    matching = [snapshot for snapshot in kept if key.startswith(snapshot.key)]
+    return ((max(matching, key=lambda one: one.num_tokens), at),) if matching else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +235,9 @@ class PrefixMatch:
     tail_tokens: int
     tokens_in_flight: int
     """Number of matching tokens after ``blocks`` in a block in flight."""
-    snapshot: StateSnapshot | None = None
-    """Last snapshot of recurrent state within the prefix."""
-    snapshot_at: int = 0
-    """Number of whole blocks before the snapshot's block."""
+    snapshots: tuple[tuple[StateSnapshot, int], ...] = ()
+    """Snapshots of recurrent state within the prefix, the last one of each block that has any, with
+    the number of whole blocks before that block."""
 
 
 class PrefixIndex:
@@ -246,7 +258,7 @@ class PrefixIndex:
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
         """Return the longest prefix of ``key`` that is indexed for an adapter."""
         node, blocks, start = self.root(adapter), list[Block](), 0
-        snapshot, snapshot_at = _kept_below(node, key), 0
+        snapshots = _kept_below(node, key[: self._block_bytes], 0)
         while node.children is not None and len(key) - start >= self._block_bytes:
             child = node.children.blocks.get(key[start : start + self._block_bytes])
             if child is None:
@@ -254,16 +266,16 @@ class PrefixIndex:
             blocks.append(child)
             node, start = child, start + self._block_bytes
             if node.snapshots_below is not None:
-                below = _kept_below(node, key[start : start + self._block_bytes])
-                snapshot, snapshot_at = (below, len(blocks)) if below else (snapshot, snapshot_at)
+                rest = key[start : start + self._block_bytes]
+                snapshots += _kept_below(node, rest, len(blocks))
         children = node.children
         if children is None:
-            return PrefixMatch(blocks, None, 0, 0, snapshot, snapshot_at)
+            return PrefixMatch(blocks, None, 0, 0, snapshots)
         tail_key = key[start : start + self._block_bytes]
         tail, tail_tokens = _longest(children.settled, tail_key)
         _, in_flight = _longest(children.in_flight, tail_key)
         tail_block = children.blocks.get(tail)
-        return PrefixMatch(blocks, tail_block, tail_tokens, in_flight, snapshot, snapshot_at)
+        return PrefixMatch(blocks, tail_block, tail_tokens, in_flight, snapshots)
 
     def child(self, parent: Block, key: bytes) -> Block | None:
         """Return the child of ``parent`` with exactly this key, if any."""
@@ -286,7 +298,8 @@ class PrefixIndex:
         return block
 
     def replace(self, old: Block, block: Block) -> None:
-        """Replace ``old`` by the in-flight ``block``, which takes its key and children."""
+        """Replace ``old`` by the in-flight ``block``, which takes its key and children, and the
+        snapshots in these. ``old`` itself must have no snapshot."""
         parent, key, children = old.parent, old.key, old.children
         assert parent is not None
         assert parent.children is not None
@@ -298,6 +311,19 @@ class PrefixIndex:
         for child in () if children is None else children.blocks.values():
             child.parent = block
         parent.children.add(block)
+        self._move_snapshots(old, block)
+
+    @staticmethod
+    def _move_snapshots(old: Block, block: Block) -> None:
+        assert block.parent is not None
+        assert not old.snapshots
+        for snapshot in (old.snapshots_below or {}).values():
+            snapshot.parent = block
+        block.snapshots_below, old.snapshots_below = old.snapshots_below, None
+        block.parent.num_kept -= old.num_kept > 0 and block.num_kept > 0
+        block.num_kept, old.num_kept = block.num_kept + old.num_kept, 0
+        for slot, old_slot in zip(block.window_slots, old.window_slots, strict=True):
+            slot.num_kept, old_slot.num_kept = slot.num_kept + old_slot.num_kept, 0
 
     def settle(self, block: Block) -> None:
         """Mark a block in flight as computed."""

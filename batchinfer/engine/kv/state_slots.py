@@ -103,7 +103,14 @@ class StateSlots:
         while self._sources:
             self.release(self._sources.pop())
 
-    def keep(self, state: RecurrentState, block: Block, key: bytes, followers: int) -> None:
+    def keep(
+        self,
+        state: RecurrentState,
+        block: Block,
+        key: bytes,
+        followers: int,
+        in_windows: tuple[int, ...] = (),
+    ) -> None:
         """Keep a snapshot of a sequence's state for later rows.
 
         Args:
@@ -111,16 +118,17 @@ class StateSlots:
             block: the indexed block with the state's last token.
             key: the tokens of the block that the state includes.
             followers: number of rows that will start from the snapshot.
+            in_windows: number of blocks, up to ``block``, that each window includes.
         """
         assert block.parent is not None
         kept = block.parent.snapshots_below or {}
         if key in kept:
             kept[key].followers += followers
             return
-        snapshot = StateSnapshot(state, block, key, followers)
+        snapshot = StateSnapshot(state, block, key, followers, in_windows)
         block.parent.snapshots_below = kept | {key: snapshot}
         block.snapshots = (*block.snapshots, snapshot)
-        self._count(block, 1)
+        self._count(snapshot, 1)
         self.snapshots[snapshot] = None
         self.acquire(state)
         state.snapshot = snapshot
@@ -169,7 +177,7 @@ class StateSlots:
         del self.snapshots[snapshot]
         block, parent = snapshot.block, snapshot.parent
         block.snapshots = tuple(other for other in block.snapshots if other is not snapshot)
-        self._count(block, -1)
+        self._count(snapshot, -1)
         assert parent.snapshots_below is not None
         del parent.snapshots_below[snapshot.key]
         parent.snapshots_below = parent.snapshots_below or None
@@ -197,9 +205,23 @@ class StateSlots:
         the state; return true if there was one."""
         return self._drop_first(each for each in self.snapshots if each.state.ref_count > 1)
 
-    def _count(self, block: Block, change: int) -> None:
-        """Count a snapshot in a block, and in its ancestors: a snapshot needs the blocks before it
-        too."""
+    def _count(self, snapshot: StateSnapshot, change: int) -> None:
+        """Count a snapshot in its block, the block's ancestors, and the slots in its windows: a row
+        that starts from the snapshot needs them all."""
+        node: Block | None = snapshot.block
+        for before in range(max(snapshot.in_windows, default=0)):
+            assert node is not None
+            for slot, num_blocks in zip(node.window_slots, snapshot.in_windows, strict=True):
+                slot.num_kept += change * (before < num_blocks)
+            node = node.parent
+        self._count_below(snapshot.block, change)
+        node = snapshot.block
+        for _ in range(max(snapshot.in_windows, default=0)):
+            assert node is not None
+            self._update_priority(node)
+            node = node.parent
+
+    def _count_below(self, block: Block, change: int) -> None:
         node: Block | None = block
         while node is not None:
             before = node.num_kept > 0

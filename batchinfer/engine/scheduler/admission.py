@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import PrefixHit, find_prefix_hit
+from batchinfer.engine.kv.prefix_hit import PrefixHit, find_prefix_hit, no_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
 from batchinfer.engine.scheduler.beam_groups import (
     first_fork,
@@ -84,7 +84,7 @@ class Admission:
         computing a longer common prefix.
         """
         if sequence.state.skip_prefix_cache:
-            return PrefixHit([], None, 0, num_evicted=self._pool.window_slots.num_evicted(0)), False
+            return no_hit(self._pool), False
         size, pool = self._table.block_size, self._pool
         key = sequence.key(0, _max_prefix_hit(sequence))
         adapter = sequence.request.adapter
@@ -161,7 +161,7 @@ class Admission:
             if not required or hit.num_tokens == 0:
                 return None
             if hit.snapshot is not None:
-                hit = PrefixHit([], None, 0)
+                hit = no_hit(self._pool)
                 continue
             if hit.tail is None:
                 return None

@@ -188,7 +188,9 @@ class KVManager:
         key = sequence.key((at - 1) // size * size, at)
         block = pool.index.child(parent, key) if at % size else parent
         if block is not None and block.indexed:
-            pool.states.keep(state, block, key, followers)
+            num_blocks, evicted = -(-at // size), pool.window_slots.num_evicted(at)
+            in_windows = tuple(num_blocks - count for count in evicted)
+            pool.states.keep(state, block, key, followers, in_windows)
             self._table.state_shared[sequence.row] = True
 
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
