@@ -148,6 +148,14 @@ _RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "embedding_multiplier": 2.0,
     },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
     "kimi_linear": {
         **_LATENT,
         "num_hidden_layers": 4,

@@ -34,7 +34,6 @@ _RECURRENT_FAMILIES = frozenset(
     [
         "bailing_hybrid",
         "falcon_mamba",
-        "jamba",
         "mamba",
         "mamba2",
         "minimax",

@@ -73,6 +73,11 @@ def _layer_types(text: Config) -> list[str]:
     num_layers = text.get("num_hidden_layers") or 0
     if text["model_type"] == "falcon_h1":
         return ["hybrid"] * num_layers
+    if text["model_type"] in ("falcon_mamba", "mamba"):
+        return ["mamba"] * num_layers
+    if text["model_type"] == "jamba":
+        period, offset = text["attn_layer_period"], text["attn_layer_offset"]
+        return ["attention" if at % period == offset else "mamba" for at in range(num_layers)]
     if text["model_type"] == "bamba":
         attending = set(text.get("attn_layer_indices") or ())
         return ["attention" if at in attending else "mamba" for at in range(num_layers)]
@@ -115,6 +120,29 @@ def _kimi_delta(text: Config) -> RecurrentShape:
         conv_width=_number(text, "linear_conv_kernel_dim", least=2),
         num_projected=4 * values + 2 * width + num_heads + second,
     )
+
+
+def _mamba1(expand: str, state: str, conv: str, rank: str) -> Callable[[Config], RecurrentShape]:
+    """Mamba-1 (Gu and Dao 2023, https://arxiv.org/abs/2312.00752), by the config's keys.
+
+    The layer has one head. A column of its matrix is the state of a channel.
+    """
+
+    def shape(text: Config) -> RecurrentShape:
+        hidden, state_size = _number(text, "hidden_size"), _number(text, state)
+        channels = int(text[expand] * hidden)
+        step_rank = -(-hidden // 16) if text[rank] == "auto" else _number(text, rank)
+        within = channels * 2 * (step_rank + state_size)  # products between channels
+        return RecurrentShape(
+            num_heads=1,
+            key_width=state_size,
+            value_width=channels,
+            num_channels=channels,
+            conv_width=_number(text, conv, least=2),
+            num_projected=3 * channels + within // hidden,
+        )
+
+    return shape
 
 
 def _mamba2(
@@ -167,14 +195,18 @@ def _number(text: Config, key: str, least: int = 1) -> int:
 _MAMBA2 = _mamba2(
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
 )
+_MAMBA1 = _mamba1("expand", "state_size", "conv_kernel", "time_step_rank")
 _SHAPES: dict[str, Callable[[Config], RecurrentShape]] = {
     "bamba": _MAMBA2,
     "falcon_h1": _MAMBA2,
+    "falcon_mamba": _MAMBA1,
     "granitemoehybrid": _MAMBA2,
+    "jamba": _mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
     "kimi_linear": _kimi_delta,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,
+    "mamba": _MAMBA1,
     "nemotron_h": _mamba2(
         "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
     ),

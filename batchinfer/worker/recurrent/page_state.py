@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.worker.recurrent import gated_delta_net, mamba2, short_conv
+from batchinfer.worker.recurrent import gated_delta_net, mamba1, mamba2, short_conv
 
 _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(gated_delta_net.FAMILIES, gated_delta_net.forward),
+    **dict.fromkeys(mamba1.LAYERS, mamba1.forward),
     **dict.fromkeys(mamba2.LAYERS, mamba2.forward),
     **dict.fromkeys(short_conv.LAYERS, short_conv.forward),
 }

@@ -26,6 +26,19 @@ def gated_delta_config(
     }
 
 
+def mamba1_config(*, num_layers: int, channels: int, state_size: int) -> dict[str, Any]:
+    """Return the keys of a Mamba config from which the layout of the state follows."""
+    return {
+        "model_type": "mamba",
+        "num_hidden_layers": num_layers,
+        "hidden_size": channels,
+        "expand": 1,
+        "state_size": state_size,
+        "conv_kernel": 4,
+        "time_step_rank": 2,
+    }
+
+
 def mamba2_config(
     *, num_layers: int, heads: int, width: int, groups: int, state_size: int, conv_width: int
 ) -> dict[str, Any]:
