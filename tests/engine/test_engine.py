@@ -89,7 +89,8 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     assert sum(step.swapped_in_blocks for step in steps) == swapped
     for step in steps:
         assert 0 <= step.kv_tokens_live <= step.kv_blocks_used * block_size
-        assert step.kv_blocks_used <= step.kv_logical_blocks
+        if not any(windows):  # a row whose group has yet to fork keeps slots behind its windows
+            assert step.kv_blocks_used <= step.kv_logical_blocks
         assert step.kv_waste < 1
 
 
