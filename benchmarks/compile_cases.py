@@ -21,6 +21,7 @@ from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.mla_attention import mla_attention
 from batchinfer.kernels.penalties import apply_penalties
+from batchinfer.kernels.recurrence import gated_delta, mamba1, mamba2
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
@@ -42,6 +43,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.lora_cases import LoraCase, build_lora
 from tests.kernels.mla_cases import MLACase, build_mla, work_lists
+from tests.kernels.recurrent_cases import gated_delta_layer, mamba1_layer, mamba2_layer
 from tests.kernels.row_cases import (
     RotaryCase,
     RowCase,
@@ -250,10 +252,30 @@ def _unpack_block_tables() -> Case:
     return Case("unpack_block_tables", ("_unpack_block_tables_kernel",), launch)
 
 
+def _gated_delta(name: str, *kernels: str, **shape: Any) -> Case:
+    """A step of two sequences through a Gated DeltaNet layer."""
+    return Case(name, kernels, lambda: _run_layer(gated_delta, gated_delta_layer, shape))
+
+
+def _mamba2(name: str, *kernels: str, **shape: int) -> Case:
+    """A step of two sequences through a Mamba-2 layer."""
+    return Case(name, kernels, lambda: _run_layer(mamba2, mamba2_layer, shape))
+
+
+def _mamba1(name: str, **shape: int) -> Case:
+    """A step of two sequences through a Mamba-1 layer."""
+    return Case(name, ("_mamba1_kernel",), lambda: _run_layer(mamba1, mamba1_layer, shape))
+
+
+def _run_layer(kernel: Callable[..., None], layer: Callable[..., Any], shape: Any) -> None:
+    layer([1, 3], slot_bytes=2**16, dtype=_DTYPE, **shape).run(kernel)
+
+
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _SAMPLE, _BATCH_INVARIANT = "_sample_kernel", "_batch_invariant_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _MLA_DECODE, _MLA_CHUNK = "_mla_decode_kernel", "_mla_chunk_kernel"
+_CONVOLUTION = "_conv_kernel", "_update_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
@@ -353,4 +375,19 @@ CASES = (
     *_fp8_linears("v3_o", 7168, 16384, 1, 64, 256, 4096),  # DeepSeek-V3
     *_fp8_linears("v3_kv_a", 576, 7168, 64),  # DeepSeek-V3: a last block of 64 rows
     _sum_pieces(),
+    # Qwen3.6-35B-A3B and Qwen3-Next; Nemotron 3 Nano, whose norms span 8 heads
+    _gated_delta(
+        "gated_delta_128", *_CONVOLUTION, "_gated_delta_kernel", "_gated_norm_kernel",
+        key_heads=16, value_heads=32, key_width=128, value_width=128,
+    ),
+    _mamba2(
+        "mamba2_128", *_CONVOLUTION, "_mamba2_kernel", "_gated_norm_kernel",
+        groups=8, heads=64, width=64, state_size=128,
+    ),
+    # Kimi Linear; Jamba
+    _gated_delta(
+        "kimi_delta_128", "_gated_delta_kernel", "_gated_norm_kernel",
+        key_heads=32, value_heads=32, key_width=128, value_width=128, by_row=True,
+    ),
+    _mamba1("mamba1_16", channels=8192, state_size=16),
 )  # fmt: skip

@@ -130,11 +130,6 @@ def build_engine(
     for line in memory.lines(loaded.facts["quantization"]):
         log(line)
     if layout.state is not None:
-        if device.type == "cuda":
-            raise ModelError(
-                "recurrent layers are not supported on CUDA devices yet",
-                hint="set engine.device: cpu",
-            )
         state_bytes = layout.slots_per_state * layout.bytes_per_block
         log(
             f"recurrent state: {layout.slots_per_state} blocks ({state_bytes / 2**20:.2f} MiB) for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -67,13 +68,14 @@ class RecurrentLayer:
         """Draw the inputs of all tokens, [T, width] each."""
         self.inputs = [self.draw(sum(self.lengths), width) for width in widths]
 
-    def run(self, kernel: Any, cuts: Cuts | None = None) -> torch.Tensor:
+    def run(self, kernel: Any, cuts: Cuts | None = None, device: str = "cpu") -> torch.Tensor:
         """Return the outputs [T, width], with each sequence computed in steps that end at its
         ``cuts``."""
         cuts = cuts or at_once(self.lengths)
         starts = [sum(self.lengths[:at]) for at in range(len(self.lengths))]
         out = torch.empty(sum(self.lengths), self.output_width, dtype=self.dtype)
-        slots = self.slots.clone()
+        slots = self.slots.to(device, copy=True)
+        weights = _on(self.weights, device)
         for step in range(max(map(len, cuts)) - 1):
             spans = {
                 at: (ends[step], ends[step + 1])
@@ -87,29 +89,37 @@ class RecurrentLayer:
             states = PagedStates(
                 slots=slots,
                 places=places_of(self.layout, 1),
-                tables=self.tables[list(spans)].contiguous(),
-                query_starts=counts.cumsum(0).int(),
-                context_lens=torch.tensor([b for _, b in spans.values()]).int(),
+                tables=self.tables[list(spans)].contiguous().to(device),
+                query_starts=counts.cumsum(0).int().to(device),
+                context_lens=torch.tensor([b for _, b in spans.values()]).int().to(device),
             )
-            step_out = torch.empty(len(rows), self.output_width, dtype=self.dtype)
-            inputs = (part[rows] for part in self.inputs)
-            kernel(*inputs, weights=self.weights, states=states, out=step_out)
-            out[rows] = step_out
+            step_out = torch.empty(len(rows), self.output_width, dtype=self.dtype, device=device)
+            inputs = (part[rows].to(device) for part in self.inputs)
+            kernel(*inputs, weights=weights, states=states, out=step_out)
+            out[rows] = step_out.cpu()
         return out
 
-    def assert_equal(self, native: Any, reference: Any) -> None:
-        """Compare a C kernel with its reference."""
-        expected, actual = self.run(reference).float(), self.run(native).float()
+    def assert_equal(self, kernel: Any, reference: Any, device: str = "cpu") -> None:
+        """Compare a kernel with its reference."""
+        expected, actual = self.run(reference).float(), self.run(kernel, device=device).float()
         tolerance = 1e-4 if self.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
-    def assert_same_bits(self, native: Any, cuts: Cuts) -> None:
+    def assert_same_bits(self, kernel: Any, cuts: Cuts, device: str = "cpu") -> None:
         """Compare all sequences at once with sequences in steps, and with each sequence alone."""
-        whole = self.run(native)
-        assert torch.equal(self.run(native, cuts), whole)
+        whole = self.run(kernel, device=device)
+        assert torch.equal(self.run(kernel, cuts, device), whole)
         inputs, lengths, tables = self.inputs, self.lengths, self.tables
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         for at, (start, stop) in enumerate(pairwise(starts)):
             self.inputs = [part[start:stop] for part in inputs]
             self.lengths, self.tables = [lengths[at]], tables[at : at + 1]
-            assert torch.equal(self.run(native), whole[start:stop])
+            assert torch.equal(self.run(kernel, device=device), whole[start:stop])
+
+
+def _on(weights: Any, device: str) -> Any:
+    """Return weights with all tensors on a device."""
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return replace(
+        weights, **{name: x.to(device) for name, x in values.items() if torch.is_tensor(x)}
+    )

@@ -1,4 +1,4 @@
-"""The C kernel of a causal convolution equals its reference; steps and neighbors change no bits."""
+"""The kernels of a causal convolution equal their reference; steps and neighbors change no bits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from batchinfer.kernels.causal_conv import CausalConvWeights
 from batchinfer.kernels.causal_conv import causal_conv as reference
 from batchinfer.kernels.cpu.causal_conv import causal_conv
 from batchinfer.kernels.cpu.recurrent_state import supports
+from batchinfer.kernels.recurrent_conv import causal_conv as triton_kernel
 from tests.engine.kv.recurrent_configs import short_conv_config
+from tests.kernels.gpu_or_interpreter import on_both
 from tests.kernels.recurrent_layer import Cuts, RecurrentLayer, cuts_of_sequences
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
@@ -42,6 +44,7 @@ def make_layer(
     return layer
 
 
+@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     channels=st.sampled_from([1, 7, 16, 64, 75, 192]),
@@ -52,7 +55,7 @@ def make_layer(
     silu=st.booleans(),
     gated=st.booleans(),
 )
-def test_equals_reference(
+def test_c_kernel_equals_reference(
     lengths: list[int],
     channels: int,
     conv_width: int,
@@ -71,6 +74,7 @@ def test_equals_reference(
     layer.assert_equal(causal_conv, reference)
 
 
+@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -84,3 +88,14 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
     lengths = [ends[-1] for ends in cuts]
     layer = make_layer(lengths, channels=channels, dtype=dtype, silu=silu, gated=gated)
     layer.assert_same_bits(causal_conv, cuts)
+
+
+@on_both()
+@pytest.mark.parametrize(
+    "options", [{}, {"has_bias": False, "silu": True}, {"gated": False}], ids=["all", "no", "plain"]
+)
+def test_triton_kernel_equals_reference(
+    options: dict[str, bool], dtype: torch.dtype, device: str
+) -> None:
+    layer = make_layer([5, 1, 3], channels=75, dtype=dtype, **options)
+    layer.assert_equal(triton_kernel, reference, device)

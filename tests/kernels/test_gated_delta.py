@@ -1,4 +1,4 @@
-"""The C kernel of Gated DeltaNet and Kimi Delta Attention equals its reference; steps and neighbors
+"""The kernels of Gated DeltaNet and Kimi Delta Attention equal their reference; steps and neighbors
 change no bits."""
 
 from __future__ import annotations
@@ -10,54 +10,18 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu.gated_delta import gated_delta
 from batchinfer.kernels.cpu.recurrent_state import MAX_CONV_WIDTH, supports
-from batchinfer.kernels.gated_delta import GatedDeltaWeights
 from batchinfer.kernels.gated_delta import gated_delta as reference
-from tests.engine.kv.recurrent_configs import gated_delta_config
-from tests.kernels.recurrent_layer import Cuts, RecurrentLayer, cuts_of_sequences
+from batchinfer.kernels.recurrence import gated_delta as triton_kernel
+from tests.kernels.gpu_or_interpreter import on_both
+from tests.kernels.recurrent_cases import gated_delta_layer
+from tests.kernels.recurrent_layer import Cuts, cuts_of_sequences
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
 
-def make_layer(
-    lengths: list[int],
-    *,
-    key_heads: int = 2,
-    value_heads: int = 4,
-    key_width: int = 8,
-    value_width: int = 16,
-    conv_width: int = 4,
-    by_row: bool = False,
-    slot_bytes: int = 8192,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> RecurrentLayer:
-    text = gated_delta_config(
-        num_layers=3,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_width=key_width,
-        value_width=value_width,
-        conv_width=conv_width,
-    )
-    layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype, seed=seed)
-    shape, decays = layer.shape, value_heads * (key_width if by_row else 1)
-    layer.weights = GatedDeltaWeights(
-        conv=layer.draw(conv_width, shape.num_channels).float(),
-        decay_rate=layer.draw(value_heads).float().exp(),
-        dt_bias=layer.draw(decays).float(),
-        norm=layer.draw(value_width).float(),
-        norm_eps=1e-6,
-        max_beta=1.0,
-        num_key_heads=key_heads,
-        key_width=key_width,
-        with_silu=not by_row,
-    )
-    layer.draw_inputs(shape.num_channels, shape.num_values, decays, value_heads)
-    return layer
-
-
+@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     key_heads=st.sampled_from([1, 2, 3]),
@@ -70,15 +34,16 @@ def make_layer(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_equals_reference(
+def test_c_kernel_equals_reference(
     lengths: list[int], key_heads: int, heads_per_key: int, dtype: torch.dtype, **sizes: int
 ) -> None:
-    layer = make_layer(
+    layer = gated_delta_layer(
         lengths, key_heads=key_heads, value_heads=key_heads * heads_per_key, dtype=dtype, **sizes
     )
     layer.assert_equal(gated_delta, reference)
 
 
+@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -89,10 +54,27 @@ def test_bits_do_not_depend_on_steps_and_neighbors(
     cuts: Cuts, dtype: torch.dtype, value_width: int, by_row: bool
 ) -> None:
     lengths = [ends[-1] for ends in cuts]
-    layer = make_layer(lengths, value_width=value_width, by_row=by_row, dtype=dtype)
+    layer = gated_delta_layer(lengths, value_width=value_width, by_row=by_row, dtype=dtype)
     layer.assert_same_bits(gated_delta, cuts)
 
 
 def test_wide_convolutions_are_left_to_the_reference() -> None:
     assert supports(torch.float32, MAX_CONV_WIDTH)
     assert not supports(torch.float32, MAX_CONV_WIDTH + 1)
+
+
+@on_both()
+@pytest.mark.parametrize(("value_width", "by_row"), [(16, False), (24, True), (128, False)])
+def test_triton_kernel_equals_reference(
+    value_width: int, by_row: bool, dtype: torch.dtype, device: str
+) -> None:
+    layer = gated_delta_layer(
+        [5, 1, 3], value_width=value_width, key_width=7, by_row=by_row, dtype=dtype
+    )
+    layer.assert_equal(triton_kernel, reference, device)
+
+
+@on_both()
+def test_triton_kernel_continues_from_states(dtype: torch.dtype, device: str) -> None:
+    layer = gated_delta_layer([7, 2, 6], value_width=48, dtype=dtype)
+    layer.assert_same_bits(triton_kernel, [[0, 3, 4, 7], [0, 1, 2], [0, 6]], device)

@@ -1,4 +1,4 @@
-"""The C kernel of Mamba-1's scan equals its reference; steps and neighbors change no bits."""
+"""The kernels of Mamba-1's scan equal their reference; steps and neighbors change no bits."""
 
 from __future__ import annotations
 
@@ -9,34 +9,18 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu.mamba1 import mamba1
 from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.mamba1 import Mamba1Weights
 from batchinfer.kernels.mamba1 import mamba1 as reference
-from tests.engine.kv.recurrent_configs import mamba1_config
-from tests.kernels.recurrent_layer import Cuts, RecurrentLayer, cuts_of_sequences
+from batchinfer.kernels.recurrence import mamba1 as triton_kernel
+from tests.kernels.gpu_or_interpreter import on_both
+from tests.kernels.recurrent_cases import mamba1_layer
+from tests.kernels.recurrent_layer import Cuts, cuts_of_sequences
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
 
-def make_layer(
-    lengths: list[int],
-    *,
-    channels: int,
-    state_size: int = 8,
-    slot_bytes: int = 8192,
-    dtype: torch.dtype = torch.float32,
-) -> RecurrentLayer:
-    text = mamba1_config(num_layers=3, channels=channels, state_size=state_size)
-    layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype)
-    layer.weights = Mamba1Weights(
-        decay_rate=layer.draw(state_size, channels).float().exp(),
-        skip=layer.draw(channels).float(),
-    )
-    layer.draw_inputs(channels, channels, state_size, state_size, channels)
-    return layer
-
-
+@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     channels=st.sampled_from([1, 7, 16, 64, 75, 192]),
@@ -44,17 +28,19 @@ def make_layer(
     slot_bytes=st.sampled_from([512, 4096, 65536]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_reference(lengths: list[int], dtype: torch.dtype, **sizes: int) -> None:
-    make_layer(lengths, dtype=dtype, **sizes).assert_equal(mamba1, reference)
+def test_c_kernel_equals_reference(lengths: list[int], dtype: torch.dtype, **sizes: int) -> None:
+    mamba1_layer(lengths, dtype=dtype, **sizes).assert_equal(mamba1, reference)
 
 
+@needs_compiler
 @pytest.mark.parametrize("dt", [-100.0, -1.0, 0.0, 1.0, 19.0, 21.0, 100.0])
 def test_time_steps_of_all_sizes(dt: float) -> None:
-    layer = make_layer([3, 2], channels=40)
+    layer = mamba1_layer([3, 2], channels=40)
     layer.inputs[1].fill_(dt)
     layer.assert_equal(mamba1, reference)
 
 
+@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -63,5 +49,18 @@ def test_time_steps_of_all_sizes(dt: float) -> None:
 def test_bits_do_not_depend_on_steps_and_neighbors(
     cuts: Cuts, dtype: torch.dtype, channels: int
 ) -> None:
-    layer = make_layer([ends[-1] for ends in cuts], channels=channels, dtype=dtype)
+    layer = mamba1_layer([ends[-1] for ends in cuts], channels=channels, dtype=dtype)
     layer.assert_same_bits(mamba1, cuts)
+
+
+@on_both()
+@pytest.mark.parametrize("channels", [7, 48])
+def test_triton_kernel_equals_reference(channels: int, dtype: torch.dtype, device: str) -> None:
+    layer = mamba1_layer([5, 1, 3], channels=channels, state_size=7, dtype=dtype)
+    layer.assert_equal(triton_kernel, reference, device)
+
+
+@on_both()
+def test_triton_kernel_continues_from_states(dtype: torch.dtype, device: str) -> None:
+    layer = mamba1_layer([7, 2, 6], channels=40, dtype=dtype)
+    layer.assert_same_bits(triton_kernel, [[0, 3, 4, 7], [0, 1, 2], [0, 6]], device)

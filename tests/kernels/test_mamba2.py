@@ -1,4 +1,4 @@
-"""The C kernel of Mamba-2 equals its reference; steps and neighbors change no bits."""
+"""The kernels of Mamba-2 equal their reference; steps and neighbors change no bits."""
 
 from __future__ import annotations
 
@@ -12,60 +12,18 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu.mamba2 import mamba2
 from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.mamba2 import Mamba2Weights
 from batchinfer.kernels.mamba2 import mamba2 as reference
-from tests.engine.kv.recurrent_configs import mamba2_config
-from tests.kernels.recurrent_layer import Cuts, RecurrentLayer, cuts_of_sequences
+from batchinfer.kernels.recurrence import mamba2 as triton_kernel
+from tests.kernels.gpu_or_interpreter import on_both
+from tests.kernels.recurrent_cases import mamba2_layer
+from tests.kernels.recurrent_layer import Cuts, cuts_of_sequences
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not supports(torch.float32), reason="the C kernels cannot be compiled"
 )
 
 
-def make_layer(
-    lengths: list[int],
-    *,
-    groups: int = 2,
-    heads: int = 4,
-    width: int = 16,
-    state_size: int = 8,
-    conv_width: int = 4,
-    slot_bytes: int = 8192,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **options: Any,
-) -> RecurrentLayer:
-    text = mamba2_config(
-        num_layers=3,
-        heads=heads,
-        width=width,
-        groups=groups,
-        state_size=state_size,
-        conv_width=conv_width,
-    )
-    layer = RecurrentLayer(text, lengths, slot_bytes=slot_bytes, dtype=dtype, seed=seed)
-    channels, values = layer.shape.num_channels, layer.shape.num_values
-    parts: dict[str, Any] = {
-        "conv_bias": layer.draw(channels).float(),
-        "norm": layer.draw(values).float(),
-        "gate_first": True,
-        "dt_limits": (0.0, math.inf),
-    }
-    layer.weights = Mamba2Weights(
-        conv=layer.draw(conv_width, channels).float(),
-        decay_rate=layer.draw(heads).float().exp(),
-        dt_bias=layer.draw(heads).float(),
-        skip=layer.draw(heads).float(),
-        norm_eps=1e-6,
-        norm_width=values // groups,
-        num_groups=groups,
-        state_size=state_size,
-        **(parts | options),
-    )
-    layer.draw_inputs(channels, values, heads)
-    return layer
-
-
+@needs_compiler
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     groups=st.sampled_from([1, 2, 3]),
@@ -81,7 +39,7 @@ def make_layer(
     ),
     dt_limits=st.sampled_from([(0.0, math.inf), (0.5, 1.0)]),
 )
-def test_equals_reference(
+def test_c_kernel_equals_reference(
     lengths: list[int],
     groups: int,
     heads_per_group: int,
@@ -90,7 +48,7 @@ def test_equals_reference(
     options: dict[str, Any],
     **sizes: int,
 ) -> None:
-    layer = make_layer(
+    layer = mamba2_layer(
         lengths,
         groups=groups,
         heads=groups * heads_per_group,
@@ -102,6 +60,7 @@ def test_equals_reference(
     layer.assert_equal(mamba2, reference)
 
 
+@needs_compiler
 @given(
     cuts=cuts_of_sequences,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -110,5 +69,24 @@ def test_equals_reference(
 def test_bits_do_not_depend_on_steps_and_neighbors(
     cuts: Cuts, dtype: torch.dtype, width: int
 ) -> None:
-    layer = make_layer([ends[-1] for ends in cuts], width=width, dtype=dtype)
+    layer = mamba2_layer([ends[-1] for ends in cuts], width=width, dtype=dtype)
     layer.assert_same_bits(mamba2, cuts)
+
+
+@on_both()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"conv_bias": None}, {"norm": None, "gate_first": False}, {"dt_limits": (0.5, 1.0)}],
+    ids=["plain", "no_bias", "no_norm", "limits"],
+)
+def test_triton_kernel_equals_reference(
+    options: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    layer = mamba2_layer([5, 1, 3], width=48, state_size=7, dtype=dtype, **options)
+    layer.assert_equal(triton_kernel, reference, device)
+
+
+@on_both()
+def test_triton_kernel_continues_from_states(dtype: torch.dtype, device: str) -> None:
+    layer = mamba2_layer([7, 2, 6], width=24, dtype=dtype)
+    layer.assert_same_bits(triton_kernel, [[0, 3, 4, 7], [0, 1, 2], [0, 6]], device)

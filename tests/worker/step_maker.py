@@ -16,6 +16,7 @@ class HandSequence:
     token_ids: list[int]
     block_table: list[int]
     num_computed: int = 0
+    state_slots: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -25,6 +26,7 @@ class StepMaker:
     num_blocks: int
     block_size: int
     seed: int = 0
+    slots_per_state: int = 0
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,7 +35,8 @@ class StepMaker:
 
     def sequence(self, token_ids: list[int]) -> HandSequence:
         """A new sequence; nothing of it is computed."""
-        return HandSequence(list(token_ids), [])
+        state_slots = [self.free.pop() for _ in range(self.slots_per_state)]
+        return HandSequence(list(token_ids), [], state_slots=state_slots)
 
     def step(
         self,
@@ -68,6 +71,7 @@ class StepMaker:
             query_starts=np.array(starts, np.int32),
             context_lens=np.array([s.num_computed for s, _ in parts], np.int32),
             block_tables=tables,
+            state_tables=np.array([s.state_slots for s, _ in parts], np.int32),
             slot_mapping=np.array(slots, np.int64),
             block_copies=np.array(copies, np.int32).reshape(-1, 2),
             logits_indices=np.array(wanted, np.int32),

@@ -89,10 +89,15 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self.sizes = all_sizes(max_num_seqs, max_graph_tokens)
         """The sizes to capture, the largest first."""
-        max_blocks = cache.layout.blocks_for(max_model_len)
+        layout = cache.layout
         largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)
         self._inputs = StepInputs(
-            largest, max_blocks, cache.pool.device, len(cache.layout.windows), num_adapters
+            largest,
+            layout.blocks_for(max_model_len),
+            cache.pool.device,
+            len(layout.windows),
+            num_adapters,
+            layout.slots_per_state,
         )
         self._capture = CudaCapture() if capture is None else capture
         self._replays: dict[GraphSize, Run] = {}

@@ -47,6 +47,7 @@ class StepInputs:
         num_groups: number of layer groups. Each has its own slots and tables.
         num_adapters: number of the model's adapters; if not 0, every step lists the tokens of each
             adapter.
+        slots_per_state: slots of a sequence's recurrent state.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class StepInputs:
         device: torch.device,
         num_groups: int = 1,
         num_adapters: int = 0,
+        slots_per_state: int = 0,
     ) -> None:
         self._num_groups, self._max_blocks = num_groups, max_blocks
-        self._num_adapters = num_adapters
+        self._num_adapters, self._slots_per_state = num_adapters, slots_per_state
         tables = (num_groups, largest.sequences, max_blocks)
         num_bytes = self._places(largest)["packed_tables"].offset + 4 * math.prod(tables)
         self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -121,6 +123,7 @@ class StepInputs:
             "other_slots": slots[1:],
             "block_tables": tables[0],
             "other_tables": tables[1:],
+            "state_tables": tensors["state_tables"].view(size.sequences, self._slots_per_state),
         }
 
     def _packed_tables(self, size: GraphSize) -> torch.Tensor:
@@ -140,6 +143,7 @@ class StepInputs:
             ("context_lens", sequences, _INT32),
             ("order", sequences, _INT32),
             ("shared_lens", sequences, _INT32),
+            ("state_tables", (size.sequences * self._slots_per_state,), _INT32),
             ("tables_shape", (2,), _INT32),
             ("packed_tables", (0,), _INT32),
         )
@@ -178,6 +182,7 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
         "context_lens": (step.context_lens, 0),
         "order": (order, places[count:]),
         "shared_lens": (shared_lens, 0),
+        "state_tables": (step.state_tables.reshape(-1), 0),
         "tables_shape": (np.array(step.block_tables.shape), 0),
     }
 

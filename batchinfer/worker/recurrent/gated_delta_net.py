@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchinfer.kernels import gated_delta as reference
+from batchinfer.kernels import recurrence
 from batchinfer.kernels.cpu import gated_delta as native
-from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.gated_delta import GatedDeltaWeights, gated_delta
-from batchinfer.worker.recurrent.paged_states import paged_states
+from batchinfer.kernels.gated_delta import GatedDeltaWeights
+from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 
 class LayerInputs(NamedTuple):
@@ -127,7 +128,13 @@ def run_layer(inputs: LayerInputs, weights: GatedDeltaWeights, layer: int) -> to
         layer: number of the layer in the model.
     """
     out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
-    compute = native.gated_delta if supports(out.dtype, len(weights.conv)) else gated_delta
+    compute = choose_kernel(
+        out,
+        len(weights.conv),
+        triton=recurrence.gated_delta,
+        native=native.gated_delta,
+        reference=reference.gated_delta,
+    )
     compute(*inputs, weights=weights, states=paged_states(layer), out=out)
     return out
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels import mamba1 as reference
+from batchinfer.kernels import recurrence
 from batchinfer.kernels.cpu import mamba1 as native
-from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.mamba1 import Mamba1Weights, mamba1
+from batchinfer.kernels.mamba1 import Mamba1Weights
 from batchinfer.worker.recurrent import short_conv
-from batchinfer.worker.recurrent.paged_states import paged_states
+from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 LAYERS = ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer")
 """Names of transformers' classes. Some have norms after ``x_proj``."""
@@ -29,7 +30,13 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     if hasattr(self, "dt_layernorm"):
         dt, write, read = self.dt_layernorm(dt), self.b_layernorm(write), self.c_layernorm(read)
     out = torch.empty_like(values)
-    compute = native.mamba1 if supports(out.dtype) else mamba1
+    compute = choose_kernel(
+        out,
+        len(conv.conv),
+        triton=recurrence.mamba1,
+        native=native.mamba1,
+        reference=reference.mamba1,
+    )
     inputs = values, self.dt_proj(dt), write, read, gate
     compute(*inputs, weights=weights, states=paged_states(self.layer_idx), out=out)
     output: torch.Tensor = self.out_proj(out)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels import mamba2 as reference
+from batchinfer.kernels import recurrence
 from batchinfer.kernels.cpu import mamba2 as native
-from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.kernels.mamba2 import Mamba2Weights, mamba2
-from batchinfer.worker.recurrent.paged_states import paged_states
+from batchinfer.kernels.mamba2 import Mamba2Weights
+from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 LAYERS = (
     "BambaMixer",
@@ -35,7 +36,13 @@ def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         [self.intermediate_size, self.conv_dim, self.num_heads], dim=1
     )
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    compute = native.mamba2 if supports(out.dtype, len(weights.conv)) else mamba2
+    compute = choose_kernel(
+        out,
+        len(weights.conv),
+        triton=recurrence.mamba2,
+        native=native.mamba2,
+        reference=reference.mamba2,
+    )
     compute(values, gate, dt, weights=weights, states=paged_states(self.layer_idx), out=out)
     output: torch.Tensor = self.out_proj(out)
     return output[None]

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+
+import torch
 
 from batchinfer.engine.kv.state_layout import StateLayout
+from batchinfer.kernels.cpu.recurrent_state import supports
 from batchinfer.kernels.recurrent_state import PagedStates, StatePlaces
 from batchinfer.worker.attention.attention import current_context
+
+Kernel = Callable[..., None]
+
+
+def choose_kernel(
+    like: torch.Tensor, conv_width: int, *, triton: Kernel, native: Kernel, reference: Kernel
+) -> Kernel:
+    """Return the kernel for a device and dtype: the reference if no other kernel supports them.
+
+    Args:
+        like: a tensor of the layer's dtype and device.
+        conv_width: width of the layer's convolution.
+    """
+    if like.is_cuda:
+        return triton
+    return native if supports(like.dtype, conv_width) else reference
 
 
 def paged_states(layer: int) -> PagedStates:

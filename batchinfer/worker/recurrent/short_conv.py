@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from batchinfer.kernels.causal_conv import CausalConvWeights, causal_conv
+from batchinfer.kernels import causal_conv as reference
+from batchinfer.kernels import recurrent_conv
+from batchinfer.kernels.causal_conv import CausalConvWeights
 from batchinfer.kernels.cpu import causal_conv as native
-from batchinfer.kernels.cpu.recurrent_state import supports
-from batchinfer.worker.recurrent.paged_states import paged_states
+from batchinfer.worker.recurrent.paged_states import choose_kernel, paged_states
 
 LAYERS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 """Names of transformers' classes."""
@@ -39,7 +40,13 @@ def convolve(
         layer: number of the layer in the model.
     """
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    compute = native.causal_conv if supports(out.dtype, len(weights.conv)) else causal_conv
+    compute = choose_kernel(
+        out,
+        len(weights.conv),
+        triton=recurrent_conv.causal_conv,
+        native=native.causal_conv,
+        reference=reference.causal_conv,
+    )
     compute(inputs, before, after, weights=weights, states=paged_states(layer), out=out)
     return out
 
