@@ -32,6 +32,7 @@ def test_there_are_examples() -> None:
         "openai-batch",
         "adapters",
         "quantized",
+        "hybrid",
     }
 
 
